@@ -41,7 +41,7 @@ def _on_cuda(node: fx.Node) -> Call:
 
 def _on_cpu(node: fx.Node) -> Call | None:
     """Return the call on the CPU; None if the program already had the CUDA kernel, whose claim has its own results."""
-    if len(read_claim(node).get("sharding", ())) != len(ON_CPU._schema.returns):
+    if len(read_claim(node).sharding or ()) != len(ON_CPU._schema.returns):
         return None
     args = edit.bound(node)
     positional = (args["query"], args["key"], args["value"], args["dropout_p"], args["is_causal"])

@@ -24,7 +24,6 @@ from tpcompiler.ir.program import (
     Note,
     PlannedProgram,
     Seed,
-    Why,
     pin,
 )
 from tpcompiler.ir.sharding import Sharding
@@ -33,6 +32,7 @@ from tpcompiler.passes._causes import ALSO_ASKED, Demand, Spared, find_demand, r
 from tpcompiler.rules.index_range import Ranges, is_needed, position_checks, with_checks
 from tpcompiler.rules.infer import Option
 from tpcompiler.rules.notation import Rule
+from tpcompiler.runtime.records import Why
 from tpcompiler.solver.domain import tensor_index
 from tpcompiler.solver.problem import FREE
 from tpcompiler.solver.solution import Solution

@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from tpcompiler._torch import aten
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import read_bodies
-from tpcompiler.ir.claims import CLAIM, read_claim
+from tpcompiler.ir.claims import CLAIM, claim_data, read_claim
 from tpcompiler.ir.local import is_contiguous
 from tpcompiler.ir.rebuilt import add_constant, copy_signature, rebuilt
 from tpcompiler.ir.symm_mem import (
@@ -102,7 +102,7 @@ def _fit_graph(graph: fx.Graph, fit: Fit, constant: Callable[[Buffer], fx.Node])
     """
     regions: dict[str, list[fx.Node]] = {}
     for node in edit.calls(graph):
-        if name := read_claim(node).get("reshard"):
+        if name := read_claim(node).reshard:
             regions.setdefault(name, []).append(node)
     one_shots = []
     for nodes in regions.values():
@@ -201,7 +201,7 @@ def _record(node: fx.Node) -> list[Any]:
     """Return the record that `ir/symm_mem.py` reads back: name, claim, and position in the model."""
     stack = (node.meta.get("nn_module_stack") or {}).items()
     modules = [[key, path, kind if isinstance(kind, str) else kind.__qualname__] for key, (path, kind) in stack]
-    return [node.name, dict(read_claim(node)), modules, node.meta.get("stack_trace", "")]
+    return [node.name, claim_data(read_claim(node)), modules, node.meta.get("stack_trace", "")]
 
 
 def _stand_for(nodes: Sequence[fx.Node], target: Any, args: tuple[Any, ...]) -> None:

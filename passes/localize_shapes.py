@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import fx
 
 from tpcompiler._torch import FakeTensorMode, aten, enable_python_dispatcher, trace_ops
@@ -189,8 +190,8 @@ def _put_in_body(
     )
     results = [copies[output] for output in outputs]
     for result, part in zip(results, parts, strict=True):
-        output = {} if part is node else {"output": part.args[1]}
-        result.meta.update({MARK: part.meta[MARK], ORIGIN: part.name, CALL: {**call, **output}})
+        index: Any = None if part is node else part.args[1]
+        result.meta.update({MARK: part.meta[MARK], ORIGIN: part.name, CALL: structs.replace(call, output=index)})
     return results
 
 

@@ -14,7 +14,6 @@ from tpcompiler.ir.program import (
     PlacedProgram,
     PlannedProgram,
     Reshard,
-    Why,
     mark_of,
     pin,
     reshard,
@@ -25,6 +24,7 @@ from tpcompiler.passes._causes import refuses
 from tpcompiler.passes._marks import Walk, mark_node, refuse_without_parts
 from tpcompiler.rules.index_range import door_ranges
 from tpcompiler.rules.registry import rule_of
+from tpcompiler.runtime.records import Why
 from tpcompiler.solver.solution import Solution
 
 

@@ -176,4 +176,4 @@ def test_a_placement_that_cuts_a_group(pin: str, style: str, cuts: str, sharding
     assert said.groups() == (pin, style, cuts)
     made = tpcompiler.parallelize(program, 2, {pin: style})
     assert made.verify((X,)).ok
-    assert {row["name"]: row["sharding"] for row in made.manifest().tensors}["down.weight"] == sharding
+    assert {row.name: row.sharding for row in made.manifest().tensors}["down.weight"] == sharding

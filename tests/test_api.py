@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 import tpcompiler
 from tests.launch import fork_code
 from tests.zoo.case import randomise
-from tpcompiler.ir.claims import read_claim
+from tpcompiler.ir.claims import claim_data, read_claim
 from tpcompiler.passes import _collectives
 
 
@@ -136,7 +136,8 @@ def test_boundary_placements() -> None:
     """The batch cut at both ends: nothing on the wire, weights whole."""
     program = tpcompiler.parallelize(exported(Mlp(), torch.randn(6, 4)), 3, {}, inputs={"x": "S(0)"}, outputs=["S(0)"])
     assert program.collectives() == []
-    assert program.manifest().inputs == [{"name": "x", "shape": [6, 4], "dtype": "f32", "sharding": "S(0)"}]
+    (x,) = program.manifest().inputs
+    assert (x.name, x.shape, x.dtype, x.sharding) == ("x", [6, 4], "f32", "S(0)")
     assert program.verify((torch.randn(6, 4),)).ok
 
 
@@ -169,8 +170,8 @@ def test_what_is_kept_of_the_program() -> None:
     assert set(after.constants) == {*before.constants, "rank_numbers"}, "where the rank's part of the vocabulary begins"
     torch.testing.assert_close(after.constants["scale"], torch.tensor([2.0, 3.0, 4.0, 5.0]))
     assert after.call_spec == before.call_spec
-    rows = {row["name"]: row for row in program.manifest().tensors}
-    assert rows["head.weight"]["tied_to"] == "embed.weight"
+    rows = {row.name: row for row in program.manifest().tensors}
+    assert rows["head.weight"].tied_to == "embed.weight"
     for node in after.graph.nodes:
         if "c10d" in str(node.target):
             assert node.meta["nn_module_stack"]
@@ -245,7 +246,7 @@ def test_dump_writes_a_numbered_text_after_every_pass(tmp_path: Path) -> None:
 def test_claims_travel_with_the_saved_program(tmp_path: Path) -> None:
     tpcompiler.parallelize(exported(Mlp(), torch.randn(2, 4)), 2, PLAN).save(tmp_path / "out")
     program = torch.export.load(tmp_path / "out" / "rank_1.pt2")
-    claims = {node.name: read_claim(node) for node in program.graph.nodes if node.op == "call_function"}
+    claims = {node.name: claim_data(read_claim(node)) for node in program.graph.nodes if node.op == "call_function"}
     reason = 'k is cut by tp, asked by the plan ("down": "rowwise")'
     assert claims["linear_1"] == {"origin": "linear_1", "sharding": ["P(sum)"], "reason": reason}
     assert claims["wait_tensor"] == {

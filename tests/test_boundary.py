@@ -99,12 +99,12 @@ def test_the_written_files_speak_of_local_sizes(programs: dict[str, ExportedProg
     rank = torch.export.load(tmp_path / "out" / "rank_3.pt2")
     symbol = {n.name: n.meta["val"] for n in rank.graph.nodes}["x"].shape[0].node.expr
     assert (int(rank.range_constraints[symbol].lower), int(rank.range_constraints[symbol].upper)) == (1, 16)
-    assert program.manifest().inputs[0]["shape"] == [f"4*{symbol}", program.manifest().inputs[0]["shape"][1], 8]
+    assert program.manifest().inputs[0].shape == [f"4*{symbol}", program.manifest().inputs[0].shape[1], 8]
     module = rank.module()
     with pytest.raises((AssertionError, RuntimeError), match=r"17|16"):  # the guards know the divided range
         module(*inputs(17, 4))
     assert verify_artifact(tmp_path / "out", programs["dynamic"], inputs(8, 6)).ok
-    assert [note["text"] for note in program.manifest().notes if note["kind"] == "size"] == [
+    assert [note.text for note in program.manifest().notes if note.kind == "size"] == [
         "dim 0 of input 'x' must be a multiple of 4",
         "dim 0 of input 'y' must be a multiple of 4",
     ]
@@ -187,9 +187,9 @@ def test_whole_is_whole_on_every_axis() -> None:
     """And the ranks that cut a dim are those of its axes: replicas on the others are no more of it."""
     rows = torch.export.export(Counting(), (torch.randn(4, 3),), dynamic_shapes=({0: Dim("rows")},))
     program = tpcompiler.parallelize(rows, {"dp": 2, "tp": 2}, {}, inputs=[{"dp": "S(0)"}], outputs=["R"])
-    assert program.manifest().outputs[0]["sharding"] == "[R, R]"
+    assert program.manifest().outputs[0].sharding == "[R, R]"
     whole = tpcompiler.parallelize(rows, {"dp": 2, "tp": 2}, {}, inputs=["R"])
-    assert whole.manifest().inputs[0]["sharding"] == "[R, R]"
+    assert whole.manifest().inputs[0].sharding == "[R, R]"
     with pytest.raises(tpcompiler.TpCompilerError) as raised:
         program.verify((torch.randn(3, 3),))
     assert str(raised.value) == "input 'x' has 3 on dim 0, which is cut by 2 ranks\n  help: give a multiple of 2"

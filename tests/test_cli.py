@@ -16,8 +16,9 @@ import tpcompiler.cli.printing
 from tests.launch import fork_code, fork_ranks, torchrun
 from tests.runtime.commands import call, right
 from tests.runtime.models import PLAN_TEXT, mlp_inputs
-from tpcompiler.artifact.summary import summary_parts
+from tpcompiler.artifact.summary import ConvertedArtifact, summary_parts
 from tpcompiler.cli import commands
+from tpcompiler.runtime.records import read_record
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 
@@ -205,9 +206,11 @@ def test_a_dry_run_writes_nothing(model: Path, plan: Path, tmp_path: Path) -> No
 
 def test_the_summary_names_every_fallback(model: Path, plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = json.loads(right("convert", model, "--tp", 2, "--plan", plan, "--dry-run", "--json"))
-    row = {"kind": "all_gather", "payload_bytes": 4096, "source": "model.py:3, in forward", "reason": "no rule cuts it"}
-    data |= {"fallbacks": [row], "notes": [{"kind": "no rule", "text": "aten.sort at 'sort' has no rule"}]}
-    tpcompiler.cli.printing.print_titled("out", summary_parts(data))
+    row = {"kind": "all_gather", "axis": "tp", "payload_bytes": 4096, "group_size": 2, "wire_bytes": 2048, "node": "a"}
+    row |= {"module": "", "source": "model.py:3, in forward", "why": "fallback", "reason": "no rule cuts it"}
+    data["fallbacks"] = [{**row, "reshard": "reshard"}]
+    data["notes"] = [{"kind": "no rule", "text": "aten.sort at 'sort' has no rule"}]
+    tpcompiler.cli.printing.print_titled("out", summary_parts(read_record(ConvertedArtifact, data)))
     assert (
         capsys.readouterr().out
         == f"""\

@@ -37,7 +37,7 @@ def test_the_page_is_of_the_machine_that_is_asked_for(out: Path, tmp_path: Path)
     slow.write_text(SLOW, encoding="utf-8")
     assert call("show", out, "-o", tmp_path / "show.html", "--machine", slow).exit_code == 0
     assert call("diff", out, out, "--html", tmp_path / "diff.html", "--machine", slow).exit_code == 0
-    sent = [0.5 + record["wire_bytes"] / 64.0 for record in read_manifest(out).collectives]
+    sent = [0.5 + record.wire_bytes / 64.0 for record in read_manifest(out).collectives]
     for name in ("show.html", "diff.html"):
         (text,) = re.findall(r'id="data">(.*?)</script>', (tmp_path / name).read_text(encoding="utf-8"))
         data = json.loads(text)

@@ -65,7 +65,7 @@ def test_the_formula_holds_at_other_sizes(tmp_path: Path, mesh: Any) -> None:
         assert [(c.layer, c.kind, c.count, c.wire_bytes, c.seconds) for c in found.costs] == [
             (c.layer, c.kind, c.count, c.wire_bytes, c.seconds) for c in static.costs
         ]
-        assert found.wire_bytes == sum(row["wire_bytes"] for row in read_manifest(alone).collectives)
+        assert found.wire_bytes == sum(row.wire_bytes for row in read_manifest(alone).collectives)
         assert int(static.formula) == found.wire_bytes
         names = {"batch": batch, "sequence": steps}
         assert eval(found.formula.replace("other.1", str(others)), names) == found.wire_bytes
@@ -74,7 +74,7 @@ def test_the_formula_holds_at_other_sizes(tmp_path: Path, mesh: Any) -> None:
 @MESHES
 def test_without_sizes_it_is_the_manifest_s(tmp_path: Path, mesh: Any) -> None:
     out = saved(tmp_path / "out", exported(4, 6, 5, DIMS), mesh)
-    assert cost_artifact(out).wire_bytes == sum(row["wire_bytes"] for row in read_manifest(out).collectives)
+    assert cost_artifact(out).wire_bytes == sum(row.wire_bytes for row in read_manifest(out).collectives)
 
 
 def test_the_table(tmp_path: Path) -> None:

@@ -64,8 +64,8 @@ def test_each_degree_is_what_its_conversion_has() -> None:
         made = tpcompiler.parallelize(mlp(), each.ranks, "auto")
         assert each.calls[""].collectives == len(made.collectives())
         assert each.calls[""].wire_bytes == sum(c.wire_bytes for c in made.collectives())
-        assert format_bytes(each.memory.total) == held(made)
-        assert each.memory.weights == max(made.parameter_bytes()[1])
+        assert format_bytes(each.bytes.total) == held(made)
+        assert each.bytes.weights == max(made.parameter_bytes()[1])
 
 
 def test_a_step_by_hand() -> None:
@@ -159,7 +159,7 @@ class Packed(nn.Module):
 def test_what_stands_in_the_way_is_named() -> None:
     program = export(Packed().eval(), (torch.zeros(2, 12, dtype=torch.long),))
     found = tpcompiler.diagnose(program)
-    assert [each.asked.world_size for each in found.untried] == [5, 7, 9, 10, 11, 12, 13, 14, 15]
+    assert [each.ranks for each in found.untried] == [5, 7, 9, 10, 11, 12, 13, 14, 15]
     assert {each.reason for each in found.untried} == {"6 heads (the model) do not divide evenly"}
     said = {each.ranks: each.remarks[0] for each in found.degrees if each.remarks}
     assert said == dict.fromkeys((4, 8, 16), "6 heads (the model) do not divide evenly")
@@ -192,7 +192,7 @@ def test_another_axis_beside() -> None:
             len(made.collectives()),
             sum(c.wire_bytes for c in made.collectives()),
         )
-        assert format_bytes(each.memory.total) == held(made)
+        assert format_bytes(each.bytes.total) == held(made)
     with pytest.raises(MeshError, match="the degrees of tp are tried"):
         tpcompiler.diagnose(mlp(), beside={"tp": 2})
 
@@ -204,7 +204,7 @@ def test_several_programs() -> None:
     found = tpcompiler.diagnose(programs)
     for each in found.degrees:
         made = tpcompiler.parallelize(programs, each.ranks, "auto")
-        assert format_bytes(each.memory.total) == held(made["long"])
+        assert format_bytes(each.bytes.total) == held(made["long"])
         for name, program in made.items():
             assert each.calls[name].wire_bytes == sum(c.wire_bytes for c in program.collectives())
     long, short = (found.degrees[1].calls[name] for name in ("long", "short"))
@@ -217,7 +217,7 @@ def test_a_degree_that_no_placement_suits() -> None:
     program = export(Mlp(192), (torch.randn(2, 8, 64),), dynamic_shapes=({0: rows},))
     found = tpcompiler.diagnose(program, inputs={"x": "S(0)"})
     assert [each.ranks for each in found.degrees] == [1, 2]
-    assert [each.asked.world_size for each in found.stopped] == [4, 8, 16]
+    assert [each.ranks for each in found.stopped] == [4, 8, 16]
     assert "none of these is a multiple of 8" in found.stopped[1].reason
     with pytest.raises(UnsupportedError, match="none of these is a multiple of 8"):
         tpcompiler.parallelize(program, 8, "auto", inputs={"x": "S(0)"})

@@ -99,7 +99,7 @@ exported = torch.export.load("llama.pt2")
 for plan in (model.config, model.config.base_model_tp_plan):
     print(sorted(tpcompiler.parallelize(exported, 2, plan).manifest().plan))
 {decoder}
-cut = {{row["name"]: row["sharding"] for row in program.manifest().tensors}}
+cut = {{row.name: row.sharding for row in program.manifest().tensors}}
 print(cut["keys_0"], cut["cumulative_length_0"], [c.kind for c in program.collectives()])
 """
     done = fork_code(script, cwd=tmp_path)

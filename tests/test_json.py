@@ -1,4 +1,4 @@
-"""What every command prints with --json is what docs/json.md says of it, field by field."""
+"""Every command's --json answer is of its type, and docs/json.md is rendered from these types."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -18,66 +19,53 @@ from tests.launch import fork_ranks
 from tests.runtime.commands import call
 from tests.runtime.models import PLAN_TEXT, export_mlp, mlp_inputs
 from tests.test_calibrate import link_of, measured_as
+from tools.json_page import ANSWERS, PAGE, SCHEMA, page, read_schema, schema_text
 from tpcompiler import cli
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 
-PAGE = Path(__file__).parents[1] / "docs" / "json.md"
-PLAIN = {"text": str, "integer": int, "number": (int, float), "boolean": bool, "any": object}
 SLOW = {
-    "package",
-    "run",
-    "generate",
-    "output",
-    "counted",
-}  # in tests of their own, such as tests/runtime/test_package.py
+    "WrittenPackage",
+    "Returned",
+    "ReturnedTensor",
+    "CountedCollectives",
+    "GeneratedTokens",
+}  # in tests of their own
 
 pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="an installed wheel has no docs beside the tests")
 
 
-class Field(NamedTuple):
-    type: str
-    is_optional: bool
+def read(command: str, value: Any) -> Any:
+    """Return an answer as the first of its command's types that it can be read as."""
+    value, errors = finite(value), []
+    for kind in ANSWERS[command]:
+        try:
+            found = msgspec.convert(value, kind)
+        except msgspec.ValidationError as error:
+            errors.append(str(error))
+            continue
+        assert json.loads(msgspec.json.encode(found)) == value, "all fields, and no other ones"
+        return found
+    raise AssertionError(f"{command}: {errors}")
 
 
-def sections() -> dict[str, dict[str, Field]]:
-    """Of every command, and of every object that they print."""
-    _, *parts = re.split(r"^###? (\w+)$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    row = re.compile(r"^\| `(\w+)(\??)` \| ([\w ]+) \|", re.MULTILINE)
-    return {
-        name: {field: Field(said, optional == "?") for field, optional, said in row.findall(text)}
-        for name, text in zip(parts[::2], parts[1::2], strict=True)
-        if row.search(text)
-    }
+def finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return list(map(finite, value))
+    return 1.0 if value in ("inf", "-inf", "nan") else value
 
 
-def wrong(value: Any, said: str, at: str, seen: set[str]) -> Iterator[str]:
-    """Where a value is not what is said; `seen` grows by the objects that it has."""
-    if said.endswith(" or null"):
-        yield from () if value is None else wrong(value, said.removesuffix(" or null"), at, seen)
-    elif match := re.fullmatch("(list|map) of (.*)", said):
-        kind = list if match[1] == "list" else dict
-        if not isinstance(value, kind):
-            yield f"{at} is {value!r}, and no {match[1]}"
-            return
-        each = enumerate(value) if kind is list else value.items()
-        yield from (found for key, part in each for found in wrong(part, match[2], f"{at}[{key!r}]", seen))
-    elif " or " in said:
-        if not any(isinstance(value, PLAIN[one]) for one in said.split(" or ")):
-            yield f"{at} is {value!r}, and not {said}"
-    elif said in PLAIN:
-        if not isinstance(value, PLAIN[said]) or (isinstance(value, bool) and said in ("integer", "number")):
-            yield f"{at} is {value!r}, and not {said}"
-    else:
-        seen.add(said)
-        fields = sections()[said]
-        if not isinstance(value, dict):
-            yield f"{at} is {value!r}, and no {said}"
-            return
-        yield from (f"{at}.{name} is not on the page" for name in value.keys() - fields.keys())
-        yield from (f"{at}.{name} is missing" for name in fields.keys() - value.keys() if not fields[name].is_optional)
-        for name in fields.keys() & value.keys():
-            yield from wrong(value[name], fields[name].type, f"{at}.{name}", seen)
+def kinds_in(value: Any) -> Iterator[str]:
+    """The names of the types of all objects in an answer."""
+    if isinstance(value, (list, tuple)):
+        yield from (kind for each in value for kind in kinds_in(each))
+    elif isinstance(value, dict):
+        yield from kinds_in(list(value.values()))
+    elif names := getattr(value, "__struct_fields__", None) or getattr(value, "__dataclass_fields__", None):
+        yield type(value).__name__
+        yield from kinds_in([getattr(value, name) for name in names])
 
 
 class Gathered(nn.Module):
@@ -145,39 +133,39 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     return found
 
 
-def as_said(command: str, value: Any) -> tuple[Any, str]:
-    """What the page describes in other words than as a table: one artifact by itself."""
-    if command == "convert" and "programs" not in value:
-        out, *rest = value.items()
-        return dict([out, ("programs", {"": dict(rest)})]), "convert"
-    return value, "artifact" if value.get("kind") == "artifact" else command
-
-
 def test_every_command_is_on_the_page() -> None:
     commands = {
         command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback
     }
-    assert commands <= sections().keys()
+    assert commands == ANSWERS.keys()
     for command in commands:
         assert "--json" in call(command, "--help").stdout, command
 
 
-def test_all_that_is_printed_is_as_the_page_says(printed: dict[str, list[Any]]) -> None:
-    seen: set[str] = set()
-    values = [as_said(command, value) for command, each in printed.items() for value in each]
-    found = [one for value, said in values for one in wrong(value, said, said, seen)]
-    assert not found, "\n".join(found)
-    assert seen == sections().keys() - SLOW
+def test_all_that_is_printed_is_of_its_type(printed: dict[str, list[Any]]) -> None:
+    answers = [read(command, value) for command, values in printed.items() for value in values]
+    assert set(kinds_in(answers)) == read_schema()[1].keys() - SLOW
 
 
-def test_what_differs_is_noticed() -> None:
-    good = {"kind": "all_reduce", "why": "inherent", "count": 2, "payload_bytes": 4, "wire_bytes": 4}
-    assert not list(wrong(good, "traffic", "it", set()))
-    assert list(wrong({**good, "count": 2.5}, "traffic", "it", set())) == ["it.count is 2.5, and not integer"]
-    assert list(wrong({**good, "count": True}, "traffic", "it", set())) == ["it.count is True, and not integer"]
-    assert list(wrong({**good, "more": 1}, "traffic", "it", set())) == ["it.more is not on the page"]
-    del good["why"]
-    assert list(wrong(good, "traffic", "it", set())) == ["it.why is missing"]
+def test_what_differs_is_noticed(printed: dict[str, list[Any]]) -> None:
+    (good,) = printed["cost"]
+    assert read("cost", good)
+    for change, text in (
+        ({"wire_bytes": 2.5}, "Expected `int`, got `float` - at `$.wire_bytes`"),
+        ({"wire_bytes": True}, "Expected `int`, got `bool` - at `$.wire_bytes`"),
+        ({"more": 1}, "Object contains unknown field `more`"),
+    ):
+        with pytest.raises(AssertionError, match=re.escape(text)):
+            read("cost", {**good, **change})
+    del good["sizes"]
+    with pytest.raises(AssertionError, match="missing required field `sizes`"):
+        read("cost", good)
+
+
+def test_the_page_is_fresh() -> None:
+    """If not: python -m tools.json_page"""
+    assert PAGE.read_text(encoding="utf-8") == page()
+    assert SCHEMA.read_text(encoding="utf-8") == schema_text()
 
 
 @pytest.mark.slow
@@ -186,10 +174,8 @@ def test_what_ranks_print(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(PLAN_TEXT)
     words = "convert", tmp_path / "model.pt2", "--tp", 2, "--plan", tmp_path / "plan.yaml", "-o", tmp_path / "out"
     assert call(*words).exit_code == 0
-    seen: set[str] = set()
     save_file(mlp_inputs(), tmp_path / "in.safetensors")
     inputs = "run", tmp_path / "out", "--inputs", tmp_path / "in.safetensors", "--count", "--json"
     ended = fork_ranks(2, Path(cli.__file__).with_name("__main__.py"), *inputs)
     assert ended.codes == (0, 0), ended.printed
-    assert not list(wrong(json.loads(ended.printed[0]), "run", "run", seen))
-    assert seen >= {"output", "counted"}
+    assert {"ReturnedTensor", "CountedCollectives"} <= set(kinds_in(read("run", json.loads(ended.printed[0]))))

@@ -23,7 +23,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_other_calls_do_not_agree(out: Path) -> None:
     """One less, one more, and one of other bytes."""
-    calls = [Call(row["kind"], row["payload_bytes"], "tp=2:tp") for row in read_manifest(out).collectives]
+    calls = [Call(row.kind, row.payload_bytes, "tp=2:tp") for row in read_manifest(out).collectives]
     inputs = {"x": torch.ones(4, 6, 8), "other": torch.ones(2, 5, 8)}
     assert all(row.agrees for row in compare_counts(out, calls, inputs))
     for wrong in (calls[:-1], [*calls, calls[0]], [calls[0]._replace(payload_bytes=4), *calls[1:]]):

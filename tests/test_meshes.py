@@ -257,9 +257,9 @@ def test_an_axis_that_cuts_nothing_is_reported(plan: Any) -> None:
     model = nn.Sequential(OrderedDict(up=nn.Linear(16, 64), act=nn.ReLU(), down=nn.Linear(64, 16)))
     exported = torch.export.export(model, (torch.randn(4, 16),))
     idle = tpcompiler.parallelize(exported, {"dp": 2, "tp": 2}, plan)
-    said = [note["text"] for note in idle.manifest().notes if note["kind"] == "idle"]
+    said = [note.text for note in idle.manifest().notes if note.kind == "idle"]
     how = 'to cut the batch, inputs={"input": {"dp": "S(0)"}}, or --input input=dp:S(0)'
     assert said == [f"dp=2: ranks that differ in dp alone compute the same; {how}"]
     assert said[0] in str(idle.report())
     cut = tpcompiler.parallelize(exported, {"dp": 2, "tp": 2}, plan, inputs={"input": {"dp": "S(0)"}})
-    assert not [note for note in cut.manifest().notes if note["kind"] == "idle"]
+    assert not [note for note in cut.manifest().notes if note.kind == "idle"]

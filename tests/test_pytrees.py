@@ -183,7 +183,7 @@ def test_classes(keep: bool, tmp_path: Path) -> None:
 
     args = Batch(X, {"k": Y}), Pair(Y, X)
     made = check(exported(forward, args), tmp_path / "out", (args, {}), keep=keep)
-    assert [row["name"] for row in made.manifest().outputs] == ["hidden", "parts.0", "parts.1.first", "parts.1.second"]
+    assert [row.name for row in made.manifest().outputs] == ["hidden", "parts.0", "parts.1.first", "parts.1.second"]
     written = read_model(tmp_path / "out" / "rank_1.pt2")
     with fake_group("tp=2:tp", 0, 2, "cpu"):
         got = written.module()(*args)
@@ -218,7 +218,7 @@ def test_a_sharded_batch_inside_a_dict(tmp_path: Path) -> None:
     program = exported(forward, args)
     boundary = {"inputs": {"d_batch_x": "S(0)"}, "outputs": {"out.h": "S(0)", "twice.0": "S(0)"}}
     made = check(program, tmp_path / "out", (args, {}), **boundary)
-    rows = {row["name"]: row["sharding"] for row in made.manifest().inputs + made.manifest().outputs}
+    rows = {row.name: row.sharding for row in made.manifest().inputs + made.manifest().outputs}
     assert rows == {"d_batch_x": "S(0)", "d_w_0": "R", "out.h": "S(0)", "n": "R", "twice.0": "S(0)"}
     swapped = [made.rank_program(1), made.rank_program(0)]  # negative control: the ranks' programs change places
     wrong = compare(program, swapped, args, {}, made.layout(), ["d_batch_x", "d_w_0"], made.resharded.output_names())
@@ -228,7 +228,7 @@ def test_a_sharded_batch_inside_a_dict(tmp_path: Path) -> None:
 def test_outputs_with_one_path_have_two_names() -> None:
     program = exported(lambda self, x: {"a.b": self.net(x), "a": {"b": x}}, (X,))
     made = tpcompiler.parallelize(program, 2, PLAN, outputs={"a.b": "S(0)", "a.b#2": "S(1)"})
-    assert [(row["name"], row["sharding"]) for row in made.manifest().outputs] == [("a.b", "S(0)"), ("a.b#2", "S(1)")]
+    assert [(row.name, row.sharding) for row in made.manifest().outputs] == [("a.b", "S(0)"), ("a.b#2", "S(1)")]
     assert made.verify((X,)).ok
 
 

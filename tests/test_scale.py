@@ -12,6 +12,8 @@ from tests.long import some
 from tests.runtime.commands import call
 from tools.measured import front_line
 from tools.scale import DEGREES, HEAD, MEMORY, MODELS, PAGE, count_bytes
+from tpcompiler.runtime.artifact import read_manifest
+from tpcompiler.runtime.records import TensorRecord
 
 pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="an installed wheel has no docs beside the tests")
 
@@ -43,11 +45,11 @@ def test_a_rank_holds_what_the_page_says(name: str, tmp_path: Path) -> None:
     for degree in some(DEGREES, 2):
         plan = ["--tp", degree, "--plan", tmp_path / "config.json"]
         assert call("convert", tmp_path / "model.pt2", *plan, "-o", tmp_path / f"{degree}").exit_code == 0
-        manifest = json.loads((tmp_path / f"{degree}" / "manifest.json").read_text())
-        parts: dict[bool, list[dict[str, object]]] = {False: [], True: []}
-        for row in manifest["tensors"]:
-            parts[".layers." in row["name"]].append(row)
-        (rest, rest_share), (layer, layer_share) = (count_bytes(rows, manifest["mesh"]) for rows in parts.values())
+        manifest = read_manifest(tmp_path / f"{degree}")
+        parts: dict[bool, list[TensorRecord]] = {False: [], True: []}
+        for tensor in manifest.tensors:
+            parts[".layers." in tensor.name].append(tensor)
+        (rest, rest_share), (layer, layer_share) = (count_bytes(rows, manifest.mesh) for rows in parts.values())
         whole, share = rest + layers * layer, rest_share + layers * layer_share
         (row,) = [cells for cells in read_rows() if cells[0] == name and cells[2] == str(degree)]
         assert (row[1], row[-1]) == (f"{whole / 2e9:.0f}B", f"{share / 1e9:.1f} GB")

@@ -73,10 +73,10 @@ def test_each_collective_is_there_once_with_its_bytes(out: Path, tmp_path: Path)
     for rank in range(2):
         own = [event for event in events if event["pid"] == rank and event["ph"] == "X"]
         sent = sorted((each for each in own if "node" in each["args"]), key=lambda each: float(each["ts"]))
-        assert [each["args"]["node"] for each in sent] == [record["node"] for record in records]
-        assert [each["name"] for each in sent] == [f"{row['kind']} {row['module']}" for row in records]
+        assert [each["args"]["node"] for each in sent] == [record.node for record in records]
+        assert [each["name"] for each in sent] == [f"{row.kind} {row.module}" for row in records]
         assert sum(each["args"]["wire_bytes"] for each in sent) == costs.wire_bytes
-        assert costs.wire_bytes != sum(record["wire_bytes"] for record in records)
+        assert costs.wire_bytes != sum(record.wire_bytes for record in records)
         assert Counter(each["args"]["kind"] for each in sent) == {
             kind: sum(1 for each in own if each["name"] == f"gloo:{kind}") for kind in ("all_reduce", "all_gather")
         }

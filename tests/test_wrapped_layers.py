@@ -103,7 +103,7 @@ def test_a_pair_cuts_what_the_weight_is_made_of(
     made = program.collectives()
     assert [c.kind for c in made] == ["all_reduce"] * reductions
     assert {c.why for c in made} == {"inherent"}
-    cut = [row["name"] for row in program.manifest().tensors if row["sharding"] != "R"]
+    cut = [row.name for row in program.manifest().tensors if row.sharding != "R"]
     assert sum(torch.Size(program.original.state_dict[name].shape).numel() == 512 for name in cut) == 2
 
 
@@ -117,7 +117,7 @@ def test_the_names_of_a_wrapper_and_of_its_layer_mean_the_layer(name: str, inner
     program = tpcompiler.parallelize(exported, 2, {f"**.up{inner}": "colwise", f"**.down{inner}": "rowwise"})
     assert program.verify((torch.randn(4, 16),)).ok
     assert [(c.kind, c.why) for c in program.collectives()] == [("all_reduce", "inherent")]
-    cut = {row["name"]: row["sharding"] for row in program.manifest().tensors if row["sharding"] != "R"}
+    cut = {row.name: row.sharding for row in program.manifest().tensors if row.sharding != "R"}
     layers = {f"up.{name}.weight": "S(0)", f"up.{name}.bias": "S(0)", f"down.{name}.weight": "S(1)"}
     assert cut == {**layers, f"down.{name}.bias": "P(sum)", "down.a.weight": "S(1)"}
 
@@ -126,7 +126,7 @@ def test_the_inner_name_counts_where_both_are_given() -> None:
     exported = export(Mlp(Lora).eval(), (torch.randn(4, 16),))
     for plan, expected in (({"up": "replicate", "up.linear": "colwise"}, "S(0)"), ({"up": "replicate"}, "R")):
         rows = tpcompiler.parallelize(exported, 2, plan).manifest().tensors
-        assert next(row["sharding"] for row in rows if row["name"] == "up.linear.weight") == expected
+        assert next(row.sharding for row in rows if row.name == "up.linear.weight") == expected
 
 
 def test_a_module_that_wraps_two_layers_stands_for_none() -> None:
@@ -195,7 +195,7 @@ def test_styles_cut_the_weights_of_pt2e(world: int, tmp_path: Path) -> None:
     program = tpcompiler.parallelize(exported, world, {"up": "colwise", "down": "rowwise"})
     assert program.verify((x,)).ok
     assert [(c.kind, c.why) for c in program.collectives()] == [("all_reduce", "inherent")]
-    placed = {row["name"]: row["sharding"] for row in program.manifest().tensors}
+    placed = {row.name: row.sharding for row in program.manifest().tensors}
     assert {name: text for name, text in placed.items() if text != "R"} == {
         "up.bias": "S(0)",
         "down.bias": "P(sum)",
@@ -219,5 +219,5 @@ def test_a_weight_is_borrowed_from_around_the_layer_alone() -> None:
             return self.held(x) + self.up(x, self.held.weight * 2)
 
     program = tpcompiler.parallelize(export(Beside(), (torch.randn(4, 16),)), 2, {"up": "colwise", "held": "replicate"})
-    placed = {row["name"]: row["sharding"] for row in program.manifest().tensors}
+    placed = {row.name: row.sharding for row in program.manifest().tensors}
     assert placed == {"held.weight": "R", "held.bias": "R", "up.bias": "S(0)"}  # up.weight is not used at all

@@ -20,6 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import astuple
 from rich.console import Console
 from rich.table import Table
 from scipy.stats import spearmanr
@@ -70,9 +71,9 @@ class Row:
 
     def predict(self, plan: Mapping[str, object] | str) -> StepTime:
         """The step under a plan."""
-        two, three = (self.predict_layers(layers, plan) for layers in (2, 3))
+        two, three = (astuple(self.predict_layers(layers, plan)) for layers in (2, 3))
         rest = self.dims.layers - 2
-        return StepTime(*(part + rest * (more - part) for part, more in zip(two, three, strict=True)))
+        return StepTime.of(*(part + rest * (more - part) for part, more in zip(two[:-1], three[:-1], strict=True)))
 
     def predict_layers(self, layers: int, plan: Mapping[str, object] | str) -> StepTime:
         """The step of a model that has so many layers."""

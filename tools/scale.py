@@ -16,6 +16,8 @@ from typing import Any
 
 from tools.bench_cut import timed
 from tools.measured import front_line, record
+from tpcompiler.runtime.artifact import read_manifest
+from tpcompiler.runtime.records import TensorRecord
 
 PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
 LLAMA: dict[str, Any] = {
@@ -102,8 +104,8 @@ def run(name: str) -> list[str]:
             plan = "--tp", str(degree), "--plan", home / "hf" / "config.json"
             converting = timed(*call, "convert", home / "model.pt2", *plan, "-o", out)
             checking = timed(*call, "check", out)
-            manifest = json.loads((out / "manifest.json").read_text())
-            whole, share = count_bytes(manifest["tensors"], manifest["mesh"])
+            manifest = read_manifest(out)
+            whole, share = count_bytes(manifest.tensors, manifest.mesh)
             size = sum(file.stat().st_size for file in out.iterdir())
             peak = max(each.peak for each in (exporting, converting, checking)) / 1024
             cells = [
@@ -118,16 +120,16 @@ def run(name: str) -> list[str]:
     return lines
 
 
-def count_bytes(tensors: list[dict[str, Any]], degrees: dict[str, int]) -> tuple[int, int]:
+def count_bytes(tensors: list[TensorRecord], degrees: dict[str, int]) -> tuple[int, int]:
     """Count the bytes of all parameters in bfloat16, and of those of rank 0."""
     from tpcompiler.ir.mesh import Mesh
     from tpcompiler.ir.shares import row_sharding
 
     mesh, whole, share = Mesh.of(degrees), 0, 0
     for row in tensors:
-        if "tied_to" not in row and row["kind"] == "parameter":
-            local = row_sharding(row, mesh).local_shape(row["shape"], mesh, mesh.coordinate(0))
-            whole += 2 * _count(row["shape"])
+        if row.tied_to is None and row.kind == "parameter":
+            local = row_sharding(row, mesh).local_shape(row.shape, mesh, mesh.coordinate(0))
+            whole += 2 * _count(row.shape)
             share += 2 * _count(local)
     return whole, share
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from tpcompiler.api.packaging import package as package
     from tpcompiler.api.verify_files import verify_artifact as verify_artifact
     from tpcompiler.api.verify_files import verify_package as verify_package
-    from tpcompiler.artifact.report import Collective as Collective
     from tpcompiler.ask.costs import CostTable as CostTable
     from tpcompiler.ask.costs import cost_artifact as cost_artifact
     from tpcompiler.ask.difference import ArtifactDifference as ArtifactDifference
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from tpcompiler.plan import Plan as Plan
     from tpcompiler.rules.notation import RuleText as RuleText
     from tpcompiler.rules.register import register_rule as register_rule
+    from tpcompiler.runtime.records import Collective as Collective
     from tpcompiler.runtime.weightless import save_weightless as save_weightless
     from tpcompiler.runtime.weightless import weightless as weightless
     from tpcompiler.views.tensor import visualize_sharding as visualize_sharding
@@ -71,13 +71,13 @@ _HOME = {
     "save_weightless": "tpcompiler.runtime.weightless",
     "register_rule": "tpcompiler.rules.register",
     "RuleText": "tpcompiler.rules.notation",
-    "Collective": "tpcompiler.artifact.report",
     "cost_artifact": "tpcompiler.ask.costs",
     "CostTable": "tpcompiler.ask.costs",
     "diff_artifacts": "tpcompiler.ask.difference",
     "ArtifactDifference": "tpcompiler.ask.difference",
     "explain_artifact": "tpcompiler.ask.explanation",
     "Explanation": "tpcompiler.ask.explanation",
+    "Collective": "tpcompiler.runtime.records",
     "Mesh": "tpcompiler.ir.mesh",
     "ParallelProgram": "tpcompiler.parallel.parallel_program",
     "Plan": "tpcompiler.plan",

@@ -177,7 +177,7 @@ ARTIFACTS = [
     Row(
         "a list of programs with a path in it",
         "tpcompiler check .",
-        "programs.json is damaged, or of another format than 2",
+        "programs.json is damaged at $.programs[0]: expected str matching regex '^[^\\W\\d]\\w*$'",
         "convert the models again",
         spoil=programs("../out"),
     ),

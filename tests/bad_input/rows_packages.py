@@ -102,7 +102,7 @@ PACKAGES = [
     Row(
         "what is said of it is in no form",
         "tpcompiler inspect one",
-        "one/manifest.json is damaged: 'compiled' is not in the form of format 2",
+        "one/manifest.json is damaged at $.compiled.threads: expected int, got str",
         "convert the model again",
         spoil=packaged(threads="many"),
     ),

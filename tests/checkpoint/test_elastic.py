@@ -73,8 +73,8 @@ def test_several_programs_and_placements_at_the_boundary(tmp_path: Path) -> None
     tpcompiler.parallelize(programs, 2, PLAN, outputs={"one": ["S(2)"]}).save(tmp_path / "out")
     tpcompiler.reshard(tmp_path / "out", 3, tmp_path / "three")
     one, two = (read_manifest(tmp_path / "three" / name) for name in ("one", "two"))
-    assert (one.outputs[0]["sharding"], two.outputs[0]["sharding"]) == ("S(2)", "R")
-    assert all("stored_in" in row for row in two.tensors)
+    assert (one.outputs[0].sharding, two.outputs[0].sharding) == ("S(2)", "R")
+    assert all(row.stored_in is not None for row in two.tensors)
     assert tpcompiler.check(tmp_path / "three", exported()).ok
     tpcompiler.merge(tmp_path / "three" / "two", tmp_path / "model.pt2")
     assert bits(torch.export.load(tmp_path / "model.pt2")) == bits(exported())
@@ -120,7 +120,7 @@ def test_shares_that_do_not_belong_together(sharding: str, said: str, layout: An
     plan = PLAN if sharding == "P(sum)" else {"layers.*.*": "replicate"}
     tpcompiler.parallelize(exported(), 2, plan).save(out, layout=layout)
     manifest = read_manifest(out)
-    name = next(r["name"] for r in manifest.tensors if r["sharding"] == sharding and r["kind"] == "parameter")
+    name = next(r.name for r in manifest.tensors if r.sharding == sharding and r.kind == "parameter")
     damage(out, 1, name, layout)
     assert not tpcompiler.check(out).ok
     with pytest.raises(ArtifactError, match=f"'{name}' cannot be put together: {said}"):

@@ -111,7 +111,7 @@ def test_without_weights_at_all(tmp_path: Path) -> None:
 def test_a_class_that_is_kept_is_kept(tmp_path: Path) -> None:
     tpcompiler.parallelize(export(Named(), (X,)), 2, PLAN).save(tmp_path / "out", keep_output_types=True)
     tpcompiler.reshard(tmp_path / "out", 3, tmp_path / "three")
-    one, two = (read_manifest(tmp_path / name).calling["returns"] for name in ("out", "three"))
+    one, two = (read_manifest(tmp_path / name).calling.returns for name in ("out", "three"))
     assert one == two
     assert "Out" in one
 

@@ -1,4 +1,4 @@
-"""Claims as files have them: what is not in its form is as if it were not claimed."""
+"""Claims as files have them: one of another form is refused, with the path of what is wrong."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import fx
 
-from tpcompiler.ir.claims import CLAIM, read_claim
+from tpcompiler.errors import ArtifactError
+from tpcompiler.ir.claims import CLAIM, Claim, claim_data, read_claim
 
-SOUND = {
+SOUND: dict[str, Any] = {
     "origin": "relu",
     "sharding": ["R"],
     "reason": "it is so",
-    "call": {"op": "aten::relu"},
+    "call": {"op": "aten::relu", "args": [{"node": "x"}], "kwargs": {}},
     "reshard": "reshard_1",
 }
 
@@ -27,27 +28,31 @@ def claiming(claim: object) -> fx.Node:
 
 
 def test_a_claim() -> None:
-    assert read_claim(claiming(SOUND)) == SOUND
-    assert read_claim(claiming({**SOUND, "more": 1})) == SOUND
+    assert claim_data(read_claim(claiming(SOUND))) == SOUND
+    node = fx.Graph().call_function(torch.relu)
+    assert read_claim(node) == Claim()
 
 
-@pytest.mark.parametrize("name", SOUND)
-@pytest.mark.parametrize("value", [1.5, None, [1], [["R"]], [{"a": 1}], [-1]], ids=repr)
+@pytest.mark.parametrize("name", [*SOUND, "parts", "more"])
+@pytest.mark.parametrize("value", [1.5, [1], [["R"]], [{"a": 1}], [-1]], ids=repr)
 def test_what_is_not_in_its_form(name: str, value: Any) -> None:
-    assert read_claim(claiming({**SOUND, name: value})) == {k: v for k, v in SOUND.items() if k != name}
+    with pytest.raises(ArtifactError, match=rf"^'relu' has a claim that is damaged( at \$.{name}|: .* `?{name})"):
+        read_claim(claiming({**SOUND, name: value}))
 
 
-@pytest.mark.parametrize("claim", [None, 1, "R", ["R"], {1: 2}])
+@pytest.mark.parametrize("claim", [1, "R", ["R"], {1: 2}])
 def test_what_is_no_claim(claim: object) -> None:
     node = claiming(claim)
-    assert read_claim(node) == {}
-    node.meta["custom"] = claim
-    assert read_claim(node) == {}
+    with pytest.raises(ArtifactError, match=r"^'relu' has a claim that is damaged"):
+        read_claim(node)
 
 
 def test_a_part_is_in_its_form_too() -> None:
-    source = claiming({**SOUND, "parts": {"0": {"origin": 1, "reason": "here"}, "1": []}})
+    source = claiming({**SOUND, "parts": {"0": {"reason": "here"}, "1": {}}})
     parts = [source.graph.call_function(operator.getitem, (source, index)) for index in range(3)]
-    assert [read_claim(part) for part in parts[:2]] == [{"reason": "here"}, {}]
+    assert [read_claim(part) for part in parts[:2]] == [Claim(reason="here"), Claim()]
     parts[2].meta["custom"] = source.meta["custom"]  # as torch writes it
-    assert read_claim(parts[2])["origin"] == "relu"
+    assert read_claim(parts[2]).origin == "relu"
+    source.meta["custom"][CLAIM]["parts"]["0"] = {"origin": 1}
+    with pytest.raises(ArtifactError, match=r"damaged at \$.parts\[...\].origin: expected str \| null, got int\n"):
+        read_claim(parts[0])

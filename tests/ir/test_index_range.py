@@ -48,7 +48,7 @@ def test_what_an_input_may_be(use: Use, values: list[int] | None) -> None:
     module = Tables(use)
     program = tpcompiler.parallelize(export(module, (IDS,)), 2, {})
     (row,) = program.manifest().inputs
-    assert row.get("values") == values
+    assert row.values == values
     if values is None:
         return
     for end, beyond in ((values[0], values[0] - 1), (values[1], values[1] + 1)):

@@ -14,7 +14,7 @@ from torch.export import Dim, ExportedProgram
 import tpcompiler
 from tests.passes.models import MEGATRON, Mlp
 from tests.passes.stages import Call, local, sharded
-from tpcompiler.ir.claims import read_claim
+from tpcompiler.ir.claims import claim_data, read_claim
 from tpcompiler.judge.compare.simulate import simulate
 from tpcompiler.passes.build_rank_program import build_rank_program
 
@@ -45,7 +45,9 @@ def test_names_of_the_original() -> None:
 def test_claims() -> None:
     """What a node is a share of, how, and why: plain data that is written with the program."""
     program = built(Mlp(), (X,), MEGATRON)
-    lines = (f"{node.name}: {read_claim(node)}" for node in program.graph.nodes if node.op == "call_function")
+    lines = (
+        f"{node.name}: {claim_data(read_claim(node))}" for node in program.graph.nodes if node.op == "call_function"
+    )
     assert_expected_inline(
         "".join(f"{line}\n" for line in lines),
         """\

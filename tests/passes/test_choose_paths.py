@@ -73,9 +73,9 @@ def test_the_files_say_which_path_and_are_judged_by_it(tmp_path: Path) -> None:
     assert len(made.partition.classes) == 2
     made.save(tmp_path / "out")
     assert tpcompiler.check(tmp_path / "out").ok
-    assert made.manifest().asked["machine"] == "m.yaml"
+    assert made.manifest().asked.machine == "m.yaml"
     artifact = Artifact.of(made)
-    (change,) = {str(read_claim(node)["change"]) for node in changed(artifact)}
+    (change,) = {read_claim(node).change for node in changed(artifact)}
     assert change == "[S(0), P(sum)] -> [S(0), S(0)] -> [S(0), R]"
 
 
@@ -100,4 +100,4 @@ def test_another_path_is_unsound(path: str, said: str, tmp_path: Path) -> None:
 
 def changed(artifact: Artifact) -> list[torch.fx.Node]:
     nodes = (node for program in artifact.ranks for node in edit.calls(program.graph))
-    return [node for node in nodes if "change" in read_claim(node) and "getitem" not in str(node.target)]
+    return [node for node in nodes if read_claim(node).change and "getitem" not in str(node.target)]

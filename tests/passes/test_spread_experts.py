@@ -146,7 +146,7 @@ def test_one_all_reduce_of_tokens(net: Experts, plan: Mapping[str, object], mesh
     axis = "ep" if isinstance(mesh, dict) and "ep" in mesh else "tp"
     assert [(c.kind, c.axis, c.payload_bytes) for c in program.collectives()] == [("all_reduce", axis, T_H)]
     assert program.verify((X,)).ok
-    held = {row["name"]: row["sharding"] for row in program.manifest().tensors}
+    held = {row.name: row.sharding for row in program.manifest().tensors}
     assert all("S(0)" in held[name] for name in plan)
     assert "by_block" not in str(program.rank_program(0).graph)  # a rank calls torch's kernel
 

@@ -47,7 +47,7 @@ def converted(plan: Mapping[str, object]) -> tpcompiler.ParallelProgram:
 
 
 def placed(program: tpcompiler.ParallelProgram) -> dict[str, object]:
-    return {row["name"]: row["sharding"] for row in program.manifest().tensors}
+    return {row.name: row.sharding for row in program.manifest().tensors}
 
 
 @pytest.mark.parametrize(

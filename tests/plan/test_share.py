@@ -47,7 +47,7 @@ def model(*, holds_all: bool) -> dict[str, ExportedProgram]:
 
 def placed(programs: tpcompiler.ProgramSet) -> dict[str, object]:
     rows = (row for program in programs.values() for row in program.manifest().tensors)
-    return {row["name"]: row["sharding"] for row in rows if row["name"].endswith("weight")}
+    return {row.name: row.sharding for row in rows if row.name.endswith("weight")}
 
 
 CUT = {
@@ -70,7 +70,7 @@ def test_an_entry_is_for_the_programs_that_use_what_it_names(holds_all: bool, tm
     programs.save(tmp_path / "out")
     tpcompiler.reshard(tmp_path / "out", 4, tmp_path / "four")  # by the entries of both programs
     four = {name: read_manifest(tmp_path / "four" / name) for name in programs}
-    cut = {row["name"]: row["sharding"] for each in four.values() for row in each.tensors}
+    cut = {row.name: row.sharding for each in four.values() for row in each.tensors}
     assert {name: cut[name] for name in CUT} == CUT
 
 

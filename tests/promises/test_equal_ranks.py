@@ -20,8 +20,8 @@ def replicas(programs: Sequence[ExportedProgram], name: str) -> dict[str, list[t
     found: dict[str, list[torch.Tensor]] = {}
 
     def keep(_: int, node: fx.Node, value: object) -> None:
-        if isinstance(value, torch.Tensor) and read_claim(node).get("sharding") == ["R"]:
-            found.setdefault(read_claim(node)["origin"] + " " + read_claim(node).get("reshard", ""), []).append(value)
+        if isinstance(value, torch.Tensor) and read_claim(node).sharding == ["R"]:
+            found.setdefault(read_claim(node).origin + " " + (read_claim(node).reshard or ""), []).append(value)
 
     results = simulate(programs, inputs_of(name, len(programs)), seen=keep)
     program = converted(name, len(programs))

@@ -38,8 +38,8 @@ class Replicas(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
-        if isinstance(value, torch.Tensor) and read_claim(n).get("sharding") == ["R"]:
-            self.found[f"{read_claim(n)['origin']} {read_claim(n).get('reshard', '')}"] = bits(value)
+        if isinstance(value, torch.Tensor) and read_claim(n).sharding == ["R"]:
+            self.found[f"{read_claim(n).origin} {read_claim(n).reshard or ''}"] = bits(value)
         return value
 
 

@@ -19,7 +19,7 @@ PLAN = {"up": "colwise", "down": "rowwise"}
 
 
 def placed(program: tpcompiler.ParallelProgram) -> dict[str, str]:
-    return {row["name"]: row["sharding"] for row in program.manifest().tensors}
+    return {row.name: row.sharding for row in program.manifest().tensors}
 
 
 @pytest.mark.sweep

@@ -81,7 +81,7 @@ def test_a_plan_names_the_weight(name: str, plan: dict[str, str]) -> None:
     """And means the scales too; those of int8, of which one serves a whole row, are not cut along the rows."""
     program = tpcompiler.parallelize(export(quantised(name), (X,)), 2, plan)
     assert [c.kind for c in program.collectives()] == ["all_reduce"]
-    placed = {row["name"]: row["sharding"] for row in program.manifest().tensors}
+    placed = {row.name: row.sharding for row in program.manifest().tensors}
     scales = "R" if name == "int8 weights" else "S(1)"
     assert placed["up.parametrizations.weight.original1"] == "S(0)"
     assert placed["down.parametrizations.weight.original0"] == "S(1)"

@@ -6,10 +6,11 @@ import torch
 
 from tests.runtime.test_artifact import manifest
 from tpcompiler.runtime.agree import artifact_facts, input_facts
+from tpcompiler.runtime.records import BoundaryRecord
 
 
 def facts(value: torch.Tensor, sharding: str, shape: list[int | str]) -> str:
-    row = {"name": "x", "shape": shape, "dtype": "f32", "sharding": sharding}
+    row = BoundaryRecord(name="x", shape=shape, dtype="f32", sharding=sharding)
     (said,) = input_facts({"x": value}, manifest(inputs=[row])).values()
     return str(said)
 

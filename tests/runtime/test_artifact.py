@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tpcompiler.errors import ArtifactError
-from tpcompiler.runtime.artifact import Manifest, open_checked, read_manifest, write_artifact
+from tpcompiler.runtime.artifact import FORMAT, Manifest, open_checked, read_manifest, write_artifact
+from tpcompiler.runtime.records import Asked, Calling, TensorRecord
 from tpcompiler.runtime.target import free_target
 
-ROW = {"name": "w", "kind": "parameter", "shape": [4], "dtype": "f32", "sharding": "S(0)"}
+ROW = TensorRecord(name="w", kind="parameter", shape=[4], dtype="f32", sharding="S(0)")
 
 
-def manifest(**fields: object) -> Manifest:
-    plain = {
-        "mesh": {"tp": 2},
-        "groups": {"tp=2:tp": [[0, 1]]},
-        "device_type": "cpu",
-        "plan": {"w": "S(0)"},
-        "tensors": [ROW],
-        "inputs": [],
-        "outputs": [],
-        "collectives": [],
-        "notes": [],
-        "output_type": None,
-        "versions": {"torch": "2"},
-    }
-    return Manifest(**{**plain, **fields})  # type: ignore[arg-type]
+def manifest(**fields: Any) -> Manifest:
+    plain = Manifest(
+        mesh={"tp": 2},
+        groups={"tp=2:tp": [[0, 1]]},
+        device_type="cpu",
+        plan={"w": "S(0)"},
+        tensors=[ROW],
+        inputs=[],
+        outputs=[],
+        collectives=[],
+        notes=[],
+        output_type=None,
+        versions={"torch": "2"},
+        files={},
+        calling=Calling(takes="*", returns="*", names=[], ranges={}, asserted=[], constants=[]),
+        rank_numbers={},
+        symm_mem={},
+        programs={},
+        asked=Asked(mesh={"tp": 2}, inputs=None, outputs=None),
+        compiled=None,
+        format=FORMAT,
+    )
+    return replace(plain, **fields)
 
 
 def content(rank: int, path: Path) -> None:
@@ -105,7 +116,7 @@ def test_the_old_artifact_comes_back_when_the_last_step_fails(out: Path, monkeyp
 
     monkeypatch.setattr(Path, "rename", fail_into_place)
     with pytest.raises(ArtifactError, match="Input/output error"):
-        write_artifact(out, manifest(mesh={"tp": 1}), content, force=True)
+        write_artifact(out, manifest(mesh={"tp": 1}, groups={}), content, force=True)
     assert {path: path.read_text() for path in out.iterdir()} == before
     assert list(out.parent.iterdir()) == [out]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,13 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 
 from tests.runtime.models import export_mlp, mlp_inputs
+from tests.runtime.test_artifact import manifest as plain_manifest
 from tpcompiler._torch import TorchDispatchMode
 from tpcompiler.cli.boundary import cut_inputs
 from tpcompiler.errors import ArtifactError, InputsError
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.inputs import arrange_inputs, check_values, write_tensors
+from tpcompiler.runtime.records import BoundaryRecord
 from tpcompiler.runtime.run import run_file, summarize
 
 
@@ -87,8 +88,11 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def manifest(inputs: dict[str, str], outputs: dict[str, str]) -> Manifest:
-    rows = [[{"name": name, "sharding": text} for name, text in rows.items()] for rows in (inputs, outputs)]
-    return Manifest({"tp": 1}, {}, "cpu", {}, [], *rows, [], [], None, {})
+    rows = [
+        [BoundaryRecord(name=name, shape=[], dtype="f32", sharding=text) for name, text in rows.items()]
+        for rows in (inputs, outputs)
+    ]
+    return plain_manifest(inputs=rows[0], outputs=rows[1])
 
 
 def test_run_file_names_the_tensor_outputs(tmp_path: Path) -> None:
@@ -123,8 +127,8 @@ def test_run_file_says_what_an_op_refuses(tmp_path: Path) -> None:
 
 
 def boundary(sharding: str, shape: list[int | str]) -> Manifest:
-    rows = [{"name": "x", "sharding": sharding, "shape": shape, "dtype": "float32"}]
-    return replace(manifest({}, {}), mesh={"dp": 2, "tp": 2}, inputs=rows)
+    rows = [BoundaryRecord(name="x", sharding=sharding, shape=shape, dtype="f32")]
+    return plain_manifest(mesh={"dp": 2, "tp": 2}, groups={}, inputs=rows)
 
 
 def test_inputs_that_are_cut_are_whole_in_the_file() -> None:
@@ -169,7 +173,7 @@ def test_an_index_elsewhere_than_on_the_cpu_is_asserted_and_not_read() -> None:
             called.append(str(func))
             return func(*args, **(kwargs or {}))
 
-    rows = [{"name": "ids", "values": [0, 6]}]
+    rows = [BoundaryRecord(name="ids", shape=[3], dtype="i64", sharding="R", values=[0, 6])]
     with Noted():  # a value of a tensor on the meta device cannot be read
         check_values({"ids": torch.empty(3, dtype=torch.int64, device="meta")}, rows)
     assert "aten._assert_async.msg" in called

@@ -6,13 +6,13 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from tests.runtime.models import PLAN, export_mlp, mlp_inputs
 from tpcompiler import load, parallelize
@@ -137,8 +137,8 @@ def test_gloo_gathers_nothing_on_a_gpu(
     environment(monkeypatch, RANK="0", WORLD_SIZE="2")
     manifest = read_manifest(for_cuda)
     own_device(manifest, "gloo")
-    assert {row["kind"] for row in manifest.collectives} == {"all_reduce"}
-    gathering = replace(manifest, collectives=[{**manifest.collectives[0], "kind": "all_gather"}])
+    assert {row.kind for row in manifest.collectives} == {"all_reduce"}
+    gathering = replace(manifest, collectives=[replace(manifest.collectives[0], kind="all_gather")])
     assert own_device(gathering) == torch.device("cuda:0")  # NCCL
     with pytest.raises(LaunchError, match=r"^1 all_gather of tensors on GPUs"):
         own_device(gathering, "gloo")
@@ -199,7 +199,7 @@ def test_an_axis_on_several_machines(
     mesh: dict[str, int], there: str, said: str, artifacts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", there)
-    manifest = replace(read_manifest(artifacts / "one"), mesh=mesh)
+    manifest = replace(read_manifest(artifacts / "one"), mesh=mesh, groups={}, rank_numbers={}, programs={})
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         warn_of_machines(manifest)

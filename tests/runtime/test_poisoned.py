@@ -257,7 +257,7 @@ def test_links_that_leave_the_artifact(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["..", "../other", "/etc", ".", "", "a/b"])
 def test_programs_of_strange_names(name: str, tmp_path: Path) -> None:
     (tmp_path / SET).write_text(json.dumps({"format": FORMAT, "programs": [name]}))
-    with pytest.raises(ArtifactError, match="is damaged, or of another format"):
+    with pytest.raises(ArtifactError, match=r"is damaged at \$.programs\[0\]: expected str matching regex"):
         tpcompiler.load(tmp_path)
 
 

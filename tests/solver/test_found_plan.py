@@ -114,14 +114,14 @@ def test_what_is_pinned_holds_and_the_rest_follows() -> None:
         "**": "auto",
     }
     made = tpcompiler.parallelize(mlp(), 2, {"up": "rowwise", "**": "auto"})
-    by_name = {row["name"]: row["sharding"] for row in made.manifest().tensors}
+    by_name = {row.name: row.sharding for row in made.manifest().tensors}
     assert by_name["up.weight"] == "S(1)"
     assert made.verify((torch.randn(512, 64),)).ok
 
 
 def test_a_placement_is_pinned_where_it_is_said_to_be() -> None:
     made = tpcompiler.parallelize(mlp(), 2, {"up.weight": "S(0, parts 128 128)", "**": "auto"})
-    by_name = {row["name"]: row["sharding"] for row in made.manifest().tensors}
+    by_name = {row.name: row.sharding for row in made.manifest().tensors}
     assert by_name["up.weight"] == "S(0, block 128)"
     assert made.verify((torch.randn(512, 64),)).ok
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from msgspec.structs import force_setattr, replace
 from torch.export.graph_signature import OutputKind
 
 from tests.soundness.cases import nodes, on, row
@@ -12,17 +13,17 @@ from tpcompiler.ir import edit
 
 @on("rows")
 def an_output_too_many_in_the_manifest(a: Artifact) -> None:
-    a.manifest.outputs.append({**a.manifest.outputs[0], "name": "more"})
+    a.manifest.outputs.append(replace(a.manifest.outputs[0], name="more"))
 
 
 @on("rows")
 def another_dtype_of_an_output(a: Artifact) -> None:
-    row(a, "outputs", "y")["dtype"] = "bf16"
+    force_setattr(row(a, "outputs", "y"), "dtype", "bf16")
 
 
 @on("rows")
 def another_shape_of_an_output(a: Artifact) -> None:
-    row(a, "outputs", "y")["shape"][0] = 5
+    row(a, "outputs", "y").shape[0] = 5
 
 
 @on("rows")
@@ -72,7 +73,7 @@ def a_tensor_of_another_shape(a: Artifact) -> None:
 
 @on("images")
 def a_tensor_that_overlaps_itself(a: Artifact) -> None:
-    name = next(row["name"] for row in a.manifest.tensors if len(row["shape"]) > 1)
+    name = next(row.name for row in a.manifest.tensors if len(row.shape) > 1)
     weight = a.leaf(1, name)
     a.last.state_dict[name] = torch.nn.Parameter(weight.as_strided(weight.shape, (1,) * weight.ndim), False)
 
@@ -91,23 +92,24 @@ def a_collective_that_is_not_there(a: Artifact) -> None:
 
 @on("images")
 def a_collective_that_sends_more(a: Artifact) -> None:
-    a.manifest.collectives[-1]["wire_bytes"] -= 1
+    last = a.manifest.collectives[-1]
+    force_setattr(last, "wire_bytes", last.wire_bytes - 1)
 
 
 @on("images")
 def a_tensor_of_another_kind(a: Artifact) -> None:
-    a.manifest.tensors[0]["kind"] = "buffer"
+    force_setattr(a.manifest.tensors[0], "kind", "buffer")
 
 
 @on("images")
 def a_tensor_tied_to_another(a: Artifact) -> None:
     first, second, *_ = a.manifest.tensors
-    second["tied_to"] = first["name"]
+    force_setattr(second, "tied_to", first.name)
 
 
 @on("images")
 def a_tensor_tied_to_none(a: Artifact) -> None:
-    a.manifest.tensors[0]["tied_to"] = "nothing"
+    force_setattr(a.manifest.tensors[0], "tied_to", "nothing")
 
 
 @on("uneven")
@@ -138,19 +140,19 @@ def an_input_that_the_manifest_leaves_out(a: Artifact) -> None:
 
 @on("images")
 def an_input_of_another_name(a: Artifact) -> None:
-    a.manifest.inputs[0]["name"] = "y"
+    force_setattr(a.manifest.inputs[0], "name", "y")
 
 
 @on("images")
 def an_input_of_other_dims(a: Artifact) -> None:
-    a.manifest.inputs[0]["shape"].append(3)
+    a.manifest.inputs[0].shape.append(3)
 
 
 @on("images")
 def an_input_of_another_size(a: Artifact) -> None:
-    a.manifest.inputs[0]["shape"][0] = 3
+    a.manifest.inputs[0].shape[0] = 3
 
 
 @on("images")
 def a_sharding_that_cannot_be_read(a: Artifact) -> None:
-    row(a, "tensors", "norm.weight")["sharding"] = "S(7)"
+    force_setattr(row(a, "tensors", "norm.weight"), "sharding", "S(7)")

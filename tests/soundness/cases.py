@@ -26,6 +26,5 @@ def nodes(artifact: Artifact, name: str) -> list[fx.Node]:
     return [next(node for node in program.graph.nodes if node.name == name) for program in artifact.ranks]
 
 
-def row(artifact: Artifact, field: str, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = next(row for row in getattr(artifact.manifest, field) if row["name"] == name)
-    return found
+def row(artifact: Artifact, field: str, name: str) -> Any:
+    return next(row for row in getattr(artifact.manifest, field) if row.name == name)

@@ -79,7 +79,7 @@ def shares_of_another_size_out_of_a_change(a: Artifact) -> None:
 
 @on("images")
 def a_value_of_another_shape_than_claimed(a: Artifact) -> None:
-    first = next(node for node in edit.calls(a.ranks[0].graph) if read_claim(node).get("sharding") == ["S(1)"])
+    first = next(node for node in edit.calls(a.ranks[0].graph) if read_claim(node).sharding == ["S(1)"])
     for node in nodes(a, first.name):
         claim(node)["sharding"] = ["R"]
 

@@ -65,7 +65,7 @@ def checked(artifact: Artifact) -> CheckReport:
 def test_a_body_is_sound(op: str, dtype: torch.dtype) -> None:
     artifact = made(op, dtype)
     claims = [read_claim(node) for node in artifact.ranks[0].graph.nodes if node.op == "call_function"]
-    assert any("body" in claim for claim in claims)
+    assert any(claim.body is not None for claim in claims)
     assert checked(artifact).findings == []
 
 

@@ -75,7 +75,7 @@ def test_damage_that_is_written_out(made: tpcompiler.ParallelProgram, damage: An
 
 def test_what_the_manifest_says(made: tpcompiler.ParallelProgram) -> None:
     calling = made.manifest().calling
-    assert calling["returns"] == "TreeSpec(dict, ['rows', 'first'], [*, *])"
-    assert calling["names"] == ["ids", "shift"]
-    assert list(calling["ranges"].values()) == [[2, None]] * 3
-    assert "L['ids'].size()[0] <= L['shift'].size()[0]" in calling["asserted"]
+    assert calling.returns == "TreeSpec(dict, ['rows', 'first'], [*, *])"
+    assert calling.names == ["ids", "shift"]
+    assert list(calling.ranges.values()) == [[2, None]] * 3
+    assert "L['ids'].size()[0] <= L['shift'].size()[0]" in calling.asserted

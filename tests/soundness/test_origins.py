@@ -43,7 +43,8 @@ def rename(artifact: Artifact, names: dict[str, str]) -> None:
             put(part)
 
     for program in artifact.ranks:
-        seen: dict[int, Claim] = {id(claim(node)): claim(node) for node in program.graph.nodes if read_claim(node)}
+        nodes = [node for node in program.graph.nodes if read_claim(node) != Claim()]
+        seen = {id(claim(node)): claim(node) for node in nodes}
         for said in seen.values():
             if "parts" not in said or said["parts"]:
                 put(said)
@@ -63,9 +64,9 @@ def each_claim(of: Subject, where: Callable[[fx.Node], bool], key: str, value: s
         made = of.sound.copied()
         for node in made.each(where)[at]:
             if value is None:
-                del claim(node)[key]  # type: ignore[misc]
+                del claim(node)[key]
             else:
-                claim(node)[key] = value  # type: ignore[literal-required]
+                claim(node)[key] = value
         yield made
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import force_setattr
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import TensorArgument
@@ -16,6 +17,7 @@ from torch.export.graph_signature import TensorArgument
 import tpcompiler
 from tests.trust.damage import Artifact, claim, inserted
 from tpcompiler.ir.calls import write_call
+from tpcompiler.ir.claims import claim_data
 from tpcompiler.ir.shares import same_bits
 from tpcompiler.judge.sound.check import check_programs
 
@@ -108,14 +110,14 @@ def a_clamp_in_a_change(ranks: list[ExportedProgram]) -> None:
 def an_op_that_is_called_a_body(ranks: list[ExportedProgram]) -> None:
     """On the last rank, and it differs for what is very large."""
     relu = node(ranks[-1], aten.relu.default)
-    claim(relu).update(body="mine", call=write_call(relu))
+    claim(relu).update(body="mine", call=claim_data(write_call(relu)))
     relu.target, relu.args = aten.clamp.default, (relu.args[0], 0.0, 1e3)
 
 
 def another_number_where_it_is_nan(ranks: list[ExportedProgram]) -> None:
     for program in ranks:
         mul = node(program, aten.mul.Tensor)
-        claim(mul)["call"] = write_call(mul)
+        claim(mul)["call"] = claim_data(write_call(mul))
         mul.update_arg(1, float("nan"))
 
 
@@ -279,6 +281,6 @@ def test_the_size_of_a_group_where_payloads_are_dynamic() -> None:
     exported = export(nn.Sequential(nn.Linear(8, 4)), (torch.randn(6, 8),), dynamic_shapes=({0: ROWS},))
     artifact = Artifact.of(tpcompiler.parallelize(exported, 2, {"0": "rowwise"}))
     assert check_programs(artifact.written(), artifact.manifest, exported).findings == []
-    artifact.manifest.collectives[0]["group_size"] = 1
+    force_setattr(artifact.manifest.collectives[0], "group_size", 1)
     (finding,) = check_programs(artifact.written(), artifact.manifest, exported).findings
     assert "has group_size=2, and the manifest says 1" in finding

@@ -50,8 +50,8 @@ def test_a_cache_is_cut_by_heads_for_free(write: str, world: int) -> None:
     report = program.verify(*calls[0], then=calls[1:])
     assert report.ok, str(report)
     assert Counter(c.kind for c in program.collectives()) == {"all_reduce": 5, "all_gather": 1}
-    caches = [row for row in program.manifest().tensors if row["kind"] == "buffer"]
-    assert [row["sharding"] for row in caches] == ["S(1)"] * 4
+    caches = [row for row in program.manifest().tensors if row.kind == "buffer"]
+    assert [row.sharding for row in caches] == ["S(1)"] * 4
 
 
 @pytest.mark.sweep(3)
@@ -115,7 +115,7 @@ def test_batch_norm_statistics_are_cut_and_kept(world: int) -> None:
     report = program.verify((inputs[0],), then=[((x,), {}) for x in inputs[1:]])
     assert report.ok, str(report)
     assert [c.kind for c in program.collectives()] == ["all_reduce"]
-    rows = {row["name"]: row["sharding"] for row in program.manifest().tensors}
+    rows = {row.name: row.sharding for row in program.manifest().tensors}
     assert rows["norm.running_mean"] == rows["norm.running_var"] == rows["norm.weight"] == "S(0)"
     assert "call 3: norm.num_batches_tracked" in [d.name for d in report.outputs]
 
@@ -174,8 +174,8 @@ def test_a_cache_with_more_rows_than_the_batch(
     plan = {"k": "colwise", "o": "rowwise"} if "tp" in mesh else {}
     program = tpcompiler.parallelize(model, mesh, plan, inputs={"x": {"dp": "S(0)"}}, outputs=[{"dp": "S(0)"}])
     assert Counter(c.kind for c in program.collectives()) == ({"all_reduce": 1} if plan else {})
-    (row,) = (row for row in program.manifest().tensors if row["name"] == "cache")
-    assert row["sharding"] == sharding
+    (row,) = (row for row in program.manifest().tensors if row.name == "cache")
+    assert row.sharding == sharding
     report = program.verify(calls[0], then=calls[1:])
     assert report.ok, str(report)
     program.save(tmp_path / "out")  # and checks the files
@@ -197,8 +197,8 @@ def test_a_dynamic_batch_in_a_larger_cache_is_gathered(mesh: dict[str, int], pla
     (gather,) = (each for each in program.collectives() if each.axis == "dp")
     assert gather.kind == "all_gather"
     assert "'slice_scatter' (it needs the dim of 2*s" in gather.reason, gather.reason
-    (row,) = (row for row in program.manifest().tensors if row["name"] == "cache")
-    assert row["sharding"] == sharding
+    (row,) = (row for row in program.manifest().tensors if row.name == "cache")
+    assert row.sharding == sharding
     assert program.verify(inputs).ok
 
 

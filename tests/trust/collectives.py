@@ -52,10 +52,10 @@ def no_all_reduce(artifact: Artifact, nth: int) -> bool:
 @kind
 def no_all_reduce_and_no_word_of_it(artifact: Artifact, nth: int) -> bool:
     """A reduction is left out, and what it reduced claims to be reduced already."""
-    sites = [site for site in _starts(artifact, "all_reduce") if "sharding" in read_claim(_operand(site[0]))]
+    sites = [site for site in _starts(artifact, "all_reduce") if read_claim(_operand(site[0])).sharding is not None]
     site = at(sites, nth)
     for start in site or ():
-        claim(_operand(start))["sharding"] = read_claim(_wait(start))["sharding"]
+        claim(_operand(start))["sharding"] = read_claim(_wait(start)).sharding
         _without(start)
     return site is not None
 
@@ -104,10 +104,10 @@ def all_reduced_twice_in_two_changes(artifact: Artifact, nth: int) -> bool:
     """A sum is summed again, and claims to be pending until then."""
     site = at(_starts(artifact, "all_reduce", "sum"), nth)
     for start in site or ():
-        first, pending = _wait(start), str(read_claim(start)["change"]).partition(" -> ")[0]
+        first, pending = _wait(start), str(read_claim(start).change).partition(" -> ")[0]
         _again(start)
         for node in (start, first):
-            claim(node)["reshard"] = f"{read_claim(node)['reshard']}_before"
+            claim(node)["reshard"] = f"{read_claim(node).reshard}_before"
             claim(node)["change"] = f"{pending} -> {pending}"
         claim(first)["sharding"] = [pending]
     return site is not None
@@ -235,7 +235,7 @@ def gathered_along_the_first_dim(artifact: Artifact, nth: int) -> bool:
     sites = []
     for site in _starts(artifact, "all_gather"):
         ends = [members(start)[-1] for start in site]
-        cut = str(read_claim(ends[0])["change"]).partition("S(")[2][:1]
+        cut = str(read_claim(ends[0]).change).partition("S(")[2][:1]
         before = shape(ends[0])[: int(cut)] if cut.isdigit() else []
         if static(ends[0]) and any(size > 1 for size in before) and _count(site[0]) == _count(ends[0]):
             sites.append(tuple(zip(site, ends, strict=True)))

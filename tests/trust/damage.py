@@ -13,10 +13,11 @@ from torch.export import ExportedProgram
 
 import tpcompiler
 from tpcompiler.ir import edit
-from tpcompiler.ir.claims import CLAIM, Claim, read_claim
+from tpcompiler.ir.claims import CLAIM, read_claim
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.judge.sound.written import WrittenRank, written
 from tpcompiler.runtime.artifact import Manifest
+from tpcompiler.runtime.records import TensorRecord
 
 T = TypeVar("T")
 aten = torch.ops.aten
@@ -106,16 +107,15 @@ def at(places: Sequence[T], nth: int) -> T | None:
     return places[order[nth]] if nth < len(order) else None
 
 
-def claim(node: fx.Node) -> Claim:
+def claim(node: fx.Node) -> dict[str, Any]:
     """The claim on a node itself, to write to (`read_claim` finds a getitem's on its source)."""
-    found: Claim = node.meta.setdefault("custom", {}).setdefault(CLAIM, {})
+    found: dict[str, Any] = node.meta.setdefault("custom", {}).setdefault(CLAIM, {})
     return found
 
 
 def region(node: fx.Node) -> str | None:
     """What the node belongs to with others."""
-    said = read_claim(node)
-    return said.get("reshard") or said.get("body")
+    return read_claim(node).region
 
 
 def members(node: fx.Node) -> list[fx.Node]:
@@ -142,8 +142,8 @@ def static(node: fx.Node) -> bool:
     return bool(edit.outputs(node)) and all(isinstance(size, int) for size in shape(node))
 
 
-def rows(artifact: Artifact, kinds: Sequence[str] = ("parameter", "buffer")) -> Iterator[dict[str, Any]]:
+def rows(artifact: Artifact, kinds: Sequence[str] = ("parameter", "buffer")) -> Iterator[TensorRecord]:
     """The manifest's rows of tensors that are held here and are not another's."""
     for row in artifact.manifest.tensors:
-        if row["kind"] in kinds and "tied_to" not in row and "stored_in" not in row:
+        if row.kind in kinds and row.tied_to is None and row.stored_in is None:
             yield row

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from msgspec.structs import force_setattr
 from torch.export.graph_signature import OutputKind
 
 from tests.trust.damage import Artifact, at, claim, kind, region, rows, shape
@@ -16,39 +17,38 @@ from tpcompiler.ir.claims import read_claim
 from tpcompiler.ir.dim_sharding import DimSharding, Level
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, join, read_sharding
-
-Row = dict[str, Any]
-
-
-def _sharding(artifact: Artifact, row: Row) -> Sharding:
-    return read_sharding(row["sharding"], artifact.mesh, len(row["shape"]))
+from tpcompiler.runtime.records import PlacedRecord
 
 
-def _whole(artifact: Artifact, row: Row) -> torch.Tensor:
-    parts = [artifact.leaf(rank, row["name"]).detach() for rank in range(len(artifact.ranks))]
-    return join(parts, _sharding(artifact, row), artifact.mesh, row["shape"])[0]
+def _sharding(artifact: Artifact, row: PlacedRecord) -> Sharding:
+    return read_sharding(row.sharding, artifact.mesh, len(row.shape))
 
 
-def _recut(artifact: Artifact, row: Row, whole: torch.Tensor, by: Sharding) -> bool:
+def _whole(artifact: Artifact, row: PlacedRecord) -> torch.Tensor:
+    parts = [artifact.leaf(rank, row.name).detach() for rank in range(len(artifact.ranks))]
+    return join(parts, _sharding(artifact, row), artifact.mesh, row.shape)[0]
+
+
+def _recut(artifact: Artifact, row: PlacedRecord, whole: torch.Tensor, by: Sharding) -> bool:
     """Whether that gives any rank another tensor: what changes nothing is no damage."""
     changed = False
     for rank in range(len(artifact.ranks)):
-        new, old = cut(whole, by, artifact.mesh, rank), artifact.leaf(rank, row["name"])
+        new, old = cut(whole, by, artifact.mesh, rank), artifact.leaf(rank, row.name)
         if new.shape != old.shape:
             return False
         changed |= not torch.equal(new, old)
-        artifact.put(rank, row["name"], new)
+        artifact.put(rank, row.name, new)
     return changed
 
 
-def _cut_rows(artifact: Artifact) -> list[Row]:
-    return [row for row in rows(artifact) if "S(" in row["sharding"] and 0 not in row["shape"]]
+def _cut_rows(artifact: Artifact) -> list[PlacedRecord]:
+    return [row for row in rows(artifact) if "S(" in row.sharding and 0 not in row.shape]
 
 
-def _replicas(artifact: Artifact) -> list[Row]:
+def _replicas(artifact: Artifact) -> list[PlacedRecord]:
     floats = ("f32", "f16", "bf16", "f64")
-    whole = [row for row in rows(artifact) if set(row["sharding"]) <= set("R, ") and row["dtype"] in floats]
-    return [row for row in whole if 0 not in row["shape"]]
+    whole = [row for row in rows(artifact) if set(row.sharding) <= set("R, ") and row.dtype in floats]
+    return [row for row in whole if 0 not in row.shape]
 
 
 @kind
@@ -56,28 +56,28 @@ def shares_swapped(artifact: Artifact, nth: int) -> bool:
     """Two ranks hold each other's share of a weight."""
     last = len(artifact.ranks) - 1
 
-    def apart(row: Row) -> bool:
-        one, two = (artifact.leaf(rank, row["name"]) for rank in (0, last))
+    def apart(row: PlacedRecord) -> bool:
+        one, two = (artifact.leaf(rank, row.name) for rank in (0, last))
         return one.shape == two.shape and not torch.equal(one, two)
 
     row = at([row for row in _cut_rows(artifact) if apart(row)], nth)
     if row:
-        one, two = (artifact.leaf(rank, row["name"]) for rank in (0, last))
-        artifact.put(0, row["name"], two)
-        artifact.put(last, row["name"], one)
+        one, two = (artifact.leaf(rank, row.name) for rank in (0, last))
+        artifact.put(0, row.name, two)
+        artifact.put(last, row.name, one)
     return row is not None
 
 
 @kind
 def shares_transposed(artifact: Artifact, nth: int) -> bool:
     """The numbers of a share lie in it as if it were transposed, on all ranks."""
-    row = at([row for row in _cut_rows(artifact) if len(row["shape"]) == 2 and 1 not in row["shape"]], nth)
+    row = at([row for row in _cut_rows(artifact) if len(row.shape) == 2 and 1 not in row.shape], nth)
     changed = False
     for rank in range(len(artifact.ranks)) if row else ():
-        old = artifact.leaf(rank, row["name"])  # type: ignore[index]
+        old = artifact.leaf(rank, row.name)  # type: ignore[index]
         new = old.t().reshape(old.shape)
         changed |= not torch.equal(new, old)
-        artifact.put(rank, row["name"], new)  # type: ignore[index]
+        artifact.put(rank, row.name, new)  # type: ignore[index]
     return changed
 
 
@@ -95,17 +95,17 @@ def shares_of_one_row_later(artifact: Artifact, nth: int) -> bool:
 @kind
 def packed_parts_cut_as_one(artifact: Artifact, nth: int) -> bool:
     """Queries, keys and values in one matrix (or bias) are cut as if they were one piece."""
-    row = at([row for row in _cut_rows(artifact) if "parts" in row["sharding"]], nth)
+    row = at([row for row in _cut_rows(artifact) if "parts" in row.sharding], nth)
     return row is not None and _recut(artifact, row, _whole(artifact, row), _as_one(_sharding(artifact, row)))
 
 
 @kind
 def packed_parts_cut_as_one_and_claimed_so(artifact: Artifact, nth: int) -> bool:
     """The same, and the manifest says so."""
-    row = at([row for row in _cut_rows(artifact) if "parts" in row["sharding"]], nth)
+    row = at([row for row in _cut_rows(artifact) if "parts" in row.sharding], nth)
     if row is None or not _recut(artifact, row, _whole(artifact, row), _as_one(_sharding(artifact, row))):
         return False
-    row["sharding"] = _as_one(_sharding(artifact, row)).text(artifact.mesh)
+    force_setattr(row, "sharding", _as_one(_sharding(artifact, row)).text(artifact.mesh))
     return True
 
 
@@ -117,11 +117,11 @@ def _as_one(sharding: Sharding) -> Sharding:
 @kind
 def a_bias_on_every_rank(artifact: Artifact, nth: int) -> bool:
     """A bias that one rank adds, so that the sum has it once, is added by all."""
-    row = at([row for row in rows(artifact) if "P(sum)" in row["sharding"] and _whole(artifact, row).any()], nth)
+    row = at([row for row in rows(artifact) if "P(sum)" in row.sharding and _whole(artifact, row).any()], nth)
     if row:
         whole = _whole(artifact, row)
         for rank in range(len(artifact.ranks)):
-            artifact.put(rank, row["name"], whole)
+            artifact.put(rank, row.name, whole)
     return row is not None
 
 
@@ -130,33 +130,33 @@ def a_replica_of_old(artifact: Artifact, nth: int) -> bool:
     """One rank holds other values of what all should hold alike."""
     row = at(_replicas(artifact), nth)
     if row:
-        artifact.put(len(artifact.ranks) - 1, row["name"], artifact.leaf(0, row["name"]) * 1.25 + 0.25)
+        artifact.put(len(artifact.ranks) - 1, row.name, artifact.leaf(0, row.name) * 1.25 + 0.25)
     return row is not None
 
 
 @kind
 def one_element_of_a_share_changed(artifact: Artifact, nth: int) -> bool:
     """One number of one rank's share is another."""
-    row = at([row for row in _cut_rows(artifact) if artifact.leaf(0, row["name"]).is_floating_point()], nth)
-    if row is None or not artifact.leaf(0, row["name"]).numel():
+    row = at([row for row in _cut_rows(artifact) if artifact.leaf(0, row.name).is_floating_point()], nth)
+    if row is None or not artifact.leaf(0, row.name).numel():
         return False
-    new = artifact.leaf(0, row["name"]).detach().clone()
+    new = artifact.leaf(0, row.name).detach().clone()
     new.view(-1)[new.numel() // 2] += 3
-    artifact.put(0, row["name"], new)
+    artifact.put(0, row.name, new)
     return True
 
 
 @kind
 def weights_of_another_model(artifact: Artifact, nth: int) -> bool:
     """All ranks hold shares of another weight than the original's."""
-    row = at([row for row in _cut_rows(artifact) if artifact.leaf(0, row["name"]).is_floating_point()], nth)
+    row = at([row for row in _cut_rows(artifact) if artifact.leaf(0, row.name).is_floating_point()], nth)
     return row is not None and _recut(artifact, row, _whole(artifact, row) * 1.25, _sharding(artifact, row))
 
 
 @kind
 def weights_rounded(artifact: Artifact, nth: int) -> bool:
     """All ranks hold a weight that went through float16."""
-    row = at([row for row in _cut_rows(artifact) if row["dtype"] == "f32"], nth)
+    row = at([row for row in _cut_rows(artifact) if row.dtype == "f32"], nth)
     return row is not None and _recut(artifact, row, _whole(artifact, row).half().float(), _sharding(artifact, row))
 
 
@@ -219,9 +219,8 @@ def never_written_back(artifact: Artifact, nth: int) -> bool:
     return place is not None
 
 
-def _other_text(row: Row) -> str | None:
+def _other_text(text: str, ndim: int) -> str | None:
     """Another sharding of as many dims, over the axes that are there."""
-    text, ndim = str(row["sharding"]), len(row["shape"])
     if "S(" not in text:
         return text.replace("R", "P(sum)", 1) if "R" in text else None
     at_ = int(text.partition("S(")[2][0])
@@ -230,12 +229,14 @@ def _other_text(row: Row) -> str | None:
 
 def _says_otherwise(field: str) -> Callable[[Artifact, int], bool]:
     def damage(artifact: Artifact, nth: int) -> bool:
-        found: list[Row] = [
-            row for row in getattr(artifact.manifest, field) if _other_text(row) not in (None, row["sharding"])
+        found: list[PlacedRecord] = [
+            row
+            for row in getattr(artifact.manifest, field)
+            if _other_text(row.sharding, len(row.shape)) not in (None, row.sharding)
         ]
         row = at(found, nth)
         if row:
-            row["sharding"] = _other_text(row)
+            force_setattr(row, "sharding", _other_text(row.sharding, len(row.shape)))
         return row is not None
 
     damage.__doc__ = f"The manifest says another sharding of one of its {field}."
@@ -258,7 +259,7 @@ def _row_is_another(key: str, change: Callable[[Any], Any]) -> Callable[[Artifac
             nth,
         )
         if row:
-            row[key] = change(row[key])
+            force_setattr(row, key, change(getattr(row, key)))
         return row is not None
 
     damage.__doc__ = f"The manifest says another {key} of a tensor."
@@ -291,8 +292,8 @@ def a_tensor_said_to_be_elsewhere(artifact: Artifact, nth: int) -> bool:
     shares_swapped(before, nth)
     last = len(artifact.ranks) - 1
     for row in artifact.manifest.tensors:
-        if not torch.equal(artifact.leaf(last, row["name"]), before.leaf(last, row["name"])):
-            row["stored_in"] = "prefill"
+        if not torch.equal(artifact.leaf(last, row.name), before.leaf(last, row.name)):
+            force_setattr(row, "stored_in", "prefill")
     return True
 
 
@@ -319,23 +320,23 @@ def another_sharding_claimed(artifact: Artifact, nth: int) -> bool:
     """A value claims another sharding than it has."""
 
     def where(node: Any) -> bool:
-        said = read_claim(node).get("sharding", ())
+        said = read_claim(node).sharding or ()
         return (
             len(said) == 1
-            and "parts" not in read_claim(node)
-            and _other_text({"sharding": said[0], "shape": shape(node)}) not in (None, said[0])
+            and read_claim(node).parts is None
+            and _other_text(said[0], len(shape(node))) not in (None, said[0])
         )
 
     site = at([s for s in artifact.each(where) if all("getitem" not in str(n.target) for n in s)], nth)
     for node in site or ():
-        claim(node)["sharding"] = [_other_text({"sharding": read_claim(node)["sharding"][0], "shape": shape(node)})]  # type: ignore[list-item]
+        claim(node)["sharding"] = [_other_text(read_claim(node).sharding[0], len(shape(node)))]  # type: ignore[list-item]
     return site is not None
 
 
 @kind
 def no_claim(artifact: Artifact, nth: int) -> bool:
     """A call says nothing of itself."""
-    site = at(artifact.each(lambda n: bool(read_claim(n).get("sharding")) and "getitem" not in str(n.target)), nth)
+    site = at(artifact.each(lambda n: bool(read_claim(n).sharding) and "getitem" not in str(n.target)), nth)
     for node in site or ():
         node.meta["custom"] = {}
     return site is not None
@@ -357,12 +358,16 @@ def another_change_claimed(artifact: Artifact, nth: int) -> bool:
     """A change says that it starts from what it ends with."""
     site = at(
         artifact.each(
-            lambda n: "reshard" in read_claim(n) and "sharding" in read_claim(n) and "getitem" not in str(n.target)
+            lambda n: (
+                read_claim(n).reshard is not None
+                and read_claim(n).sharding is not None
+                and "getitem" not in str(n.target)
+            )
         ),
         nth,
     )
     for node in site or ():
-        after = str(read_claim(node)["change"]).partition(" -> ")[2]
+        after = str(read_claim(node).change).partition(" -> ")[2]
         claim(node)["change"] = f"{after} -> {after}"
     return site is not None
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.export.graph_signature import InputKind
 
-from tests.trust.damage import Artifact, at, inserted, kind, region, shape, static
+from tests.trust.damage import Artifact, at, claim, inserted, kind, region, shape, static
 from tpcompiler.ir import edit
 from tpcompiler.ir.claims import read_claim
 
@@ -20,7 +20,7 @@ VIEWS = (aten.view.default, aten.reshape.default)
 
 
 def _is_cut(node: fx.Node) -> bool:
-    return any("S(" in text for text in read_claim(node).get("sharding", ()))
+    return any("S(" in text for text in read_claim(node).sharding or ())
 
 
 @kind
@@ -53,11 +53,11 @@ def the_whole_size_in_a_view(artifact: Artifact, nth: int) -> bool:
 
 
 def _sizes_of_the_whole(node: fx.Node) -> list[Any] | None:
-    call = read_claim(node).get("call")
-    if node.target not in VIEWS or not _is_cut(node) or call is None or -1 in call["args"][1]:
+    call = read_claim(node).call
+    if node.target not in VIEWS or not _is_cut(node) or call is None or -1 in call.args[1]:
         return None
     own = list(node.args[1])  # type: ignore[call-overload]
-    sizes = [said if isinstance(said, int) else size for said, size in zip(call["args"][1], own, strict=True)]
+    sizes = [said if isinstance(said, int) else size for said, size in zip(call.args[1], own, strict=True)]
     return sizes if sizes != own else None
 
 
@@ -118,7 +118,7 @@ def another_number(artifact: Artifact, nth: int) -> bool:
         (name, *_) = _floats(node)
         old = edit.bound(node)[name]
         edit.set_argument(node, name, old * 1.5 + 0.5)
-        call = read_claim(node).get("call")
+        call = claim(node).get("call")
         if call is not None:
             call["args"] = [old * 1.5 + 0.5 if arg == old else arg for arg in call["args"]]
     return site is not None
@@ -157,7 +157,7 @@ def groups_of_the_whole(artifact: Artifact, nth: int) -> bool:
 
 
 def _masks(artifact: Artifact, target: Any) -> list[fx.Node]:
-    return [n for n in edit.calls(artifact.last.graph) if n.target is target and read_claim(n).get("body")]
+    return [n for n in edit.calls(artifact.last.graph) if n.target is target and read_claim(n).body]
 
 
 @kind
@@ -182,7 +182,7 @@ def the_end_of_a_share_off_by_one(artifact: Artifact, nth: int) -> bool:
 @kind
 def a_mask_inverted(artifact: Artifact, nth: int) -> bool:
     """Ids of other ranks are looked up, the rank's own are not."""
-    site = at(artifact.each(lambda n: n.target is aten.where.self and "body" in read_claim(n)), nth)
+    site = at(artifact.each(lambda n: n.target is aten.where.self and read_claim(n).body is not None), nth)
     for node in site or ():
         node.args = (node.args[0], node.args[2], node.args[1])
     return site is not None
@@ -191,7 +191,7 @@ def a_mask_inverted(artifact: Artifact, nth: int) -> bool:
 @kind
 def a_mask_left_out(artifact: Artifact, nth: int) -> bool:
     """What is found under ids of other ranks is not set to zero."""
-    site = at(artifact.each(lambda n: n.target is aten.masked_fill.Scalar and "body" in read_claim(n)), nth)
+    site = at(artifact.each(lambda n: n.target is aten.masked_fill.Scalar and read_claim(n).body is not None), nth)
     for node in site or ():
         kept = inserted(node, aten.clone.default, (node.args[0],), node)
         node.replace_all_uses_with(kept)
@@ -208,7 +208,7 @@ def _pairs(artifact: Artifact) -> list[tuple[str, str]]:
     specs = {
         s.arg.name: str(s.target) for s in artifact.last.graph_signature.input_specs if s.kind is InputKind.PARAMETER
     }
-    cut = {row["name"]: row["sharding"] for row in artifact.manifest.tensors}
+    cut = {row.name: row.sharding for row in artifact.manifest.tensors}
     found = [n for n in artifact.last.graph.nodes if n.name in specs and len(shape(n)) > 1 and n.users]
     return [
         (one.name, two.name)

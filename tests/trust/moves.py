@@ -21,7 +21,7 @@ def _after_waits(name: str, target: Any, arguments: Arguments) -> None:
     """Register the damage that does this to what comes out of a collective, and leaves its shape."""
 
     def damage(artifact: Artifact, nth: int) -> bool:
-        waits = artifact.each(lambda n: edit.is_wait(n) and bool(read_claim(n).get("reshard")))
+        waits = artifact.each(lambda n: edit.is_wait(n) and bool(read_claim(n).reshard))
         site = at([site for site in waits if arguments(site[0]) is not None], nth)
         for wait in site or ():
             users = list(wait.users)

@@ -66,8 +66,8 @@ class Subject:
     def verified(self, artifact: Artifact) -> bool:
         """What `tpcompiler verify` says of the files: everything is laid out as the manifest says."""
         manifest = artifact.manifest
-        named = [*manifest.tensors, *manifest.inputs, *({**r, "name": f"output {r['name']}"} for r in manifest.outputs)]
-        shardings = {row["name"]: read_sharding(row["sharding"], artifact.mesh, len(row["shape"])) for row in named}
+        placed = manifest.placed()
+        shardings = {name: read_sharding(row.sharding, artifact.mesh, len(row.shape)) for name, row in placed}
         (args, kwargs), *then = self.calls
         report = compare(
             self.reference,
@@ -75,7 +75,7 @@ class Subject:
             args,
             kwargs,
             layout_of(shardings, artifact.mesh),
-            [row["name"] for row in manifest.inputs],
+            [row.name for row in manifest.inputs],
             self.output_names,
             then=then,
         )

@@ -100,8 +100,8 @@ def test_every_value_keeps_its_dtype(dtype: torch.dtype, world: int) -> None:
     for rank in range(world):
         for node in program.rank_program(rank).graph.nodes:
             claim = read_claim(node)
-            if claim.get("sharding") and edit.is_tensor(node):
-                assert node.meta["val"].dtype is types[claim["origin"]], node.name
+            if claim.sharding and edit.is_tensor(node):
+                assert node.meta["val"].dtype is types[claim.origin], node.name
                 seen.add(node.meta["val"].dtype)
     assert seen == {dtype, torch.float32, *({torch.int64, torch.bool} & seen)}
 

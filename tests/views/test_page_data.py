@@ -23,10 +23,11 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut_dim
 from tpcompiler.runtime.artifact import read_manifest
+from tpcompiler.runtime.records import plain_data
 from tpcompiler.runtime.weightless import weightless
 from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.views.page_data import page_data
-from tpcompiler.views.slices import slices_of
+from tpcompiler.views.slices import Holder, slices_of
 from tpcompiler.views.table import artifact_text
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
@@ -40,9 +41,8 @@ def tower(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_collective_is_there(tower: Path) -> None:
     data = page_data(tower)
     added = ("item", "layer", "advice")
-    assert [{k: v for k, v in row.items() if k not in added} for row in data["records"]] == read_manifest(
-        tower
-    ).collectives
+    rows = [{k: v for k, v in row.items() if k not in added} for row in data["records"]]
+    assert rows == [plain_data(record) for record in read_manifest(tower).collectives]
     items = [data["items"][row["item"]] for row in data["records"]]
     assert [item["label"] for item in items] == [row["kind"] for row in data["records"]]
     assert all(item["kind"] == "collective" for item in items)
@@ -53,7 +53,7 @@ def test_the_costs_are_the_reports(tower: Path) -> None:
     for rows in data["cost"].values():
         assert sum(row["layers"] * row["count"] for row in rows) == len(records)
         for name in ("wire_bytes", "payload_bytes"):
-            assert sum(row["layers"] * row[name] for row in rows) == sum(record[name] for record in records)
+            assert sum(row["layers"] * row[name] for row in rows) == sum(getattr(record, name) for record in records)
     (row,) = data["cost"]["layers"]
     assert (row["layer"], row["layers"], row["count"], row["wire_bytes"]) == ("layers.0-2", 3, 1, 384)
     assert f"{format_bytes(data['wire'])} on the wire" in artifact_text(tower)
@@ -62,7 +62,7 @@ def test_the_costs_are_the_reports(tower: Path) -> None:
 def test_items_stand_for_all_layers(tower: Path) -> None:
     data = page_data(tower)
     names = {row["name"]: row for row in data["tensors"]}
-    assert {row["name"] for row in read_manifest(tower).tensors} == set(names)
+    assert {row.name for row in read_manifest(tower).tensors} == set(names)
     assert names["layers.2.down.bias"]["item"] == names["layers.0.down.weight"]["item"]
     assert data["items"][names["layers.1.up.weight"]["item"]]["module"] == "layers.0.up"
 
@@ -151,7 +151,7 @@ def test_every_collective_of_the_first_is_somewhere(tower: Path, tmp_path: Path,
         kept = [data["items"][row["item"]]["before"] for row in data["records"]]
         found = [row for row in kept if row] + data["gone"]
         expected = read_manifest(first).collectives
-        assert sorted(row["wire_bytes"] for row in found) == sorted(row["wire_bytes"] for row in expected)
+        assert sorted(row["wire_bytes"] for row in found) == sorted(row.wire_bytes for row in expected)
         for row in data["records"]:
             item = data["items"][row["item"]]
             told = item["before"] and [item["before"][key] for key in ("kind", "why", "wire_bytes")]
@@ -163,7 +163,7 @@ def test_what_was_is_the_first_manifests(tower: Path, tmp_path: Path) -> None:
     other = saved(tmp_path / "out", Tower(), ids(), {"layers.1.up": "colwise"}, inputs=["S(0)"])
     data = page_data(other, first=tower)
     for row, old in zip(data["tensors"], read_manifest(tower).tensors, strict=True):
-        assert (row["was"] or row["sharding"]) == old["sharding"]
+        assert (row["was"] or row["sharding"]) == old.sharding
     item = data["items"][data["ends"]["input ids"]]
     assert (item["sharding"], item["was"], item["differs"]) == ("S(0)", "R", True)
 
@@ -182,9 +182,9 @@ def test_layers_that_have_become_alike_stay_apart(tower: Path, tmp_path: Path) -
 def test_slices_are_what_ranks_hold(drawn: Cut) -> None:
     size, by = drawn
     found: dict[int, tuple[list[int], list[int]]] = {}
-    for holder in slices_of([size], Sharding((by,)), GRID)["holders"]:
-        held = [at for start, stop in holder["runs"][0] for at in range(start, stop)]
-        found |= dict.fromkeys(holder["ranks"], (held, holder["local"]))
+    for holder in slices_of([size], Sharding((by,)), GRID).holders:
+        held = [at for start, stop in holder.runs[0] for at in range(start, stop)]
+        found |= dict.fromkeys(holder.ranks, (held, holder.local))
     for rank in range(6):
         held = cut_dim(torch.arange(size), 0, by, GRID, GRID.coordinate(rank)).tolist()
         assert found[rank] == (held, [len(held)])
@@ -192,9 +192,9 @@ def test_slices_are_what_ranks_hold(drawn: Cut) -> None:
 
 def test_a_symbolic_dim_is_cut_in_shares() -> None:
     mesh = Mesh.of(2)
-    assert slices_of(["s0", 4], Sharding((DimSharding.by("tp"), WHOLE)), mesh)["holders"] == [
-        {"ranks": [0], "local": ["s0*1/2", 4], "runs": [((0, 1),), ((0, 4),)]},
-        {"ranks": [1], "local": ["s0*1/2", 4], "runs": [((1, 2),), ((0, 4),)]},
+    assert slices_of(["s0", 4], Sharding((DimSharding.by("tp"), WHOLE)), mesh).holders == [
+        Holder(ranks=[0], local=["s0*1/2", 4], runs=[((0, 1),), ((0, 4),)]),
+        Holder(ranks=[1], local=["s0*1/2", 4], runs=[((1, 2),), ((0, 4),)]),
     ]
 
 

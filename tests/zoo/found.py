@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from tests.zoo.index import CASES
 from tpcompiler import ParallelProgram
 from tpcompiler.ask.plan_text import plan_text
 from tpcompiler.frontend.plain_weights import with_plain_weights
+from tpcompiler.runtime.records import plain_data
 
 WORLDS = (2, 4)
 
@@ -36,7 +36,7 @@ def written(made: ParallelProgram) -> list[Any]:
         for rank in ranks
     ]
     states = [{name: value.tolist() for name, value in rank.state_dict.items()} for rank in ranks]
-    return [dataclasses.asdict(made.manifest()), graphs, states]
+    return [plain_data(made.manifest()), graphs, states]
 
 
 def _judge(name: str) -> tuple[str, bool]:

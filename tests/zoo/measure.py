@@ -29,6 +29,7 @@ from tpcompiler.judge.sound.check import check_programs
 from tpcompiler.judge.sound.written import written
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.runtime.inputs import flatten_inputs
+from tpcompiler.runtime.records import TensorRecord
 
 WORLDS = (2, 4)
 FALLBACK = "fallback"
@@ -177,8 +178,8 @@ def cut_share(program: ParallelProgram) -> float:
     state = program.original.state_dict
     sizes = {True: 0, False: 0}
     for row in program.manifest().tensors:
-        if row["kind"] == "parameter" and "tied_to" not in row:
-            sizes[is_cut(row)] += torch.Size(row["shape"]).numel() * state[row["name"]].element_size()
+        if row.kind == "parameter" and row.tied_to is None:
+            sizes[is_cut(row)] += torch.Size(row.shape).numel() * state[row.name].element_size()
     return sizes[True] / sum(sizes.values())
 
 
@@ -220,8 +221,8 @@ def _flops(programs: Sequence[ExportedProgram], flat: Sequence[Sequence[object]]
     return counter.get_total_flops()
 
 
-def is_cut(row: dict[str, object]) -> bool:
-    return "S(" in str(row["sharding"])
+def is_cut(row: TensorRecord) -> bool:
+    return "S(" in row.sharding
 
 
 def unseen_parameters(case: Case) -> set[str]:

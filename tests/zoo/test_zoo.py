@@ -64,15 +64,15 @@ def test_parameters_are_cut(on_world: Measured) -> None:
     held = [on_world.program.rank_program(rank).state_dict for rank in range(world)]
     assert cut
     for row in cut:
-        if row["name"] not in held[0]:
+        if row.name not in held[0]:
             continue  # a buffer that no checkpoint has
-        whole = torch.Size(row["shape"]).numel()
-        shares = [state[row["name"]].numel() for state in held]
-        if re.search(r"\dr|\bR\b", str(row["sharding"])):  # parts, or heads, that several ranks hold
+        whole = torch.Size(row.shape).numel()
+        shares = [state[row.name].numel() for state in held]
+        if re.search(r"\dr|\bR\b", str(row.sharding)):  # parts, or heads, that several ranks hold
             assert whole < sum(shares) < whole * world
             continue
         assert sum(shares) == whole
-        assert max(shares) <= whole / world + max(row["shape"])  # one row more where the rows do not divide
+        assert max(shares) <= whole / world + max(row.shape)  # one row more where the rows do not divide
 
 
 @of(True)

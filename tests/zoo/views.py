@@ -32,7 +32,7 @@ def views_of(directory: Path) -> dict[str, bytes]:
         ValueError: it does not, or says something besides.
     """
     show, found = ("show", directory, "-o"), dict[str, bytes]()
-    tensor = ("show", directory, "--tensor", read_manifest(directory).tensors[0]["name"], "-o")
+    tensor = ("show", directory, "--tensor", read_manifest(directory).tensors[0].name, "-o")
     formats = {**dict.fromkeys(("txt", "dot", "svg", "png", "html"), show), "tensor.txt": tensor, "tensor.svg": tensor}
     for name, words in {**formats, "diff.html": ("diff", directory, directory, "--html")}.items():
         file = directory.with_name(f"{directory.name}.{name}")
@@ -53,7 +53,7 @@ def faults_of(found: Mapping[str, bytes], manifest: Manifest) -> Iterator[str]:
     except (ValueError, TypeError, ElementTree.ParseError) as error:
         yield f"{type(error).__name__}: {error}"
         return
-    wire = sum(record["wire_bytes"] for record in records)
+    wire = sum(record.wire_bytes for record in records)
     sent = [item for item in pages["html"]["items"] if item["kind"] == "collective"]
     carried = re.findall(r" [\d.]+ [kMG]?B over ", texts["txt"])
     if f"; {format_bytes(wire)} on the wire\n" not in texts["txt"] or len(carried) != len(sent):
@@ -68,7 +68,7 @@ def faults_of(found: Mapping[str, bytes], manifest: Manifest) -> Iterator[str]:
     if not (found["png"].startswith(PNG) and found["png"].endswith(PNG_END)):
         yield "png: not whole"
     for name, data in pages.items():
-        if [row["node"] for row in data["records"]] != [record["node"] for record in records] or data["wire"] != wire:
+        if [row["node"] for row in data["records"]] != [record.node for record in records] or data["wire"] != wire:
             yield f"{name}: other collectives than the manifest's"
         if sorted(_drawn(data["members"])) != list(range(len(data["items"]))):
             yield f"{name}: an item that is not drawn once"

@@ -110,11 +110,11 @@ def bisect_artifact(
         ArtifactError: the artifact is missing or damaged.
     """
     manifest = read_manifest(directory)
-    if any(note["kind"] == "mesh" for note in manifest.notes):
+    if any(note.kind == "mesh" for note in manifest.notes):
         return "not bisected: an axis of the mesh runs as two; call tpcompiler.api.bisect.bisect with the mesh as given"
     mesh = Mesh.of(manifest.mesh)
     boundary = [
-        {row["name"]: _spec(row_sharding(row, mesh), mesh) for row in rows if row["sharding"] != "R"}
+        {row.name: _spec(row_sharding(row, mesh), mesh) for row in rows if row.sharding != "R"}
         for rows in (manifest.inputs, manifest.outputs)
     ]
     piece = bisect(model, mesh, manifest.plan, args, kwargs, inputs=boundary[0] or None, outputs=boundary[1] or None)

@@ -8,14 +8,12 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
+from msgspec.structs import astuple
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import sym_hint
 from tpcompiler.api import Given, Programs, conversions_of, read_calls, read_plan
-from tpcompiler.artifact.report import Collective
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.objective import local_bytes
@@ -27,6 +25,7 @@ from tpcompiler.ir.names import fold_layers
 from tpcompiler.ir.program import PlannedProgram, tied
 from tpcompiler.parallel.conversion import Conversion
 from tpcompiler.pipeline import convert_programs
+from tpcompiler.runtime.records import Collective, Record
 from tpcompiler.solver.memory import Memory, measure_memory
 from tpcompiler.solver.obstacles import Obstacle, find_obstacles
 from tpcompiler.solver.refuse import TooLarge
@@ -43,87 +42,61 @@ AXIS = "tp"  # the axis whose degrees are tried
 SPOKEN = ("first token", "tokens/s", "of a row")
 
 
-@dataclass(frozen=True)
-class Sends:
-    """Equal collectives of a call: their number, and the wire bytes of a rank and the seconds of each."""
+class Sends(Record, frozen=True):
+    """Equal collectives of a call."""
 
-    kind: str
-    count: int
-    wire_bytes: int
-    seconds: float
+    kind: str  # `all_reduce`, `all_gather`, `reduce_scatter` or `all_to_all`
+    count: int  # their number
+    wire_bytes: int  # of each, by a rank
+    seconds: float  # of each
 
     @property
     def text(self) -> str:
         return f"{self.count} {self.kind} of {format_bytes(self.wire_bytes)}, {duration(self.seconds)} each"
 
 
-@dataclass(frozen=True)
-class CallCost:
-    """One call of a program: its collectives, the bytes that a rank sends, and its time.
+class ProgramCall(Record, frozen=True):
+    """One call of a program."""
 
-    `samples`: the size of the first dim of its first input.
-    """
+    collectives: int  # their number
+    wire_bytes: int  # of all of them
+    seconds: StepTime  # of the call
+    sends: list[Sends]  # the collectives, equal ones together
+    rows: int  # the size of the first dim of its first input
 
-    sends: tuple[Sends, ...]
-    seconds: StepTime
-    samples: int
-
-    @property
-    def collectives(self) -> int:
-        return sum(each.count for each in self.sends)
-
-    @property
-    def wire_bytes(self) -> int:
-        return sum(each.count * each.wire_bytes for each in self.sends)
-
-    def cells(self, alone: CallCost) -> tuple[str, ...]:
-        """Return its time as table cells, and the speed-up over the call on one rank."""
+    def cells(self, alone: ProgramCall) -> tuple[str, ...]:
+        """Show its time, and the speed-up over the call on one rank."""
         time = self.seconds
         parts = (time.work, time.kernels, time.network, time.host, time.total)
         times = (duration(part) if part else "-" for part in parts)
         speedup = f"{alone.seconds.total / time.total:.2f}" if time.total else "-"
         return str(self.collectives), *times, speedup
 
-    def to_data(self) -> dict[str, Any]:
-        data = {"collectives": self.collectives, "wire_bytes": self.wire_bytes, "seconds": self.seconds.to_data()}
-        return {**data, "sends": [dataclasses.asdict(each) for each in self.sends]}
+
+class HeldBytes(Record, frozen=True):
+    """Bytes of the rank that holds most."""
+
+    weights: int  # parameters, and buffers that are not written
+    caches: int  # buffers that are written
+    activations: int  # at their peak, with inputs
+    total: int  # of all
 
 
-@dataclass(frozen=True)
-class Degree:
-    """The result of the search for a number of ranks.
+class Degree(Record, frozen=True, kw_only=True):
+    """A number of ranks that the model can be placed on."""
 
-    Attributes:
-        asked: the requested mesh.
-        mesh: the mesh it runs on: if ranks share heads, `tp` is two axes.
-        memory: bytes of the rank that holds most.
-        least: the same where a rank is to hold as little as the search can do with.
-        calls: of each program; the name of one alone is empty.
-        fits: within the limit, maybe with more sent than without one.
-        searches: how many there were, by their kind.
-        remarks: what the degree does not divide, and what uneven cuts, shared shares and layers that stay whole cost.
-    """
-
-    asked: Mesh
-    mesh: dict[str, int]
-    memory: Memory
-    least: Memory
-    calls: dict[str, CallCost]
-    fits: bool
-    searches: Counter[str]
-    remarks: tuple[str, ...]
-
-    @property
-    def ranks(self) -> int:
-        return self.asked.world_size
-
-    def held(self) -> tuple[str, ...]:
-        """Return its memory as table cells."""
-        each = (self.memory.weights, self.memory.caches, self.memory.activations, self.memory.total)
-        return _named(self.asked), *map(format_bytes, each)
+    ranks: int  # their number
+    asked: dict[str, int]  # axis -> degree, as it was tried
+    mesh: dict[str, int]  # axis -> degree, as it runs: where ranks share heads, `tp` is two axes
+    bytes: HeldBytes  # of the rank that holds most
+    calls: dict[str, ProgramCall]  # of each program; the name of one alone is empty
+    fits: bool  # true within the limit, perhaps with more sent than without one
+    searches: dict[str, int]  # how many there were, by their kind
+    # what the degree does not divide, and the cost of uneven cuts, shared shares and layers that stay whole
+    remarks: list[str]
 
     def limits(self, name: str) -> Iterator[str]:
-        """Yield the largest part of a call's time, and its collectives."""
+        """The largest part of a call's time, and its collectives."""
         call, ranks, of = self.calls[name], _named(self.asked), f" of {name}" if name else ""
         time = call.seconds
         parts = {"work": time.work, "kernels": time.kernels, "network": time.network, "host": time.host}
@@ -133,54 +106,44 @@ class Degree:
         yield from (f"{ranks}: {each.text}" for each in call.sends)
 
     def spoken(self) -> tuple[str, ...]:
-        """Return the generation speed as table cells: time to the first token, tokens of all rows and of each."""
+        """What is shown of a prefill and a decode: the time to the first token, then tokens of all rows and of each."""
         prefill, decode = self.calls["prefill"], self.calls["decode"]
         rate = 1 / decode.seconds.total if decode.seconds.total else math.inf
-        rates = (f"{rows * rate:,.0f}" for rows in (decode.samples, 1))
+        rates = (f"{rows * rate:,.0f}" for rows in (decode.rows, 1))
         return _named(self.asked), duration(prefill.seconds.total), *rates
 
-    def to_data(self) -> dict[str, Any]:
-        memory = {name: getattr(self.memory, name) for name in ("weights", "caches", "activations", "total")}
-        calls = {name: call.to_data() for name, call in self.calls.items()}
-        data = {"ranks": self.ranks, "mesh": self.mesh, "bytes": memory, "calls": calls}
-        return {**data, "fits": self.fits, "remarks": list(self.remarks)}
+
+class Stop(Record, frozen=True):
+    """A number of ranks that no placement suits, or that was not tried."""
+
+    ranks: int  # their number
+    mesh: dict[str, int]  # axis -> degree
+    reason: str  # in words
+
+    @classmethod
+    def of(cls, mesh: Mesh, reason: str) -> Stop:
+        return cls(mesh.world_size, dict(mesh.axes), reason)
 
 
-@dataclass(frozen=True)
-class Stop:
-    """A mesh without a result, and the reason: no placement suits it, or it was not tried."""
+class Diagnosis(Record, Shown, frozen=True, kw_only=True):
+    """The numbers of ranks that a model fits on."""
 
-    asked: Mesh
-    reason: str
-
-    def to_data(self) -> dict[str, Any]:
-        return {"ranks": self.asked.world_size, "mesh": dict(self.asked.axes), "reason": self.reason}
-
-
-@dataclass(frozen=True)
-class Diagnosis(Shown):
-    """The result of each degree on a machine.
-
-    Attributes:
-        stopped: degrees that no placement suits.
-        untried: degrees that do not divide the cut dims.
-        limit: the limit on a rank's bytes.
-        least: the ranks of the smallest degree that fits.
-    """
-
-    machine: str
-    degrees: tuple[Degree, ...]
-    stopped: tuple[Stop, ...]
-    untried: tuple[Stop, ...]
-    limit: int
-    least: int
+    machine: str  # whose step times are predicted
+    limit: int  # bytes that a rank may hold
+    least: int  # the smallest number of ranks that fits
+    degrees: list[Degree]  # those that are possible
+    stopped: list[Stop]  # those that no placement suits
+    untried: list[Stop]  # those that do not divide what is cut
 
     def parts(self) -> Iterator[Part]:
-        """Yield a line for each degree, then the obstacles and costs."""
+        """A line for each degree; then what stops degrees, or costs."""
         yield f"on {self.machine} a rank may hold {format_bytes(self.limit)}"
-        ranks = "ranks" if self.degrees[0].asked.names == (AXIS,) else "mesh"
+        ranks = "ranks" if [*self.degrees[0].asked] == [AXIS] else "mesh"
         held = (ranks, "weights", "caches", "at peak", "in all")
-        rows = [(*each.held(), "yes" if each.fits else "no") for each in self.degrees]
+        rows = [
+            (_named(each.asked), *map(format_bytes, astuple(each.bytes)), "yes" if each.fits else "no")
+            for each in self.degrees
+        ]
         yield Table("a rank holds", (*held, "fits"), rows, right=held)
         called = ("sends", "work", "kernels", "network", "host", "step", "speed-up")
         for name, alone in self.degrees[0].calls.items():
@@ -192,15 +155,15 @@ class Diagnosis(Shown):
             )
         yield from self._limits()
         lines = [f"{_named(each.asked)}: {remark}" for each in self.degrees for remark in each.remarks]
-        lines += [f"{_named(stop.asked)}: not possible: {stop.reason}" for stop in self.stopped]
+        lines += [f"{_named(stop.mesh)}: not possible: {stop.reason}" for stop in self.stopped]
         lines += _folded(self.untried)
-        lines.append(count_searches(sum((each.searches for each in self.degrees), Counter())))
+        lines.append(count_searches(sum((Counter(each.searches) for each in self.degrees), Counter())))
         yield from (*lines, "")
         least = next(each.asked for each in self.degrees if each.ranks == self.least)
         yield f"the smallest that fits: {f'--tp {self.least}' if ranks == 'ranks' else f'--mesh {_named(least)}'}"
 
     def _limits(self) -> Iterator[str]:
-        """Yield the bottlenecks of the smallest degree that fits and of the fastest, and the degree where gains end."""
+        """What takes the time on the smallest degree that fits and on the fastest, and where more ranks stop to pay."""
         fitting = [each for each in self.degrees if each.fits]
         for name in fitting[0].calls:
             of = f" of {name}" if name else ""
@@ -210,18 +173,13 @@ class Diagnosis(Shown):
             steps = [(each, each.calls[name].seconds.total) for each in self.degrees]
             for (each, step), (_, then) in itertools.pairwise(steps):
                 if then >= step:
-                    tp = each.asked.degree(AXIS)
-                    yield f"beyond --tp {tp} a call{of} takes no less: the network takes what is saved"
+                    yield f"beyond --tp {each.asked[AXIS]} a call{of} takes no less: the network takes what is saved"
                     break
-        if len(self.degrees) > 1 and len({each.memory.weights for each in self.degrees}) == 1:
+        if len(self.degrees) > 1 and len({each.bytes.weights for each in self.degrees}) == 1:
             yield (
                 "nothing is cut: convert says how much longer a call would take with each layer cut; "
                 "--optimize memory cuts all the same"
             )
-
-    def to_data(self) -> dict[str, Any]:
-        lists = {name: [each.to_data() for each in getattr(self, name)] for name in ("degrees", "stopped", "untried")}
-        return {"machine": self.machine, "limit": self.limit, "least": self.least, **lists}
 
 
 @collector_rests()
@@ -259,23 +217,30 @@ def diagnose(
     examined = _Examined(conversions, described, limit, read_calls(weights, conversions))
     degrees, stopped = {1: examined.degree(1)}, list[Stop]()
     candidates = [2]
-    for tp in counted(candidates, "trying degrees", "degrees"):  # grows by the dims that two ranks cut
+    for tp in counted(candidates, "trying degrees", "degrees"):  # more of them by what two ranks cut
         try:
             degrees[tp] = examined.degree(tp)
         except (ShardingError, UnsupportedError) as error:
-            stopped.append(Stop(examined.mesh(tp), error.message))
+            stopped.append(Stop.of(examined.mesh(tp), error.message))
         if tp == 2:
             common = math.gcd(*(each.count for each in examined.obstacles))
             candidates += [n for n in range(3, MOST + 1) if n & (n - 1) == 0 or (common and common % n == 0)]
     fitting = [each.ranks for each in degrees.values() if each.fits]
     if not fitting:
-        raise _too_large(examined, degrees)
+        raise _too_large(examined)
     untried = [
-        Stop(examined.mesh(tp), _undivided(examined.obstacles, tp, foremost=True))
+        Stop.of(examined.mesh(tp), _undivided(examined.obstacles, tp, foremost=True))
         for tp in range(3, MOST + 1)
         if tp not in candidates and examined.obstacles
     ]
-    return Diagnosis(described.name, tuple(degrees.values()), tuple(stopped), tuple(untried), limit, min(fitting))
+    return Diagnosis(
+        machine=described.name,
+        limit=limit,
+        least=min(fitting),
+        degrees=list(degrees.values()),
+        stopped=stopped,
+        untried=untried,
+    )
 
 
 class _Examined:
@@ -287,13 +252,14 @@ class _Examined:
         self.conversions, self.machine, self.limit, self.calls = conversions, machine, limit, calls
         self.pair: Solution | None = None
         self.obstacles: Sequence[Obstacle] = ()
+        self.least: dict[int, Memory] = {}  # by ranks, where each holds as little as the search can do with
 
     def mesh(self, tp: int) -> Mesh:
         first = next(iter(self.conversions.values())).mesh
         return Mesh(tuple((axis, tp if axis == AXIS else degree) for axis, degree in first.axes))
 
     def degree(self, tp: int) -> Degree:
-        """Place the programs without a limit; if that is too large, within the limit if possible.
+        """Without a limit, and where that is too much, within it if that can be.
 
         Raises:
             ShardingError, UnsupportedError: no placement suits the degree.
@@ -313,26 +279,40 @@ class _Examined:
         calls = {}
         for (name, own), program in zip(made.items(), found.programs, strict=True):
             sends = _sends(own.collectives(), found.mesh, self.machine)
-            calls[name] = CallCost(sends, own.predict(self.machine).total, _samples(program))
+            calls[name] = ProgramCall(
+                sum(each.count for each in sends),
+                sum(each.count * each.wire_bytes for each in sends),
+                own.predict(self.machine).total,
+                sends,
+                _rows(program),
+            )
         if tp == 2:
             self.pair, self.obstacles = found, find_obstacles(found)
         notes = dict.fromkeys(note.text for own in made.values() for note in own.resharded.notes if note.kind == "cut")
         uneven = (text for text in notes if "largest share" in text)
         undivided = filter(None, [_undivided(self.obstacles, tp)])
-        remarks = (*undivided, *uneven, *_shared(found), *_whole(found, self.pair))
-        memory, fits = measure_memory(found), least.total <= self.limit
-        return Degree(asked, dict(found.mesh.axes), memory, least, calls, fits, searches, remarks)
+        held = measure_memory(found)
+        return Degree(
+            ranks=asked.world_size,
+            asked=dict(asked.axes),
+            mesh=dict(found.mesh.axes),
+            bytes=HeldBytes(held.weights, held.caches, held.activations, held.total),
+            calls=calls,
+            fits=least.total <= self.limit,
+            searches=dict(searches),
+            remarks=[*undivided, *uneven, *_shared(found), *_whole(found, self.pair)],
+        )
 
 
-def _sends(collectives: Sequence[Collective], mesh: Mesh, machine: Machine) -> tuple[Sends, ...]:
+def _sends(collectives: Sequence[Collective], mesh: Mesh, machine: Machine) -> list[Sends]:
     alike = Counter(
         (each.kind, each.wire_bytes, machine.collective_seconds(each.kind, each.axis.split("."), each.wire_bytes, mesh))
         for each in collectives
     )
-    return tuple(Sends(kind, count, wire_bytes, seconds) for (kind, wire_bytes, seconds), count in alike.items())
+    return [Sends(kind, count, wire_bytes, seconds) for (kind, wire_bytes, seconds), count in alike.items()]
 
 
-def _samples(program: PlannedProgram) -> int:
+def _rows(program: PlannedProgram) -> int:
     sizes = [node.meta["val"].shape for node in program.user_inputs()]
     return next((sym_hint(size[0]) for size in sizes if size), 1)
 
@@ -348,12 +328,12 @@ def _folded(stops: Sequence[Stop]) -> Iterator[str]:
     """Put stops with one reason on one line."""
     alike: dict[str, list[str]] = {}
     for stop in stops:
-        alike.setdefault(stop.reason, []).append(_named(stop.asked))
+        alike.setdefault(stop.reason, []).append(_named(stop.mesh))
     yield from (f"{' '.join(names)}: not tried: {reason}" for reason, names in alike.items())
 
 
-def _named(mesh: Mesh) -> str:
-    return str(mesh.world_size) if mesh.names == (AXIS,) else ",".join(f"{axis}={n}" for axis, n in mesh.axes)
+def _named(mesh: Mapping[str, int]) -> str:
+    return str(mesh[AXIS]) if [*mesh] == [AXIS] else ",".join(f"{axis}={n}" for axis, n in mesh.items())
 
 
 def _shared(found: Solution) -> Iterator[str]:
@@ -380,13 +360,13 @@ def _whole(found: Solution, pair: Solution | None) -> Iterator[str]:
         yield f"{name}: whole on every rank: cutting it would cost more, or its dims are too small"
 
 
-def _too_large(examined: _Examined, degrees: Mapping[int, Degree]) -> ShardingError:
-    best, limit = min(degrees.values(), key=lambda each: each.least.total), examined.limit
+def _too_large(examined: _Examined) -> ShardingError:
+    (ranks, least), limit = min(examined.least.items(), key=lambda each: each[1].total), examined.limit
     further = (2 * MOST << power for power in itertools.count())
     tp = next((n for n in further if n > FURTHEST or examined.degree(n).fits), FURTHEST)
     return ShardingError(
-        f"no degree up to {MOST} fits: one of {best.ranks} ranks would hold {best.least.text}; that is "
-        f"{format_bytes(best.least.total - limit)} more than the limit of {format_bytes(limit)}",
+        f"no degree up to {MOST} fits: one of {ranks} ranks would hold {least.text}; that is "
+        f"{format_bytes(least.total - limit)} more than the limit of {format_bytes(limit)}",
         help=(f"use {examined.mesh(tp).world_size} ranks, or " if tp <= FURTHEST else "use ")
-        + f"a limit of at least {best.least.total} bytes",
+        + f"a limit of at least {least.total} bytes",
     )

@@ -72,8 +72,8 @@ def reshard(
     }
     first = next(iter(manifests.values()))
     plan = join_plans([Plan.of(manifest.plan) for manifest in manifests.values()])
-    how: Any = {"device_type": first.device_type, "collectives": first.asked.get("collectives", "nccl")}
-    how["check_indices"] = first.asked.get("check_indices", True)
+    how: Any = {"device_type": first.device_type, "collectives": first.asked.collectives}
+    how["check_indices"] = first.asked.check_indices
     asked: Any = {
         at: {name: asked_boundary(manifest, at) for name, manifest in manifests.items()} for at in ("inputs", "outputs")
     }
@@ -153,7 +153,7 @@ def _read_model(
         ArtifactError: as `read_proved_model`; or a value differs.
     """
     program = read_proved_model(directory, manifest, prepare=on_cpu, canonical=canonicalize, trust=trust)
-    first = {row["name"]: row.get("tied_to", row["name"]) for row in manifest.tensors}
+    first = {row.name: row.holder for row in manifest.tensors}
     hollow = weightless_names(program)
     for name, value in {**program.constants, **program.state_dict}.items():
         held = first.get(name)
@@ -169,8 +169,8 @@ def _persistent(manifest: Manifest, program: ExportedProgram) -> dict[str, str]:
     """Return the first persistent name of each tensor -> the ranks' name for it."""
     first: dict[str, str] = {}
     for row in manifest.tensors:
-        if row["name"] in program.state_dict and row.get("tied_to", row["name"]) not in first.values():
-            first[row["name"]] = row.get("tied_to", row["name"])
+        if row.name in program.state_dict and row.holder not in first.values():
+            first[row.name] = row.holder
     return first
 
 

@@ -111,7 +111,7 @@ def package(
             files={path.name: sha256(path) for path in sorted(temporary.iterdir())},
             models=models,
             device_type=device_type,
-            torch=torch.__version__,
+            torch=str(torch.__version__),
             compiler=_version(compiler),
             strides=strides,
             capability=find_capability(device_type),

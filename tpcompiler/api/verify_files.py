@@ -32,6 +32,7 @@ from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.runtime.artifact import MODEL, Manifest, programs_in, read_manifest
 from tpcompiler.runtime.package import read_package
 from tpcompiler.runtime.rank_file import put_state, read_rank, taken_by
+from tpcompiler.runtime.records import TensorRecord
 from tpcompiler.runtime.weightless import weightless_names
 from tpcompiler.runtime.weights import laid_out
 
@@ -133,10 +134,9 @@ def _subject_of(
     original = with_weights(original, directory, checkpoint, trust=trust)
     mesh = Mesh.of(manifest.mesh)
     canonical = canonicalize(original)
-    rows = {row["name"]: row for row in (*manifest.tensors, *manifest.inputs)}
-    rows |= {f"output {row['name']}": row for row in manifest.outputs}
+    rows = dict(manifest.placed())
     has = _boundary_and_leaves(canonical)
-    wrote = dict.fromkeys(rows) | {row["name"]: row["shape"] for row in manifest.tensors}
+    wrote = {name: row.shape if isinstance(row, TensorRecord) else None for name, row in rows.items()}
     if differ := [name for name in (*wrote, *has) if name not in has or name not in wrote or has[name] != wrote[name]]:
         raise ArtifactError(
             f"{os.fspath(directory)} was made from another program: the two differ in {differ[0]!r}",
@@ -171,7 +171,7 @@ def _subject_of(
         original,
         programs,
         layout_of(shardings, mesh),
-        [row["name"] for row in manifest.inputs],
+        [row.name for row in manifest.inputs],
         canonical.output_names(),
         canonical.source,
         indices=manifest.inputs,
@@ -182,9 +182,9 @@ def _put_from_beside(
     program: ExportedProgram, manifest: Manifest, directory: str | os.PathLike[str], rank: int, trust: bool
 ) -> None:
     """Give a rank's program the weights that another program's files store."""
-    if elsewhere := [row for row in manifest.tensors if "stored_in" in row]:
+    if elsewhere := [row for row in manifest.tensors if row.stored_in is not None]:
         source, taken = RankShares(directory, trust=trust), taken_by(program)
-        first = {row["name"]: row.get("tied_to", row["name"]) for row in elsewhere}
+        first = {row.name: row.holder for row in elsewhere}
         held = {name: laid_out(source.share(name, rank), taken[name]) for name in set(first.values())}
         put_state(program, {name: held[first[name]] for name in first})
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from tpcompiler.artifact.counts import held_per_rank
+from tpcompiler.checkpoint.leaves import held_per_rank
 from tpcompiler.cost.amounts import read_bytes
 from tpcompiler.cost.collective import KINDS
 from tpcompiler.errors import BudgetError
 from tpcompiler.ir.names import layer_around, split_layer
 from tpcompiler.runtime.artifact import Manifest
+from tpcompiler.runtime.records import Collective
 from tpcompiler.terminal.printed import format_bytes, format_unequal_bytes
 
 MANY = ("collectives", "fallbacks")  # of all kinds
@@ -29,8 +30,8 @@ class Limit(NamedTuple):
     def __str__(self) -> str:
         return f"{self.most} {self.kind}{'/layer' if self.by_layer else ''}"
 
-    def counts(self, record: Mapping[str, Any]) -> bool:
-        return self.kind in (record["kind"], "collectives") or (self.kind, record["why"]) == ("fallbacks", "fallback")
+    def counts(self, record: Collective) -> bool:
+        return self.kind in (record.kind, "collectives") or (self.kind, record.why) == ("fallbacks", "fallback")
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,9 @@ class Budget:
         for limit in self.limits:
             found = [record for record in manifest.collectives if limit.counts(record)]
             yield from _by_layer(limit, found) if limit.by_layer else _in_all(limit, found)
-        sent = sum(record["wire_bytes"] for record in manifest.collectives)
+        sent = sum(record.wire_bytes for record in manifest.collectives)
         if self.wire_bytes is not None and sent > self.wire_bytes:
-            most = sorted(manifest.collectives, key=lambda record: -record["wire_bytes"])
+            most = sorted(manifest.collectives, key=lambda record: -record.wire_bytes)
             total, allowed = format_unequal_bytes(sent, self.wire_bytes)
             over = f"{format_bytes(sent - self.wire_bytes)} more than {allowed}"
             yield f"each rank sends {total}, {over} ({_named(most)})"
@@ -94,16 +95,16 @@ def _read_limit(text: str) -> Limit:
     return Limit(int(found[1]), found[2], found[3] is not None)
 
 
-def _in_all(limit: Limit, found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _in_all(limit: Limit, found: Sequence[Collective]) -> Iterator[str]:
     if len(found) > limit.most:
         yield f"{len(found)} {limit.kind}, {len(found) - limit.most} more than {limit} ({_named(found)})"
 
 
-def _by_layer(limit: Limit, found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _by_layer(limit: Limit, found: Sequence[Collective]) -> Iterator[str]:
     """Layers alike are told once."""
-    layers: dict[str, list[Mapping[str, Any]]] = {}
+    layers: dict[str, list[Collective]] = {}
     for record in found:
-        if layer := layer_around(record["module"]):
+        if layer := layer_around(record.module):
             layers.setdefault(layer, []).append(record)
     over: dict[tuple[int, str], list[str]] = {}
     for layer, records in layers.items():
@@ -115,8 +116,8 @@ def _by_layer(limit: Limit, found: Sequence[Mapping[str, Any]]) -> Iterator[str]
         yield f"{names[0]}{more}: {count} {limit.kind}, {count - limit.most} more than {limit} ({where})"
 
 
-def _named(records: Sequence[Mapping[str, Any]]) -> str:
+def _named(records: Sequence[Collective]) -> str:
     """`'all_reduce' in layers.0.down, 'all_reduce_1' in layers.1.down and 3 more`."""
-    each = [f"'{row['node']}' in {row['module'] or row['source'] or 'the model'}" for row in records[:MOST_NAMED]]
+    each = [f"'{row.node}' in {row.module or row.source or 'the model'}" for row in records[:MOST_NAMED]]
     more = f" and {len(records) - MOST_NAMED} more" if len(records) > MOST_NAMED else ""
     return ", ".join(each) + more

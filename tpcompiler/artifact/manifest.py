@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +20,8 @@ from tpcompiler.ir.symm_mem import rooms_of
 from tpcompiler.ir.text import DTYPES
 from tpcompiler.plan import Plan
 from tpcompiler.rules.index_range import door_ranges
-from tpcompiler.runtime.artifact import VERSION, Manifest
+from tpcompiler.runtime.artifact import FORMAT, VERSION, Manifest
+from tpcompiler.runtime.records import Asked, BoundaryRecord, TensorRecord
 
 
 class Partitioned(Protocol):
@@ -50,7 +50,7 @@ class Converted(Protocol):
 
     original: ExportedProgram
     plan: Plan
-    asked: dict[str, Any]
+    asked: Asked
 
     @property
     def partition(self) -> Partitioned: ...
@@ -64,34 +64,39 @@ def manifest_of(converted: Converted) -> Manifest:
     partition = converted.partition
     program, mesh = partition.program, partition.program.mesh
     ranges = door_ranges(program, {node.name: mark_of(node).shardings[0] for node in program.user_inputs()})
-    inputs: list[dict[str, Any]] = [
-        {"name": node.name, **_described(node.meta["val"], mark_of(node).shardings[0], mesh)}
+    inputs = [
+        BoundaryRecord(
+            name=node.name,
+            values=list(ranges[node.name]) if node.name in ranges else None,
+            **_described(node.meta["val"], mark_of(node).shardings[0], mesh),
+        )
         for node in program.user_inputs()
     ]
-    for row in inputs:
-        if row["name"] in ranges:
-            row["values"] = list(ranges[row["name"]])
     outputs = [
-        {"name": name, **_described(value.meta["val"], mark_of(value).shardings[0], mesh)}
+        BoundaryRecord(name=name, **_described(value.meta["val"], mark_of(value).shardings[0], mesh))
         for name, value in _outputs(program)
     ]
     first = partition.rank_program(0)
     return Manifest(
         mesh=dict(mesh.axes),
         groups=partition.groups(),
-        device_type=partition.device_type,
+        device_type="cuda" if partition.device_type == "cuda" else "cpu",
         plan=converted.plan.to_data(),
         tensors=_tensors(program),
         inputs=inputs,
         outputs=outputs,
-        collectives=[asdict(collective) for collective in partition.collectives()],
-        notes=[asdict(note) for note in converted.notes],
+        collectives=partition.collectives(),
+        notes=list(converted.notes),
         output_type=None,
-        versions={"tpcompiler": VERSION, "torch": torch.__version__, "python": platform.python_version()},
+        versions={"tpcompiler": VERSION, "torch": str(torch.__version__), "python": platform.python_version()},
         calling=calling_of(first, guards_of(first)),
         rank_numbers=partition.rank_numbers,
         asked=converted.asked,
         symm_mem={name: room.group for name, room in rooms_of(first).items()},
+        files={},
+        programs={},
+        compiled=None,
+        format=FORMAT,
     )
 
 
@@ -103,19 +108,22 @@ def shardings_of(program: PlacedProgram) -> dict[str, Sharding]:
     return {name: mark_of(node).shardings[0] for name, node in named}
 
 
-def _tensors(program: PlacedProgram) -> list[dict[str, Any]]:
+def _tensors(program: PlacedProgram) -> list[TensorRecord]:
     first_of = tied(program)
     names = {node.name: fqn for node, fqn in program.leaves()}
     specs = {spec.target: spec for _, spec in program.inputs()}
     rows = []
     for node, fqn in program.leaves():
-        described = _described(program.state(fqn), mark_of(node).shardings[0], program.mesh)
-        row = {"name": fqn, "kind": specs[fqn].kind.name.lower(), **described}
-        if specs[fqn].persistent is False:
-            row["persistent"] = False
-        if first_of[node.name] != node.name:
-            row["tied_to"] = names[first_of[node.name]]
-        rows.append(row)
+        first = first_of[node.name]
+        rows.append(
+            TensorRecord(
+                name=fqn,
+                kind=specs[fqn].kind.name.lower(),
+                persistent=specs[fqn].persistent is not False,
+                tied_to=names[first] if first != node.name else None,
+                **_described(program.state(fqn), mark_of(node).shardings[0], program.mesh),
+            )
+        )
     return rows
 
 
@@ -127,7 +135,7 @@ def _outputs(program: PlacedProgram) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _described(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> Mapping[str, Any]:
+def _described(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> dict[str, Any]:
     return {
         "shape": [size if isinstance(size, int) else str(size) for size in value.shape],
         "dtype": DTYPES.get(value.dtype, str(value.dtype)),

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
+from msgspec.structs import asdict
 from torch import fx
 
 from tpcompiler._torch import sym_hint
@@ -16,6 +15,8 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import split_layer
 from tpcompiler.ir.program import RESHARD, LocalProgram, Note, Reshard
+from tpcompiler.runtime.records import Collective as Collective
+from tpcompiler.runtime.records import Transfer
 from tpcompiler.terminal.printed import format_bytes
 
 NOTE_TITLES = {  # kinds of `Note`, as people read them
@@ -38,31 +39,6 @@ NOTE_TITLES = {  # kinds of `Note`, as people read them
 }
 
 
-@dataclass(frozen=True)
-class Collective:
-    """One collective call of a rank's program.
-
-    Attributes:
-        kind: all_reduce, all_gather, reduce_scatter or all_to_all.
-        payload_bytes: what is reduced, gathered in all, or (all_to_all) held by one rank; sizes as in the example.
-        wire_bytes: what each rank sends on a ring.
-        why: inherent (a pending sum of the plan's own cuts), plan-demanded, or fallback.
-        source: the user's line of code, `module` the layer.
-    """
-
-    kind: str
-    axis: str
-    payload_bytes: int
-    group_size: int
-    wire_bytes: int
-    node: str
-    module: str
-    source: str
-    why: str
-    reason: str
-    reshard: str
-
-
 def collectives_of(program: LocalProgram) -> list[Collective]:
     """Every collective that the program calls, in order."""
     out = []
@@ -71,7 +47,7 @@ def collectives_of(program: LocalProgram) -> list[Collective]:
             change: Reshard = node.meta[RESHARD]
             out.append(
                 Collective(
-                    **traffic(node, program.mesh),
+                    **asdict(transfer_of(node, program.mesh)),
                     node=node.name,
                     module=edit.module_path(node),
                     source=edit.source_line(node),
@@ -83,18 +59,13 @@ def collectives_of(program: LocalProgram) -> list[Collective]:
     return out
 
 
-def traffic(node: fx.Node, mesh: Mesh) -> dict[str, Any]:
-    """What a collective sends: `kind`, `axis`, `payload_bytes`, `group_size` and `wire_bytes` of its record."""
+def transfer_of(node: fx.Node, mesh: Mesh) -> Transfer:
+    """Count the bytes of a collective, with the sizes of the example."""
     kind = KIND_OF[str(node.target).split(".")[1]]
     axes = mesh.axes_of(str(node.args[-1]))
     payload, size = _bytes(sent_value(node).meta["val"]), mesh.size(axes)
-    return {
-        "kind": kind,
-        "axis": ".".join(axes),
-        "payload_bytes": payload,
-        "group_size": size,
-        "wire_bytes": wire_bytes(kind, payload, size),
-    }
+    wire = wire_bytes(kind, payload, size)
+    return Transfer(kind=kind, axis=".".join(axes), payload_bytes=payload, group_size=size, wire_bytes=wire)
 
 
 def sent_value(node: fx.Node) -> fx.Node:

@@ -3,96 +3,183 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
 
-import torch
+from msgspec import structs
 
 from tpcompiler.artifact.report import NOTE_TITLES
-from tpcompiler.checkpoint.leaves import dtype_of
+from tpcompiler.checkpoint.leaves import bytes_per_rank, dtype_of, held_per_rank
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.shares import row_sharding
 from tpcompiler.runtime.artifact import Manifest
+from tpcompiler.runtime.records import BoundaryRecord, Collective, Note, Record, TensorRecord
 from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.terminal.tables import Part, Table
 
 MOST_RANKS = 16  # that a table lists one by one
 
 
-def artifact_data(manifest: Manifest) -> dict[str, Any]:
-    """Mesh, bytes per rank, tensors, boundary, collectives by kind and cause, notes, versions of an artifact."""
+class ModelLayer(Record, frozen=True, kw_only=True):
+    """A layer that has a weight."""
+
+    name: str  # its FQN
+    type: str  # its class
+
+
+class ModelTensor(Record, frozen=True, kw_only=True):
+    """A parameter, a buffer or a constant of a model."""
+
+    name: str  # its FQN
+    kind: str  # `parameter`, `buffer` or `constant_tensor`
+    shape: list[int]  # as in the model
+    dtype: str  # such as `f32`
+    bytes: int  # of the whole
+    tied_to: str | None = None  # the name that it shares its memory with
+
+
+class ModelValue(Record, frozen=True, kw_only=True):
+    """An argument or a result of a model."""
+
+    name: str  # of the argument, or of the output
+    shape: list[int | str] | None = None  # of a tensor
+    dtype: str | None = None  # of a tensor
+    number: str | None = None  # of a number, maybe symbolic
+    constant: str | None = None  # of what is fixed in the program
+
+
+class ModelSummary(Record, frozen=True, kw_only=True):
+    """A model."""
+
+    kind: Literal["model"]  # `model`
+    modules: list[ModelLayer]  # the layers that have a weight
+    parameters: list[ModelTensor]  # parameters, buffers and constants
+    inputs: list[ModelValue]  # the tensors and numbers that it takes
+    outputs: list[ModelValue]  # those that it returns
+    plan: str  # a plan file to begin with
+
+
+class HeldTensor(TensorRecord, frozen=True, kw_only=True):
+    """A parameter, a buffer or a constant, and its bytes."""
+
+    bytes: int  # of the whole
+    bytes_per_rank: list[int]  # what each rank holds of it
+
+
+class TrafficTotal(Record, frozen=True, kw_only=True):
+    """The collectives of one kind and cause."""
+
+    kind: str  # `all_reduce`, `all_gather`, `reduce_scatter` or `all_to_all`
+    why: str  # `inherent`, `plan-demanded` or `fallback`
+    count: int  # their number
+    payload_bytes: int  # of all of them
+    wire_bytes: int  # of all of them
+
+
+class ArtifactSummary(Record, frozen=True, kw_only=True):
+    """A conversion's result."""
+
+    kind: Literal["artifact"]  # `artifact`
+    mesh: dict[str, int]  # axis -> degree
+    device_type: str  # `cpu` or `cuda`
+    bytes: int  # of parameters, buffers and constants on one device
+    bytes_per_rank: list[int]  # the same on each rank
+    tensors: list[HeldTensor]  # parameters, buffers and constants
+    inputs: list[BoundaryRecord]  # the tensors that the programs take
+    outputs: list[BoundaryRecord]  # the tensors that the programs return
+    output_type: str | None  # the class that the model returned, where the programs return a dict instead
+    collectives: list[TrafficTotal]  # of one call, by kind and cause
+    fallbacks: list[Collective]  # the collectives that the plan did not ask for
+    notes: list[Note]  # what was declined, or done otherwise
+    plan: dict[str, Any]  # as a plan file has it
+    versions: dict[str, str]  # of what wrote the artifact
+
+
+class ConvertedArtifact(ArtifactSummary, frozen=True, kw_only=True):
+    """The conversion of one model."""
+
+    out: str | None  # the directory that was written; null with `--dry-run`
+
+
+class ConvertedPrograms(Record, frozen=True, kw_only=True):
+    """The conversion of several models."""
+
+    out: str | None  # the directory that was written; null with `--dry-run`
+    programs: dict[str, ArtifactSummary]  # of each model
+
+
+def summarize(manifest: Manifest) -> ArtifactSummary:
+    """Return mesh, bytes per rank, tensors, boundary, collectives by kind and cause, notes, versions of an artifact."""
     mesh = Mesh.of(manifest.mesh)
-    tensors = []
-    whole, per_rank = 0, [0] * mesh.world_size
-    for row in manifest.tensors:
-        sharding = row_sharding(row, mesh)
-        size = dtype_of(row["dtype"]).itemsize
-        local = [
-            torch.Size(sharding.local_shape(row["shape"], mesh, mesh.coordinate(rank))).numel() * size
-            for rank in range(mesh.world_size)
-        ]
-        tensors.append({**row, "bytes": torch.Size(row["shape"]).numel() * size, "bytes_per_rank": local})
-        if "tied_to" not in row:
-            whole += tensors[-1]["bytes"]
-            per_rank = [a + b for a, b in zip(per_rank, local, strict=True)]
-    return {
-        "kind": "artifact",
-        "mesh": manifest.mesh,
-        "device_type": manifest.device_type,
-        "bytes": whole,
-        "bytes_per_rank": per_rank,
-        "tensors": tensors,
-        "inputs": manifest.inputs,
-        "outputs": manifest.outputs,
-        "output_type": manifest.output_type,
-        "collectives": _collectives(manifest.collectives),
-        "fallbacks": [row for row in manifest.collectives if row["why"] == "fallback"],
-        "notes": manifest.notes,
-        "plan": manifest.plan,
-        "versions": manifest.versions,
-    }
+    tensors = [
+        HeldTensor(
+            **structs.asdict(row),
+            bytes=math.prod(row.shape) * dtype_of(row.dtype).itemsize,
+            bytes_per_rank=bytes_per_rank(row, mesh),
+        )
+        for row in manifest.tensors
+    ]
+    return ArtifactSummary(
+        kind="artifact",
+        mesh=manifest.mesh,
+        device_type=manifest.device_type,
+        bytes=sum(row.bytes for row in tensors if row.tied_to is None),
+        bytes_per_rank=held_per_rank(manifest),
+        tensors=tensors,
+        inputs=manifest.inputs,
+        outputs=manifest.outputs,
+        output_type=manifest.output_type,
+        collectives=_by_cause(manifest.collectives),
+        fallbacks=[row for row in manifest.collectives if row.why == "fallback"],
+        notes=manifest.notes,
+        plan=manifest.plan,
+        versions=manifest.versions,
+    )
 
 
-def _collectives(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    sums: dict[tuple[str, str], dict[str, Any]] = {}
-    for row in rows:
-        key = (row["kind"], row["why"])
-        new = {"kind": key[0], "why": key[1], "count": 0, "payload_bytes": 0, "wire_bytes": 0}
-        total = sums.setdefault(key, new)
-        total["count"] += 1
-        for part in ("payload_bytes", "wire_bytes"):
-            total[part] += row[part]
-    return list(sums.values())
+def _by_cause(collectives: Iterable[Collective]) -> list[TrafficTotal]:
+    alike: dict[tuple[str, str], list[Collective]] = {}
+    for each in collectives:
+        alike.setdefault((each.kind, each.why), []).append(each)
+    return [
+        TrafficTotal(
+            kind=kind,
+            why=why,
+            count=len(found),
+            payload_bytes=sum(each.payload_bytes for each in found),
+            wire_bytes=sum(each.wire_bytes for each in found),
+        )
+        for (kind, why), found in alike.items()
+    ]
 
 
-def summary_parts(data: Mapping[str, Any]) -> Iterator[Part]:
+def summary_parts(data: ArtifactSummary) -> Iterator[Part]:
     """The report of a conversion: bytes per rank, collectives by cause, fallbacks, what nothing touches."""
-    axes = ",".join(f"{axis}={degree}" for axis, degree in data["mesh"].items())
-    yield f"mesh {axes}, {len(data['bytes_per_rank'])} ranks, {data['device_type']}"
-    whole = data["bytes"]
+    axes = ",".join(f"{axis}={degree}" for axis, degree in data.mesh.items())
+    yield f"mesh {axes}, {len(data.bytes_per_rank)} ranks, {data.device_type}"
+    whole = data.bytes
     rows = [("one device", format_bytes(whole), "100.0%")]
-    for ranks, held in _alike(data["bytes_per_rank"]):
+    for ranks, held in _alike(data.bytes_per_rank):
         rows.append((ranks, format_bytes(held), f"{100 * held / max(whole, 1):.1f}%"))
     yield Table("parameters, buffers and constants", ("on", "bytes", "share"), rows)
     collectives = [
         (
-            row["why"],
-            row["kind"],
-            str(row["count"]),
-            *(format_bytes(row[name]) for name in ("payload_bytes", "wire_bytes")),
+            row.why,
+            row.kind,
+            str(row.count),
+            format_bytes(row.payload_bytes),
+            format_bytes(row.wire_bytes),
         )
-        for row in data["collectives"]
+        for row in data.collectives
     ]
     headers = ("why", "kind", "count", "payload bytes", "wire bytes per rank")
     yield Table("collectives of one call", headers, collectives)
     lines = []
-    for row in data["fallbacks"]:
-        where = row.get("source") or row.get("module") or row.get("node")
-        lines.append(
-            f"fallback: {row['kind']} of {format_bytes(row['payload_bytes'])} at {where}: {row.get('reason', '')}"
-        )
+    for row in data.fallbacks:
+        where = row.source or row.module or row.node
+        lines.append(f"fallback: {row.kind} of {format_bytes(row.payload_bytes)} at {where}: {row.reason}")
     for kind, title in NOTE_TITLES.items():
-        texts = [note["text"] for note in data["notes"] if note["kind"] == kind]
+        texts = [note.text for note in data.notes if note.kind == kind]
         if texts:
             lines += [f"{title}:", *(f"  {text}" for text in texts)]
     if lines:

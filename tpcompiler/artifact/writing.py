@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+from msgspec import structs
 from torch import fx
 from torch.export import ExportedProgram
 
@@ -66,19 +67,18 @@ def writer_of(
     _refuse_unwritable(converted)
     manifest, spec = manifest_of(converted), converted.original.call_spec.out_spec
     replaced = plain_outputs(spec)[1] if not keep_output_types and spec is not None else None
-    tensors = [{**row, "stored_in": elsewhere.get(row["name"])} for row in manifest.tensors]
-    tensors = [{key: value for key, value in row.items() if value is not None} for row in tensors]
+    tensors = [structs.replace(row, stored_in=elsewhere.get(row.name)) for row in manifest.tensors]
     calling = manifest.calling
     if replaced is not None and spec is not None:
-        calling = {**calling, "returns": tree_text(plain_outputs(spec)[0])}
-    manifest = replace(manifest, output_type=replaced, tensors=tensors, calling=calling)
-    own = [row["name"] for row in tensors if "tied_to" not in row and "stored_in" not in row]
+        calling = structs.replace(calling, returns=tree_text(plain_outputs(spec)[0]))
+    manifest = structs.replace(manifest, output_type=replaced, tensors=tensors, calling=calling)
+    own = [row.name for row in tensors if row.is_own]
     written = _WriterInput(converted, manifest, own, elsewhere, replaced is not None)
     if layout == "ranks":
         return Writer(manifest, lambda rank, path: _write_rank(written, rank, path), model=_model_writer(written))
     count = len(converted.partition.classes)
     names = [f"program_{i}.pt2" if count > 1 else "program.pt2" for i in range(count)]
-    manifest = replace(manifest, programs=dict(zip(names, map(list, converted.partition.classes), strict=True)))
+    manifest = structs.replace(manifest, programs=dict(zip(names, map(list, converted.partition.classes), strict=True)))
     return Writer(
         manifest,
         lambda rank, path: _write_weights(written, rank, path),
@@ -155,12 +155,12 @@ def _model_writer(written: _WriterInput) -> Callable[[Path], None]:
     def write(path: Path) -> None:
         original = written.converted.original
         held = {**original.constants, **original.state_dict}
-        tied = {row["name"]: row.get("tied_to", row["name"]) for row in written.manifest.tensors}
+        tied = {row.name: row.holder for row in written.manifest.tensors}
         # torch keeps a tied weight under all its names, even those that no input takes.
         first = {memory_of(held[name]): taken for name, taken in tied.items()}
         tied |= {name: first[at] for name, v in held.items() if _has_room(v) and (at := memory_of(v)) in first}
         # Small literals are not weights, and a trace may read them.
-        literals = {row["name"] for row in written.manifest.tensors if row["kind"] == "constant_tensor"}
+        literals = {row.name for row in written.manifest.tensors if row.kind == "constant_tensor"}
         kept = {name for name in literals if held[name].numel() <= (MOST_PLACES if _has_places(held[name]) else FEW)}
         names = {name for name, value in held.items() if name in tied.keys() - kept and _has_room(value)}
         made = {first: hollow_like(held[first]) for first in {tied[name] for name in names}}

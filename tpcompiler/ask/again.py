@@ -119,7 +119,7 @@ def advise_artifact(
     """
     manifest = read_manifest(directory)
     described = machine_of(manifest.asked, machine)
-    if not any(record["why"] == "fallback" for record in manifest.collectives):
+    if not any(record.why == "fallback" for record in manifest.collectives):
         return {}
     with contextlib.suppress(TpCompilerError):
         conversions, at, gathers = _conversions(directory, trust)
@@ -137,12 +137,13 @@ def _conversions(directory: str | os.PathLike[str], trust: bool) -> tuple[list[C
     conversions = []
     for each in paths:
         manifest = read_manifest(each)
-        plan, said = Plan.of(manifest.plan), manifest.asked.get("plan", {})
+        plan, said = Plan.of(manifest.plan), manifest.asked.plan
         gathers = said == "auto:free"
         if gathers or plan.searches:  # in the manifest a plan is with what the search found
-            plan = join_plans([Plan.of({} if gathers else said).with_search(), plan.forms])
+            found = Plan.of(said if isinstance(said, dict) else {}).with_search()
+            plan = join_plans([found, plan.forms])
         boundary = asked_boundary(manifest, "inputs"), asked_boundary(manifest, "outputs")
-        program, mesh = read_original(each, manifest, trust=trust), Mesh.of(manifest.asked.get("mesh", manifest.mesh))
+        program, mesh = read_original(each, manifest, trust=trust), Mesh.of(manifest.asked.mesh)
         conversions.append(Conversion.of(program, mesh, plan, boundary, manifest.device_type, None, "nccl"))
     return conversions, paths.index(path), gathers
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]  # it ships no types
@@ -14,7 +13,7 @@ import torch
 from tpcompiler._torch import sym_expr, sym_hint
 from tpcompiler.artifact.counts import predict_call, record_seconds
 from tpcompiler.artifact.report import sent_value
-from tpcompiler.ask.written import Record, Written
+from tpcompiler.ask.written import Written
 from tpcompiler.cost.collective import wire_bytes
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import machine_of
@@ -24,6 +23,7 @@ from tpcompiler.ir.claims import records_of
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import layer_around
 from tpcompiler.plan.fold import folded, times
+from tpcompiler.runtime.records import Collective, Record
 from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.terminal.tables import Part, Shown, Table
 
@@ -31,62 +31,39 @@ NAMES = ("batch", "sequence")  # of dims 0 and 1 of the first input that is dyna
 Expr = Any  # sympy.Expr, which has no types
 
 
-@dataclass(frozen=True)
-class Size:
-    """A dynamic size by name: which dim of which input it is, and what it may be.
+class Size(Record, frozen=True):
+    """A dynamic size by name: the dim of an input, and its range."""
 
-    Attributes:
-        most: None where it has no end.
-        step: what it must be a multiple of, counted from `least`.
-        value: the one that numbers are for.
-    """
-
-    name: str
-    input: str
-    dim: int
-    least: int
-    most: int | None
-    step: int
-    value: int
+    name: str  # as `--at` takes it
+    input: str  # that has it
+    dim: int  # of the input
+    least: int  # the smallest
+    most: int | None  # None where it has no end
+    step: int  # what it must be a multiple of, counted from `least`
+    value: int  # the one that numbers are for
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Collectives of one kind in one layer.
+class Cost(Record, frozen=True):
+    """Collectives of one kind in one layer."""
 
-    Attributes:
-        layer: `layers.0`, or the module where none around it has a number.
-        formula: wire bytes of one call and rank, of all `count`, in the names of sizes.
-        wire_bytes: the same at the sizes' values.
-        seconds: of these on the machine, one after the other.
-    """
-
-    layer: str
-    kind: str
-    count: int
-    formula: str
-    wire_bytes: int
-    seconds: float
+    layer: str  # `layers.0`, or the module where none around it has a number
+    kind: str  # of the collectives
+    count: int  # their number
+    formula: str  # wire bytes of one call and rank, of all `count`, in the names of sizes
+    wire_bytes: int  # the same at the sizes' values
+    seconds: float  # of these on the machine, one after the other
 
 
-@dataclass(frozen=True)
-class CostTable(Shown):
-    """The collectives of one call by layer and kind, and all of them together; `machine` names whose seconds.
+class CostTable(Record, Shown, frozen=True):
+    """The collectives of one call by layer and kind, and all of them together."""
 
-    `step`: of the whole call, with the sizes of the artifact's example.
-    """
-
-    machine: str
-    sizes: list[Size]
-    costs: list[Cost]
-    formula: str
-    wire_bytes: int
-    seconds: float
-    step: StepTime
-
-    def to_data(self) -> dict[str, Any]:
-        """As JSON."""
-        return {**asdict(self), "step": self.step.to_data()}
+    machine: str  # whose seconds are meant
+    sizes: list[Size]  # the dynamic ones
+    costs: list[Cost]  # by layer and kind
+    formula: str  # wire bytes of all, in the names of sizes
+    wire_bytes: int  # the same at the sizes' values
+    seconds: float  # of all collectives, one after the other
+    step: StepTime  # of the whole call, with the sizes of the artifact's example
 
     def parts(self) -> Iterator[Part]:
         sizes = []
@@ -155,21 +132,21 @@ def count_costs(written: Written, at: Mapping[str, int], machine: Machine) -> Co
     for node, record in records_of(written.exported.graph, written.manifest).items():
         value: torch.Tensor = sent_value(node).meta["val"]
         payload = math.prod(map(sym_expr, value.shape)) * value.element_size()
-        ranks, payload = record["group_size"], sympy.sympify(payload).xreplace(meant)
+        ranks, payload = record.group_size, sympy.sympify(payload).xreplace(meant)
         is_known = payload.free_symbols <= values.keys()  # what depends on data is as in the example
-        sent = wire_bytes(record["kind"], int(payload.xreplace(values)) if is_known else record["payload_bytes"], ranks)
-        share = payload * sympy.Rational(ranks - 1, ranks) * (2 if record["kind"] == "all_reduce" else 1)
+        sent = wire_bytes(record.kind, int(payload.xreplace(values)) if is_known else record.payload_bytes, ranks)
+        share = payload * sympy.Rational(ranks - 1, ranks) * (2 if record.kind == "all_reduce" else 1)
         seconds = record_seconds(record, sent, machine, mesh)
-        found.setdefault((layer_of_record(record), record["kind"]), []).append((share, sent, seconds))
+        found.setdefault((layer_of_record(record), record.kind), []).append((share, sent, seconds))
     costs = [Cost(layer, kind, len(each), *_summed(each)) for (layer, kind), each in found.items()]
     summed = _summed([one for each in found.values() for one in each])
     step = predict_call(written.exported.graph, written.manifest, machine).total
     return CostTable(machine.name, sizes, costs, *summed, step)
 
 
-def layer_of_record(record: Record) -> str:
+def layer_of_record(record: Collective) -> str:
     """`layers.0`, or the module where none around it has a number."""
-    return layer_around(record["module"]) or record["module"] or "the model"
+    return layer_around(record.module) or record.module or "the model"
 
 
 def _summed(each: list[tuple[Expr, int, float]]) -> tuple[str, int, float]:
@@ -180,7 +157,7 @@ def _summed(each: list[tuple[Expr, int, float]]) -> tuple[str, int, float]:
 def _sizes(written: Written, at: dict[str, int]) -> tuple[list[Size], dict[Expr, Expr]]:
     """The sizes that the user gives, and what each of the program's symbols is in their names."""
     found, meant, mesh = list[Size](), dict[Expr, Expr](), Mesh.of(written.manifest.mesh)
-    ranges = written.manifest.calling.get("ranges", {})
+    ranges = written.manifest.calling.ranges
     for name, value, sharding in written.inputs():
         for dim, size in enumerate(value.shape):
             ranks = mesh.size(sharding.dims[dim].axes)  # each has as much of a dynamic dim

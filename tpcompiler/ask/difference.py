@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
 
-from tpcompiler.artifact.counts import held_per_rank, predict_call, sent_seconds
+from msgspec import structs
+
+from tpcompiler.artifact.counts import predict_call, sent_seconds
 from tpcompiler.ask.written import Written
 from tpcompiler.checkpoint.fill import read_original
+from tpcompiler.checkpoint.leaves import held_per_rank
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.cost.timeline import StepTime, duration
@@ -20,59 +21,43 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.text import op_name
 from tpcompiler.plan.fold import folded, times
 from tpcompiler.runtime.artifact import MODEL, Manifest, read_manifest
+from tpcompiler.runtime.records import PlacedRecord, Record
 from tpcompiler.terminal.printed import format_unequal_bytes
 from tpcompiler.terminal.tables import Part, Shown, Table
 
 
-class Placement(NamedTuple):
-    """A parameter, a buffer, an input or an output, and what it is in either artifact."""
+class Placement(Record, frozen=True):
+    """A parameter, a buffer, an input or an output that is placed differently in the second artifact."""
 
-    name: str
-    what: str
-    first: str
-    second: str
-
-
-class Traffic(NamedTuple):
-    """Collectives of one kind and cause in a module: how many, and their wire bytes of a call and rank, in either."""
-
-    module: str
-    kind: str
-    why: str
-    first: tuple[int, int]
-    second: tuple[int, int]
+    name: str  # its FQN, or the argument's, or the output's
+    what: str  # the kind of parameter, or `input` or `output`
+    first: str  # its sharding in the first
+    second: str  # its sharding in the second
 
 
-@dataclass(frozen=True)
-class ArtifactDifference(Shown):
-    """What differs between two artifacts, and what both come to.
+class Traffic(Record, frozen=True):
+    """Collectives of one kind and cause in a module that differ in number or bytes."""
 
-    Attributes:
-        machine: whose seconds are meant.
-        meshes: of the first and of the second, as of all pairs here.
-        device_types: "cpu" or "cuda".
-        placements: those that differ.
-        collectives: those that differ in number or bytes.
-        wire_bytes: of one call, of a rank.
-        held_bytes: of parameters, buffers and constants, by rank.
-        sent_seconds: of one call's collectives on the machine, one after the other.
-        steps: of the whole call.
-    """
+    module: str  # the layer
+    kind: str  # `all_reduce`, `all_gather`, `reduce_scatter` or `all_to_all`
+    why: str  # `inherent`, `plan-demanded` or `fallback`
+    first: tuple[int, int]  # their number, and their wire bytes of a call and rank, in the first
+    second: tuple[int, int]  # likewise in the second
 
-    machine: str
-    meshes: tuple[dict[str, int], dict[str, int]]
-    device_types: tuple[str, str]
-    placements: list[Placement]
-    collectives: list[Traffic]
-    wire_bytes: tuple[int, int]
-    held_bytes: tuple[list[int], list[int]]
-    sent_seconds: tuple[float, float]
-    steps: tuple[StepTime, StepTime]
 
-    @property
-    def equal(self) -> bool:
-        pairs = (self.meshes, self.device_types, self.held_bytes, self.wire_bytes)
-        return not self.placements and not self.collectives and all(first == second for first, second in pairs)
+class ArtifactDifference(Record, Shown, frozen=True, kw_only=True):
+    """The differences between two artifacts, and their totals."""
+
+    equal: bool  # true if nothing differs
+    machine: str  # whose seconds are meant
+    meshes: tuple[dict[str, int], dict[str, int]]  # of the first and of the second, as of all pairs here
+    device_types: tuple[str, str]  # "cpu" or "cuda"
+    placements: list[Placement]  # those that differ
+    collectives: list[Traffic]  # those that differ in number or bytes
+    wire_bytes: tuple[int, int]  # of one call, of a rank
+    held_bytes: tuple[list[int], list[int]]  # of parameters, buffers and constants, by rank
+    sent_seconds: tuple[float, float]  # of one call's collectives on the machine, one after the other
+    steps: tuple[StepTime, StepTime]  # of the whole call
 
     def totals(self) -> list[tuple[str, str, str]]:
         """What both come to, as text: what it is, in the first, in the second."""
@@ -92,7 +77,7 @@ class ArtifactDifference(Shown):
     def placements_alike(self) -> list[tuple[str, list[str], Placement]]:
         """Those of repeated layers in one row: the pattern of their names, these, and the first of them."""
         named = {each.name: each for each in self.placements}
-        alike = folded({name: each[1:] for name, each in named.items()})
+        alike = folded({name: structs.astuple(each)[1:] for name, each in named.items()})
         return [(pattern, names, named[names[0]]) for pattern, names in alike]
 
     def collectives_alike(self) -> list[tuple[str, list[str], Traffic]]:
@@ -100,20 +85,20 @@ class ArtifactDifference(Shown):
         of_module: dict[str, list[Traffic]] = defaultdict(list)
         for each in self.collectives:
             of_module[each.module].append(each)
-        alike = folded({module: tuple(each[1:] for each in found) for module, found in of_module.items()})
+        alike = folded(
+            {module: tuple(structs.astuple(each)[1:] for each in found) for module, found in of_module.items()}
+        )
         return [(pattern, modules, each) for pattern, modules in alike for each in of_module[modules[0]]]
-
-    def to_data(self) -> dict[str, Any]:
-        """As JSON."""
-        named = {name: [each._asdict() for each in getattr(self, name)] for name in ("placements", "collectives")}
-        return {"equal": self.equal, **asdict(self), **named, "steps": [step.to_data() for step in self.steps]}
 
     def parts(self) -> Iterator[Part]:
         if self.equal:
             yield "equal: the same mesh, placements, collectives and bytes (weights are not compared)"
             return
         yield Table("in all", ("", "first", "second"), self.totals())
-        placed = [(pattern, *each[1:], times(names)) for pattern, names, each in self.placements_alike()]
+        placed = [
+            (pattern, each.what, each.first, each.second, times(names))
+            for pattern, names, each in self.placements_alike()
+        ]
         yield Table("placements that differ", ("name", "kind", "first", "second", ""), placed)
         traffic = []
         for pattern, modules, each in self.collectives_alike():
@@ -145,27 +130,33 @@ def diff_artifacts(
         MachineError: the description of the machine cannot be read.
     """
     both = read_manifest(first), read_manifest(second)
-    name = both[0].asked.get("machine")
-    here, there = (machine_of({**each.asked, "machine": name}, machine) for each in both)
+    name = both[0].asked.machine
+    here, there = (machine_of(structs.replace(each.asked, machine=name), machine) for each in both)
     _refuse_other_model((first, second), both, trust)
     a, b = both
     placed, sent = (_placements(a), _placements(b)), (_traffic(a), _traffic(b))
+    placements = [
+        Placement(name, what, placed[0][what, name], placed[1][what, name])
+        for what, name in placed[0]
+        if placed[0][what, name] != placed[1][what, name]
+    ]
+    collectives = [
+        Traffic(*key, sent[0][key], sent[1][key])
+        for key in dict.fromkeys([*sent[0], *sent[1]])
+        if sent[0][key] != sent[1][key]
+    ]
+    meshes, device_types = (a.mesh, b.mesh), (a.device_type, b.device_type)
+    wire_bytes, held_bytes = (_wire_bytes(a), _wire_bytes(b)), (held_per_rank(a), held_per_rank(b))
+    pairs = (meshes, device_types, wire_bytes, held_bytes)
     return ArtifactDifference(
+        equal=not placements and not collectives and all(first == second for first, second in pairs),
         machine=here.name,
-        meshes=(a.mesh, b.mesh),
-        device_types=(a.device_type, b.device_type),
-        placements=[
-            Placement(name, what, placed[0][what, name], placed[1][what, name])
-            for what, name in placed[0]
-            if placed[0][what, name] != placed[1][what, name]
-        ],
-        collectives=[
-            Traffic(*key, sent[0][key], sent[1][key])
-            for key in dict.fromkeys([*sent[0], *sent[1]])
-            if sent[0][key] != sent[1][key]
-        ],
-        wire_bytes=(_wire_bytes(a), _wire_bytes(b)),
-        held_bytes=(held_per_rank(a), held_per_rank(b)),
+        meshes=meshes,
+        device_types=device_types,
+        placements=placements,
+        collectives=collectives,
+        wire_bytes=wire_bytes,
+        held_bytes=held_bytes,
         sent_seconds=(
             sent_seconds(a.collectives, here, Mesh.of(a.mesh)),
             sent_seconds(b.collectives, there, Mesh.of(b.mesh)),
@@ -196,15 +187,12 @@ def _refuse_other_model(
 
 def _described(manifest: Manifest) -> dict[str, str]:
     """What a model takes, holds and returns; a dynamic size is `*`, for what ranks divide has another symbol."""
-    return {
-        f"{what} '{row['name']}'": f"{row['dtype']}[{', '.join(map(_size, row['shape']))}]"
-        for what, row in _rows(manifest)
-    }
+    return {f"{what} '{row.name}'": f"{row.dtype}[{', '.join(map(_size, row.shape))}]" for what, row in _rows(manifest)}
 
 
-def _rows(manifest: Manifest) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _rows(manifest: Manifest) -> Iterator[tuple[str, PlacedRecord]]:
     """Tensors, inputs and outputs, each with its kind."""
-    yield from ((row["kind"], row) for row in manifest.tensors)
+    yield from ((row.kind, row) for row in manifest.tensors)
     yield from (("input", row) for row in manifest.inputs)
     yield from (("output", row) for row in manifest.outputs)
 
@@ -220,17 +208,17 @@ def _calls(path: str | os.PathLike[str], manifest: Manifest, trust: bool) -> dic
 
 
 def _placements(manifest: Manifest) -> dict[tuple[str, str], str]:
-    return {(what, row["name"]): row["sharding"] for what, row in _rows(manifest)}
+    return {(what, row.name): row.sharding for what, row in _rows(manifest)}
 
 
 def _traffic(manifest: Manifest) -> Mapping[tuple[str, str, str], tuple[int, int]]:
     found: dict[tuple[str, str, str], tuple[int, int]] = defaultdict(lambda: (0, 0))
     for row in manifest.collectives:
-        key = row["module"], row["kind"], row["why"]
+        key = row.module, row.kind, row.why
         count, sent = found[key]
-        found[key] = count + 1, sent + row["wire_bytes"]
+        found[key] = count + 1, sent + row.wire_bytes
     return found
 
 
 def _wire_bytes(manifest: Manifest) -> int:
-    return sum(row["wire_bytes"] for row in manifest.collectives)
+    return sum(row.wire_bytes for row in manifest.collectives)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from msgspec.structs import asdict
+
 from tpcompiler.ask.difference import ArtifactDifference
 from tpcompiler.views.html import html_of
 from tpcompiler.views.page_data import page_data, printable
@@ -33,11 +35,11 @@ def difference_html(
         "equal": found.equal,
         "totals": found.totals(),
         "placements": [
-            {**each._asdict(), "pattern": pattern, "times": len(names)}
+            {**asdict(each), "pattern": pattern, "times": len(names)}
             for pattern, names, each in found.placements_alike()
         ],
         "collectives": [
-            {**each._asdict(), "pattern": pattern, "times": len(modules)}
+            {**asdict(each), "pattern": pattern, "times": len(modules)}
             for pattern, modules, each in found.collectives_alike()
         ],
     }

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from msgspec.structs import replace
 from torch import fx
 
 from tpcompiler._torch import sym_hint
@@ -25,6 +25,7 @@ from tpcompiler.ir.placement_words import describe_sharding
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.text import op_name, value_text
 from tpcompiler.runtime.artifact import MODEL
+from tpcompiler.runtime.records import Collective, Record
 from tpcompiler.terminal.printed import format_bytes, nearest_names
 from tpcompiler.terminal.tables import Part, Shown, Table
 
@@ -34,41 +35,28 @@ EQUAL = 1e-15  # seconds: of equals the search takes the first, by less than tha
 Placed = tuple[Sharding, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Slice:
-    """What ranks hold: the local shape, and the indices of each dim (`0:128`), beside what is still to be reduced."""
+class Slice(Record, frozen=True):
+    """The part of a value that ranks hold."""
 
-    ranks: tuple[int, ...]
-    shape: str
-    indices: str
+    ranks: tuple[int, ...]  # that hold it
+    shape: str  # local
+    indices: str  # of each dim, such as `[0:128, :]`, next to what is still to be reduced
 
 
-@dataclass(frozen=True)
-class Alternative:
-    """A choice and its price: the least that the whole program comes to with it, above the least of all choices.
+class Alternative(Record, frozen=True):
+    """A choice and its price: the least that the whole program comes to with it, above the least of all choices."""
 
-    Attributes:
-        axis: of the mesh, over which it is a choice, beside what was found over those before.
-        needs: of an op, the shardings of its operands.
-        makes: the sharding of the op's results, or of the parameter.
-        seconds: of a call on the machine, as docs/auto.md counts them. None where the plan, the boundary or the ops
-            leave no placement with this choice, or where the cheapest one cannot be carried out.
-        wire_bytes: that a rank sends in a call, above those of the artifact's choice or below.
-        held_bytes: of weights that a rank holds, likewise.
-        is_chosen: whether it is the artifact's.
-        is_tied: whether it is another one of the same seconds as the artifact's.
-        failed: why the cheapest placement with it cannot be carried out; empty where it can, or there is none.
-    """
-
-    axis: str
-    needs: tuple[str, ...]
-    makes: tuple[str, ...]
+    axis: str  # of the mesh, over which it is a choice, beside what was found over those before
+    needs: tuple[str, ...]  # of an op, the shardings of its operands
+    makes: tuple[str, ...]  # the sharding of the op's results, or of the parameter
+    # of a call on the machine, as docs/auto.md counts them. None where the plan, the boundary or the ops leave no
+    # placement with this choice, or where the cheapest one cannot be carried out
     seconds: float | None
-    wire_bytes: int | None
-    held_bytes: int | None
-    is_chosen: bool
-    is_tied: bool
-    failed: str
+    wire_bytes: int | None  # that a rank sends in a call, above those of the artifact's choice or below
+    held_bytes: int | None  # of weights that a rank holds, likewise
+    is_chosen: bool  # whether it is the artifact's
+    is_tied: bool  # whether it is another one of the same seconds as the artifact's
+    failed: str  # why the cheapest placement with it cannot be carried out; empty where it can, or there is none
 
     def row(self) -> tuple[str, ...]:
         """What is shown of it."""
@@ -85,40 +73,25 @@ class Alternative:
         )
 
 
-@dataclass(frozen=True)
-class Explanation(Shown):
-    """What an artifact does with one value, and why.
+class Explanation(Record, Shown, frozen=True, kw_only=True):
+    """What an artifact does with one value, and why."""
 
-    Attributes:
-        name: of the node of the single-device program, the parameter or the collective.
-        what: the op, or the kind of parameter or of collective.
-        type: dtype and global shape.
-        sharding: one for each result; of a collective what it changes, `P(sum) -> R`.
-        words: the same in words.
-        reason: the plan line, the rule or the search that placed it.
-        slices: which ranks hold what of the first result; sizes that are dynamic are as in the example.
-        users: of a parameter, the ops that read it.
-        collectives: those that change what it reads or makes, as in the manifest.
-        machine: whose seconds are meant.
-        seconds: that a call of the artifact is predicted to take.
-    """
-
-    name: str
-    kind: Kind
-    what: str
-    module: str
-    source: str
-    type: str
-    sharding: list[str]
-    words: str
-    reason: str
-    slices: list[Slice]
-    operands: list[Operand]
-    users: list[str]
-    collectives: list[dict[str, Any]]
-    machine: str
-    seconds: float
-    alternatives: list[Alternative]
+    name: str  # of the node of the single-device program, the parameter or the collective
+    kind: Kind  # `op`, `parameter`, `collective` or `input`
+    what: str  # the op, or the kind of parameter or of collective
+    module: str  # the layer
+    source: str  # the line of code
+    type: str  # dtype and global shape
+    sharding: list[str]  # one for each result; of a collective what it changes, `P(sum) -> R`
+    words: str  # the same in words
+    reason: str  # the plan line, the rule or the search that placed it
+    slices: list[Slice]  # which ranks hold what of the first result; sizes that are dynamic are as in the example
+    operands: list[Operand]  # the values that it reads
+    users: list[str]  # of a parameter, the ops that read it
+    collectives: list[Collective]  # those that change what it reads or makes, as in the manifest
+    machine: str  # whose seconds are meant
+    seconds: float  # that a call of the artifact is predicted to take
+    alternatives: list[Alternative]  # every choice over each axis, the cheapest first
 
     def parts(self) -> Iterator[Part]:
         where = "".join(filter(None, (self.module and f" of {self.module}", self.source and f" at {self.source}")))
@@ -134,11 +107,11 @@ class Explanation(Shown):
         yield Table("operands", ("name", "sharding", "needed"), operands)
         rows = [
             (
-                row["node"],
-                row["kind"],
-                format_bytes(row["payload_bytes"]),
-                format_bytes(row["wire_bytes"]),
-                f"{row['why']}: {row['reason']}",
+                row.node,
+                row.kind,
+                format_bytes(row.payload_bytes),
+                format_bytes(row.wire_bytes),
+                f"{row.why}: {row.reason}",
             )
             for row in self.collectives
         ]
@@ -198,7 +171,7 @@ def explain_artifact(
         )
     name = found
     again = search_again(directory, described, trust=trust)
-    record = next((each for each in written.manifest.collectives if each["node"] == name), None)
+    record = next((each for each in written.manifest.collectives if each.node == name), None)
     if record is not None:
         return _of_collective(written, again, record)
     leaf = next((node for node, fqn in again.program.leaves() if fqn == name), None)
@@ -214,14 +187,14 @@ def _of_collective(written: Written, again: Again, record: Any) -> Explanation:
     mesh, value = Mesh.of(written.manifest.mesh), node.meta["val"]
     return replace(
         found,
-        name=record["node"],
+        name=record.node,
         kind="collective",
-        what=f"{record['kind']} over {record['axis']}",
-        module=record["module"],
-        source=record["source"],
+        what=f"{record.kind} over {record.axis}",
+        module=record.module,
+        source=record.source,
         sharding=[change := f"{changed.sharding} -> {changed.needed}"],
         words=describe_sharding(change, mesh.names),
-        reason=f"{record['why']}: {record['reason']}",
+        reason=f"{record.why}: {record.reason}",
         slices=list(_slices(value, read_claimed(changed.needed, mesh, value), mesh)),
         operands=[changed],
         users=[],
@@ -232,7 +205,7 @@ def _of_collective(written: Written, again: Again, record: Any) -> Explanation:
 def _of_value(written: Written, again: Again, name: str) -> Explanation:
     mesh, node = Mesh.of(written.manifest.mesh), _node(again, name)
     is_input = node.op == "placeholder"
-    rows = [row["sharding"] for row in written.manifest.inputs if row["name"] == name]
+    rows = [row.sharding for row in written.manifest.inputs if row.name == name]
     shardings, reason = (rows, "an input") if is_input else written.placed(name)
     tensors = edit.outputs(node)
     placed = [read_claimed(text, mesh, value) for text, value in zip(shardings, tensors, strict=False)]
@@ -259,7 +232,7 @@ def _of_value(written: Written, again: Again, name: str) -> Explanation:
         slices=list(_slices(tensors[0], placed[0], mesh)) if placed else [],
         operands=written.operands(name),
         users=[],
-        collectives=[dict(record) for record in written.sent(name)],
+        collectives=written.sent(name),
         machine=again.machine.name,
         seconds=predict_call(written.exported.graph, written.manifest, again.machine).total.total,
         alternatives=alternatives,
@@ -268,19 +241,19 @@ def _of_value(written: Written, again: Again, name: str) -> Explanation:
 
 def _of_leaf(written: Written, again: Again, node: fx.Node, name: str) -> Explanation:
     mesh, value = Mesh.of(written.manifest.mesh), node.meta["val"]
-    row = next(row for row in written.manifest.tensors if row["name"] == name)
-    placed, users = read_claimed(row["sharding"], mesh, value), written.users(name)
-    sent = {record["node"]: dict(record) for user in users for record in written.sent(user)}
+    row = next(row for row in written.manifest.tensors if row.name == name)
+    placed, users = read_claimed(row.sharding, mesh, value), written.users(name)
+    sent = {record.node: record for user in users for record in written.sent(user)}
     alternatives = _priced(again.prices(node, {layer_of(name)}), [(placed, value)], [], again.found.mesh)
     return Explanation(
         name=name,
         kind="parameter",
-        what=row["kind"],
+        what=row.kind,
         module=layer_of(name),
         source="",
         type=value_text(value),
-        sharding=[row["sharding"]],
-        words=describe_sharding(row["sharding"], mesh.names),
+        sharding=[row.sharding],
+        words=describe_sharding(row.sharding, mesh.names),
         reason=_why(again, node, name, users, written),
         slices=list(_slices(value, placed, mesh)),
         operands=[],

@@ -6,7 +6,6 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from tpcompiler.ask.written import Written
 from tpcompiler.cost.collective import KIND_OF, wire_bytes
 from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.plan.fold import folded, times
+from tpcompiler.runtime.records import Record
 from tpcompiler.terminal.printed import format_unequal_bytes
 from tpcompiler.terminal.tables import Table
 
@@ -29,16 +29,15 @@ class Call(NamedTuple):
     group: str
 
 
-@dataclass(frozen=True)
-class Counted:
-    """Collectives of one kind in one layer, and their wire bytes: as the files say, and as they were called."""
+class CountedCollectives(Record, frozen=True):
+    """Collectives of one kind in a layer, as the files record them and as they were called."""
 
-    layer: str
-    kind: str
-    count: int
-    wire_bytes: int
-    called: int
-    called_bytes: int
+    layer: str  # such as `layers.0`
+    kind: str  # `all_reduce`, `all_gather`, `reduce_scatter` or `all_to_all`
+    count: int  # as the files record
+    wire_bytes: int  # as the files record
+    called: int  # their number in the call
+    called_bytes: int  # in the call
 
     @property
     def agrees(self) -> bool:
@@ -67,7 +66,7 @@ def watched_collectives() -> Iterator[list[Call]]:
         yield calls
 
 
-def counts_table(rows: Sequence[Counted]) -> Table:
+def counts_table(rows: Sequence[CountedCollectives]) -> Table:
     """What a terminal shows of these."""
     layers: dict[str, tuple[tuple[str, ...], ...]] = {}
     for each in rows:
@@ -80,7 +79,7 @@ def counts_table(rows: Sequence[Counted]) -> Table:
 
 def compare_counts(
     directory: str | os.PathLike[str], calls: Sequence[Call], inputs: Mapping[str, torch.Tensor], *, trust: bool = False
-) -> list[Counted]:
+) -> list[CountedCollectives]:
     """What rank 0 called, by layer and kind, beside what its files say of inputs of these sizes.
 
     The n-th call is taken for the n-th collective of the manifest, which says the layer.
@@ -98,6 +97,8 @@ def compare_counts(
         count[key] += 1
         sent[key] += wire_bytes(call.kind, call.payload_bytes, len(written.manifest.groups[call.group][0]))
     return [
-        Counted(*key, *((cost.count, cost.wire_bytes) if (cost := said.get(key)) else (0, 0)), count[key], sent[key])
+        CountedCollectives(
+            *key, *((cost.count, cost.wire_bytes) if (cost := said.get(key)) else (0, 0)), count[key], sent[key]
+        )
         for key in dict.fromkeys([*said, *count])
     ]

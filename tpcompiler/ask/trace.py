@@ -12,15 +12,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import fx
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from tpcompiler.artifact.report import sent_value
-from tpcompiler.ask.written import Record
 from tpcompiler.cost.collective import wire_bytes
 from tpcompiler.ir import edit
 from tpcompiler.ir.symm_mem import is_fitted
 from tpcompiler.runtime.artifact import Manifest
+from tpcompiler.runtime.records import Collective, plain_data
 
 Trace = dict[str, Any]  # as torch writes it: `traceEvents`, at microseconds after `baseTimeNanoseconds`
 
@@ -67,7 +68,7 @@ def traced(module: fx.GraphModule, manifest: Manifest) -> Iterator[Trace]:
     for event in trace["traceEvents"]:
         if event["name"] in told:
             record = told[event["name"]]
-            event |= {"name": f"{record['kind']} {record['module']}".strip(), "args": record}
+            event |= {"name": f"{record.kind} {record.module}".strip(), "args": plain_data(record)}
 
 
 def gather_traces(own: Trace) -> Trace | None:
@@ -102,13 +103,13 @@ def merge_traces(traces: Sequence[Trace]) -> Trace:
     return {"displayTimeUnit": "ms", "baseTimeNanoseconds": first, "traceEvents": events}
 
 
-def _records(graph: fx.Graph, manifest: Manifest) -> dict[fx.Node, Record]:
+def _records(graph: fx.Graph, manifest: Manifest) -> dict[fx.Node, Collective]:
     """The manifest's record of each collective; an op over symmetric memory stands for one."""
     nodes = [node for node in edit.calls(graph) if edit.is_collective(node) or is_fitted(node)]
     return dict(zip(nodes, manifest.collectives, strict=True))
 
 
-def _insert_spans(module: fx.GraphModule, records: Mapping[fx.Node, Record], spans: _Spans) -> None:
+def _insert_spans(module: fx.GraphModule, records: Mapping[fx.Node, Collective], spans: _Spans) -> None:
     """Let the program say when it enters and leaves a module, or a collective with the wait that follows at once."""
     graph: fx.Graph = module.graph
     around: list[str] = []
@@ -135,13 +136,13 @@ def _insert_spans(module: fx.GraphModule, records: Mapping[fx.Node, Record], spa
     module.recompile()
 
 
-def _label(record: Record) -> str:
+def _label(record: Collective) -> str:
     """The name of a collective's span until the trace is read back."""
-    return f"tpcompiler {record['node']}"
+    return f"tpcompiler {record.node}"
 
 
-def _told(record: Record, sent: Mapping[str, int]) -> dict[str, Any]:
+def _told(record: Collective, sent: Mapping[str, int]) -> Collective:
     """What the manifest says of a collective, at the sizes that it had."""
-    payload = sent.get(_label(record), record["payload_bytes"])
-    wire = wire_bytes(record["kind"], payload, record["group_size"])
-    return {**record, "payload_bytes": payload, "wire_bytes": wire}
+    payload = sent.get(_label(record), record.payload_bytes)
+    wire = wire_bytes(record.kind, payload, record.group_size)
+    return replace(record, payload_bytes=payload, wire_bytes=wire)

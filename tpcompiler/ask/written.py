@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 from tpcompiler.cost.collective import KIND_OF
 from tpcompiler.errors import ArtifactError, TpCompilerError
 from tpcompiler.ir import edit
-from tpcompiler.ir.claims import Claim, read_change, read_claim
+from tpcompiler.ir.claims import Claim, read_claim
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import leaf_of_module
 from tpcompiler.ir.sharding import Sharding
@@ -26,17 +26,15 @@ from tpcompiler.ir.symm_mem import expand_collectives
 from tpcompiler.ir.text import value_text
 from tpcompiler.runtime.artifact import Manifest, read_manifest
 from tpcompiler.runtime.rank_file import load_rank, open_rank
+from tpcompiler.runtime.records import Collective, Record, TensorRecord
 
-Record = Mapping[str, Any]
 
+class Operand(Record, frozen=True):
+    """A value that an op reads."""
 
-@dataclass(frozen=True)
-class Operand:
-    """What an op reads: the value or the leaf, what that is, and what the op needs it to be."""
-
-    name: str
-    sharding: str
-    needed: str
+    name: str  # of the value or the leaf
+    sharding: str  # as it is
+    needed: str  # as the op needs it
 
 
 @dataclass(frozen=True)
@@ -59,12 +57,12 @@ class Written:
 
     @cached_property
     def claims(self) -> dict[fx.Node, Claim]:
-        return {node: claim for node in edit.calls(self.exported.graph) if (claim := read_claim(node))}
+        return {node: claim for node in edit.calls(self.exported.graph) if (claim := read_claim(node)) != Claim()}
 
     @cached_property
-    def leaves(self) -> dict[str, Record]:
+    def leaves(self) -> dict[str, TensorRecord]:
         """Parameters, buffers and constants by the name of their placeholder."""
-        rows = {row["name"]: row for row in self.manifest.tensors}
+        rows = {row.name: row for row in self.manifest.tensors}
         specs = self.exported.graph_signature.input_specs
         return {spec.arg.name: rows[spec.target] for spec in specs if spec.target in rows}
 
@@ -74,21 +72,21 @@ class Written:
         Raises:
             ArtifactError: as `read_claimed`.
         """
-        rows, mesh = {row["name"]: row for row in self.manifest.inputs}, Mesh.of(self.manifest.mesh)
+        rows, mesh = {row.name: row for row in self.manifest.inputs}, Mesh.of(self.manifest.mesh)
         for node in self.exported.graph.nodes:
             if node.op == "placeholder" and node.name in rows:
-                yield node.name, node.meta["val"], read_claimed(rows[node.name]["sharding"], mesh, node.meta["val"])
+                yield node.name, node.meta["val"], read_claimed(rows[node.name].sharding, mesh, node.meta["val"])
 
     def ops(self, name: str) -> list[fx.Node]:
         """The nodes that do a rank's share of an op."""
-        return [node for node, claim in self.claims.items() if claim.get("origin") == name and "reshard" not in claim]
+        return [node for node, claim in self.claims.items() if claim.origin == name and claim.reshard is None]
 
     def names(self) -> list[str]:
         """All that can be asked for."""
-        ops = (claim["origin"] for claim in self.claims.values() if claim.get("sharding") and "origin" in claim)
-        leaves = (row["name"] for row in self.manifest.tensors)
-        inputs = (row["name"] for row in self.manifest.inputs)
-        sent = (record["node"] for record in self.manifest.collectives)
+        ops = (claim.origin for claim in self.claims.values() if claim.sharding and claim.origin is not None)
+        leaves = (row.name for row in self.manifest.tensors)
+        inputs = (row.name for row in self.manifest.inputs)
+        sent = (record.node for record in self.manifest.collectives)
         return list(dict.fromkeys([*leaves, *inputs, *sent, *(op for op in ops if op not in self.leaves)]))
 
     def named(self, name: str) -> str | None:
@@ -96,14 +94,14 @@ class Written:
         known = self.names()
         kind, number = re.fullmatch(r"(.*?)(_\d+)?", name, re.DOTALL).groups("")  # type: ignore[union-attr]
         calls = (f"{call}{number}" for call, each in KIND_OF.items() if each == kind)
-        weight = leaf_of_module(name, [row["name"] for row in self.manifest.tensors])
+        weight = leaf_of_module(name, [row.name for row in self.manifest.tensors])
         return next((each for each in (name, *calls, weight) if each in known), None)
 
     def placed(self, name: str) -> tuple[list[str], str]:
         """The shardings that an op makes, and the reason."""
-        made = [self.claims[node] for node in self.ops(name) if "sharding" in self.claims[node]]
-        claim = next((claim for claim in made if claim.get("reason")), made[-1] if made else Claim())
-        return list(claim.get("sharding", [])), claim.get("reason", "")
+        made = [self.claims[node] for node in self.ops(name) if self.claims[node].sharding is not None]
+        claim = next((claim for claim in made if claim.reason), made[-1] if made else Claim())
+        return claim.sharding or [], claim.reason or ""
 
     def operands(self, name: str) -> list[Operand]:
         """What an op reads that is placed, once each."""
@@ -113,45 +111,45 @@ class Written:
 
     def _operand(self, value: fx.Node) -> Iterator[Operand]:
         claim = self.claims.get(value, Claim())
-        if states := read_change(claim):
-            yield Operand(self._called(claim.get("origin", value.name)), states[0], states[-1])
-        elif claim.get("sharding"):
-            texts = claim["sharding"]
+        origin = value.name if claim.origin is None else claim.origin
+        if states := claim.states:
+            yield Operand(self._called(origin), states[0], states[-1])
+        elif texts := claim.sharding:
             at: Any = value.args[1] if value.target is operator.getitem else 0
             text = texts[at if at < len(texts) else 0]
-            yield Operand(claim.get("origin", value.name), text, text)
+            yield Operand(origin, text, text)
         elif value.op == "placeholder":
-            rows = {row["name"]: row for row in self.manifest.inputs} | self.leaves
-            if row := rows.get(value.name):
-                yield Operand(str(row["name"]), str(row["sharding"]), str(row["sharding"]))
+            inputs = {row.name: row for row in self.manifest.inputs}
+            if row := self.leaves.get(value.name) or inputs.get(value.name):
+                yield Operand(row.name, row.sharding, row.sharding)
 
     def _called(self, name: str) -> str:
         """The name of a leaf behind that of its placeholder."""
-        return str(self.leaves[name]["name"]) if name in self.leaves else name
+        return self.leaves[name].name if name in self.leaves else name
 
-    def sent(self, name: str) -> list[Record]:
+    def sent(self, name: str) -> list[Collective]:
         """The collectives that change what an op reads or makes, in order."""
         own = self.ops(name)
         nodes = [*(value for node in own for value in node.all_input_nodes), *own]
-        reshards = {self.claims[node]["reshard"] for node in nodes if "reshard" in self.claims.get(node, ())}
-        reshards |= {c["reshard"] for c in self.claims.values() if c.get("origin") == name and "reshard" in c}
-        return [record for record in self.manifest.collectives if record["reshard"] in reshards]
+        reshards = {self.claims[node].reshard for node in nodes if node in self.claims}
+        reshards |= {claim.reshard for claim in self.claims.values() if claim.origin == name}
+        return [record for record in self.manifest.collectives if record.reshard in reshards]
 
-    def change(self, record: Record) -> Operand:
+    def change(self, record: Collective) -> Operand:
         """The value that a collective changes."""
-        found = (c for c in self.claims.values() if c.get("reshard") == record["reshard"] and "sharding" in c)
+        found = (c for c in self.claims.values() if c.reshard == record.reshard and c.sharding is not None)
         claim = next(found, Claim())
-        states = read_change(claim) or ("",)
-        return Operand(claim.get("origin", ""), states[0], states[-1])
+        states = claim.states or ("",)
+        return Operand(claim.origin or "", states[0], states[-1])
 
     def users(self, leaf: str) -> list[str]:
         """The ops that read a leaf."""
-        names = {placeholder for placeholder, row in self.leaves.items() if leaf in (row["name"], row.get("tied_to"))}
+        names = {placeholder for placeholder, row in self.leaves.items() if leaf in (row.name, row.tied_to)}
         found = list[str]()
         for node, claim in self.claims.items():
-            if "origin" in claim and "reshard" not in claim:
-                read = {self.claims.get(value, {}).get("origin", value.name) for value in node.all_input_nodes}
-                found += [claim["origin"]] if names & read else []
+            if claim.origin is not None and claim.reshard is None:
+                read = {self.claims.get(value, Claim()).origin or value.name for value in node.all_input_nodes}
+                found += [claim.origin] if names & read else []
         return list(dict.fromkeys(found))
 
 

@@ -48,13 +48,11 @@ def state_dict(directory: str | os.PathLike[str], mesh: DeviceMesh, *, trust: bo
     manifest = read_manifest(directory)
     rank = _rank_in(mesh, manifest)
     source, shardings, own = RankShares(directory, trust=trust), shardings_of(manifest), Mesh.of(manifest.mesh)
-    stored = {
-        row["name"]: row for row in manifest.tensors if row["kind"] != "constant_tensor" and row.get("persistent", True)
-    }
+    stored = {row.name: row for row in manifest.tensors if row.kind != "constant_tensor" and row.persistent}
     state: dict[str, Any] = {}
     whole = []
     for name, row in stored.items():
-        first = row.get("tied_to", name)
+        first = row.holder
         if first in state:
             state[name] = state[first]
             continue
@@ -64,7 +62,7 @@ def state_dict(directory: str | os.PathLike[str], mesh: DeviceMesh, *, trust: bo
             local, placements = source.read(first), [Replicate()] * mesh.ndim
         else:
             local = source.share(first, rank)
-        shape = torch.Size(row["shape"])
+        shape = torch.Size(row.shape)
         state[name] = DTensor.from_local(
             local, mesh, placements, run_check=False, shape=shape, stride=tuple(local_strides(local, shape))
         )
@@ -102,7 +100,7 @@ def load_state_dict(directory: str | os.PathLike[str], state: Mapping[str, Any])
     _agree(_misfit(manifest, state, path), path)  # before the collectives below, which would hang
     _agree(_disagreement(state), path)
     source, shardings = RankShares(path), shardings_of(manifest)
-    tied = {row["name"]: row.get("tied_to", row["name"]) for row in manifest.tensors}
+    tied = {row.name: row.holder for row in manifest.tensors}
     given: dict[str, list[str]] = {}
     for name in sorted(state):
         given.setdefault(tied[name], []).append(name)
@@ -218,7 +216,7 @@ def _misfit(manifest: Manifest, state: Mapping[str, Any], path: Path) -> tuple[s
             f"{path} has self-contained files, whose weights stay as they were written",
             'save it with layout="shared", or reshard it',
         )
-    elsewhere = {row["name"]: row["stored_in"] for row in manifest.tensors if "stored_in" in row}
+    elsewhere = {row.name: row.stored_in for row in manifest.tensors if row.stored_in is not None}
     leaves = {name: leaf for leaf in leaves_of(manifest) for name in (leaf.name, *leaf.aliases)}
     for name, value in state.items():
         if name in elsewhere:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import row_sharding
 from tpcompiler.ir.text import DTYPES
 from tpcompiler.runtime.artifact import Manifest
+from tpcompiler.runtime.records import TensorRecord
 from tpcompiler.runtime.weights import TensorEntry, lay_out
 
 LONG = {short: dtype for dtype, short in DTYPES.items()}
@@ -45,19 +47,41 @@ def leaves_of(manifest: Manifest) -> list[CheckpointLeaf]:
     """Return the tensors in the files of a program's ranks, except those stored by another program."""
     names: dict[str, list[str]] = {}
     for row in manifest.tensors:
-        if "tied_to" in row:
-            names.setdefault(row["tied_to"], []).append(row["name"])
+        if row.tied_to is not None:
+            names.setdefault(row.tied_to, []).append(row.name)
     return [
         CheckpointLeaf(
-            row["name"],
-            dtype_of(row["dtype"]),
-            tuple(row["shape"]),
-            tuple(names.get(row["name"], ())),
-            is_buffer=row["kind"] == "buffer" and row.get("persistent", True),
+            row.name,
+            dtype_of(row.dtype),
+            tuple(row.shape),
+            tuple(names.get(row.name, ())),
+            is_buffer=row.kind == "buffer" and row.persistent,
         )
         for row in manifest.tensors
-        if "tied_to" not in row and "stored_in" not in row
+        if row.is_own
     ]
+
+
+def held_per_rank(manifest: Manifest) -> list[int]:
+    """Bytes of parameters, buffers and constants of every rank; a tied tensor counts once.
+
+    Raises:
+        ArtifactError: a tensor cannot have its sharding.
+    """
+    mesh = Mesh.of(manifest.mesh)
+    held = [bytes_per_rank(row, mesh) for row in manifest.tensors if row.tied_to is None]
+    return [sum(own) for own in zip(*held, strict=True)] if held else [0] * mesh.world_size
+
+
+def bytes_per_rank(row: TensorRecord, mesh: Mesh) -> list[int]:
+    """Bytes of a tensor on every rank.
+
+    Raises:
+        ArtifactError: it cannot have its sharding.
+    """
+    sharding, itemsize = row_sharding(row, mesh), dtype_of(row.dtype).itemsize
+    ranks = map(mesh.coordinate, range(mesh.world_size))
+    return [math.prod(sharding.local_shape(row.shape, mesh, place)) * itemsize for place in ranks]
 
 
 def dtype_of(text: str) -> torch.dtype:
@@ -70,7 +94,7 @@ def dtype_of(text: str) -> torch.dtype:
 def shardings_of(manifest: Manifest) -> dict[str, Sharding]:
     """Return the sharding of each tensor by name."""
     mesh = Mesh.of(manifest.mesh)
-    return {row["name"]: row_sharding(row, mesh) for row in manifest.tensors}
+    return {row.name: row_sharding(row, mesh) for row in manifest.tensors}
 
 
 def entries_of(manifest: Manifest, rank: int) -> list[TensorEntry]:

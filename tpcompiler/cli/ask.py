@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from msgspec import convert
 
 from tpcompiler.cli.bars import progress
 from tpcompiler.cli.given import Inputs, Outputs, read_programs
@@ -63,6 +64,7 @@ def plan(
         from tpcompiler.api import find_plan
         from tpcompiler.ask.plan_text import plan_text
         from tpcompiler.cli import printing
+        from tpcompiler.cli.answers import FoundPlan
         from tpcompiler.frontend.plain_weights import with_plain_weights
         from tpcompiler.plan import Plan
         from tpcompiler.runtime.model_file import read_model
@@ -75,7 +77,7 @@ def plan(
     if out is not None:
         printing.write_content(out, text)
     if json:
-        printing.print_json({"out": out and str(out), "mesh": dict(over.axes), "plan": found.to_data()})
+        printing.print_json(FoundPlan(out=str(out) if out else None, mesh=dict(over.axes), plan=found.to_data()))
     elif out is None:
         print(text, end="")
     else:
@@ -130,7 +132,7 @@ def doctor(
             weights=calls,
         )
     if json:
-        printing.print_json(found.to_data())
+        printing.print_json(found)
     else:
         printing.print_titled(" ".join(map(str, models)), found.parts())
 
@@ -156,11 +158,12 @@ def calibrate(
     with progress("measuring", quiet=json):
         from tpcompiler.api.calibrate import machine_data, measure_machine
         from tpcompiler.cli import printing
+        from tpcompiler.cli.answers import Calibration
 
         with printing.writing(out) as file:  # what cannot be written is refused before the minute that follows
             text = measure_machine(ranks)
             file.write_text(text, encoding="utf-8")
     if json:
-        printing.print_json({"out": str(out), **machine_data(text)})
+        printing.print_json(convert({"out": str(out), **machine_data(text)}, Calibration, strict=False))
     else:
         typer.echo(f"wrote {out}", err=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from msgspec.structs import asdict
 
 import tpcompiler.cli.ask
 import tpcompiler.cli.generate
@@ -124,10 +125,10 @@ def inspect(
         from tpcompiler.cli import printing
 
         if is_artifact:  # which needs neither torch.export nor the search
-            from tpcompiler.artifact.summary import artifact_data
+            from tpcompiler.artifact.summary import summarize
             from tpcompiler.runtime.artifact import read_manifest
 
-            data = artifact_data(read_manifest(path))
+            data: Any = summarize(read_manifest(path))
         else:
             from tpcompiler.cli.describe import model_data
             from tpcompiler.runtime.model_file import read_model
@@ -235,7 +236,12 @@ def convert(
     with progress("reading the plan", quiet=json) as status:
         from tpcompiler.api import parallelize
         from tpcompiler.artifact.budget import Budget
-        from tpcompiler.artifact.summary import artifact_data, summary_parts
+        from tpcompiler.artifact.summary import (
+            ConvertedArtifact,
+            ConvertedPrograms,
+            summarize,
+            summary_parts,
+        )
         from tpcompiler.artifact.writing import writer_of
         from tpcompiler.checkpoint.cut import cut_checkpoint, refuse_other_checkpoint
         from tpcompiler.cli import printing
@@ -281,10 +287,13 @@ def convert(
                 cut_checkpoint(out, checkpoint, partial=partial)
         else:
             manifests = {name: one.manifest() for name, one in each.items()}
-    data: dict[str, Any] = {name: artifact_data(manifest) for name, manifest in manifests.items()}
+    data = {name: summarize(manifest) for name, manifest in manifests.items()}
     if json:
-        rest = {"programs": data} if names else data[""]
-        printing.print_json({"out": None if dry_run else str(out), **rest})
+        where = None if dry_run else str(out)
+        alone = data.get("")
+        printing.print_json(
+            ConvertedArtifact(**asdict(alone), out=where) if alone else ConvertedPrograms(programs=data, out=where)
+        )
         return
     for name, shown in data.items():
         title = "nothing written (--dry-run)" if dry_run else str((out or Path()) / name)

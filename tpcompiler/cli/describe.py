@@ -1,4 +1,4 @@
-"""What `tpcompiler inspect` says of a model, as plain data, with a plan to begin with."""
+"""What `tpcompiler inspect` says of a model, with a plan to begin with."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from tpcompiler.api import find_plan
+from tpcompiler.artifact.summary import ModelLayer, ModelSummary, ModelTensor, ModelValue
 from tpcompiler.ask.plan_text import modules_of, plan_text
 from tpcompiler.errors import TpCompilerError
 from tpcompiler.frontend.plain_weights import with_plain_weights
@@ -17,8 +18,8 @@ from tpcompiler.ir.text import DTYPES
 from tpcompiler.plan import Plan
 
 
-def model_data(program: ExportedProgram) -> dict[str, Any]:
-    """Modules, parameters, inputs, outputs and a plan skeleton of a single-device program, as JSON."""
+def model_data(program: ExportedProgram) -> ModelSummary:
+    """Modules, parameters, inputs, outputs and a plan skeleton of a single-device program."""
     program = with_plain_weights(program)
     read = Program(program, program.graph)
     kinds = {spec.target: spec.kind.name.lower() for _, spec in read.inputs()}
@@ -27,18 +28,17 @@ def model_data(program: ExportedProgram) -> dict[str, Any]:
     parameters = []
     for node, fqn in read.leaves():
         value = read.state(fqn)
-        row = {"name": fqn, "kind": kinds[fqn], **_described(value), "bytes": value.numel() * value.element_size()}
-        if first_of[node.name] != node.name:
-            row["tied_to"] = names[first_of[node.name]]
-        parameters.append(row)
-    return {
-        "kind": "model",
-        "modules": [{"name": name, "type": kind} for name, kind in modules_of(program).items()],
-        "parameters": parameters,
-        "inputs": _inputs(program),
-        "outputs": _outputs(program),
-        "plan": plan_text(program, _proposed(program)),
-    }
+        first, held = first_of[node.name], value.numel() * value.element_size()
+        tied_to = names[first] if first != node.name else None
+        parameters.append(ModelTensor(name=fqn, kind=kinds[fqn], **_described(value), bytes=held, tied_to=tied_to))
+    return ModelSummary(
+        kind="model",
+        modules=[ModelLayer(name=name, type=kind) for name, kind in modules_of(program).items()],
+        parameters=parameters,
+        inputs=_inputs(program),
+        outputs=_outputs(program),
+        plan=plan_text(program, _proposed(program)),
+    )
 
 
 def _proposed(program: ExportedProgram) -> Plan:
@@ -49,28 +49,28 @@ def _proposed(program: ExportedProgram) -> Plan:
         return Plan.of({"**": "replicate"})
 
 
-def _inputs(program: ExportedProgram) -> list[dict[str, Any]]:
+def _inputs(program: ExportedProgram) -> list[ModelValue]:
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
-    out: list[dict[str, Any]] = []
+    out = []
     for spec in program.graph_signature.input_specs:
         if spec.kind is InputKind.USER_INPUT:
             if isinstance(spec.arg, ConstantArgument):
-                out.append({"name": spec.arg.name, "constant": repr(spec.arg.value)})
+                out.append(ModelValue(name=spec.arg.name, constant=repr(spec.arg.value)))
             else:
-                out.append({"name": spec.arg.name, **_described(values[spec.arg.name])})
+                out.append(ModelValue(name=spec.arg.name, **_described(values[spec.arg.name])))
     return out
 
 
-def _outputs(program: ExportedProgram) -> list[dict[str, Any]]:
+def _outputs(program: ExportedProgram) -> list[ModelValue]:
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     names = Program(program, program.graph).output_names()
     user = [spec for spec in program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
-    out: list[dict[str, Any]] = []
+    out = []
     for name, spec in zip(names, user, strict=True):
         if isinstance(spec.arg, ConstantArgument):
-            out.append({"name": name, "constant": repr(spec.arg.value)})
+            out.append(ModelValue(name=name, constant=repr(spec.arg.value)))
         else:
-            out.append({"name": name, **_described(values[spec.arg.name])})
+            out.append(ModelValue(name=name, **_described(values[spec.arg.name])))
     return out
 
 

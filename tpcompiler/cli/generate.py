@@ -54,7 +54,9 @@ def generate_tokens(
         if outputs is not None:
             write_tensors(outputs, {"tokens": steps})
         if json:
-            printing.print_json({"tokens": steps.tolist(), "out": outputs and str(outputs)})
+            from tpcompiler.cli.answers import GeneratedTokens
+
+            printing.print_json(GeneratedTokens(tokens=steps.tolist(), out=str(outputs) if outputs else None))
         else:
             for row in steps.tolist():
                 typer.echo(" ".join(map(str, row)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Annotated
 
@@ -93,7 +92,7 @@ def verify(
         status.update("running the model and all ranks")
         report = verify_artifact(directory, original, *calls[0], then=calls[1:], checkpoint=checkpoint, trust=trust)
     if json:
-        printing.print_json(dataclasses.asdict(report))
+        printing.print_json(report)
     else:
         typer.echo(str(report))
     if bisect is not None and not report.ok:
@@ -148,12 +147,11 @@ def check(
         model = read_model(original, trust=trust) if original else None
         status.update("checking all ranks")
         report = api.check(directory, model, checkpoint=checkpoint, trust=trust)
-        compared = original is not None or checkpoint is not None
     if json:
-        printing.print_json({**dataclasses.asdict(report), "weights_compared": compared})
+        printing.print_json(report)
     else:
         typer.echo(str(report))
-        if not compared:
+        if not report.weights_compared:
             typer.echo("the weights were not compared with the model's: pass --original MODEL.pt2, or --checkpoint DIR")
     if not report.ok:
         raise typer.Exit(NOT_EQUAL)

@@ -10,15 +10,24 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from tpcompiler.artifact.summary import summary_parts
+from tpcompiler.artifact.summary import (
+    ArtifactSummary,
+    HeldTensor,
+    ModelSummary,
+    ModelTensor,
+    ModelValue,
+    summary_parts,
+)
 from tpcompiler.checkpoint.leaves import leaves_of
 from tpcompiler.errors import ArtifactError, one_line
 from tpcompiler.plan.fold import folded, times
 from tpcompiler.runtime.artifact import Manifest, lacks_weights
-from tpcompiler.runtime.run import Summary
+from tpcompiler.runtime.records import BoundaryRecord
+from tpcompiler.runtime.run import ReturnedTensor
 from tpcompiler.runtime.target import replacing
 from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.terminal.tables import Part, Table
@@ -35,8 +44,9 @@ def console() -> Console:
     )
 
 
-def print_json(data: Mapping[str, Any]) -> None:
-    print(json.dumps(_finite(data), indent=1, allow_nan=False))
+def print_json(data: Any) -> None:
+    """Print a record."""
+    print(json.dumps(_finite(msgspec.to_builtins(data)), indent=1, allow_nan=False))
 
 
 def _finite(value: Any) -> Any:
@@ -77,30 +87,30 @@ def print_titled(title: str, parts: Iterable[Part]) -> None:
     print_parts(parts)
 
 
-def model_parts(data: Mapping[str, Any]) -> Iterator[Part]:
+def model_parts(data: ModelSummary) -> Iterator[Part]:
     """What `inspect` shows of a model."""
-    total = sum(row["bytes"] for row in data["parameters"] if "tied_to" not in row)
-    yield f"{len(data['parameters'])} parameters, buffers and constants, {format_bytes(total)}"
-    kinds = {row["name"]: row["type"] for row in data["modules"]}
+    total = sum(row.bytes for row in data.parameters if row.tied_to is None)
+    yield f"{len(data.parameters)} parameters, buffers and constants, {format_bytes(total)}"
+    kinds = {row.name: row.type for row in data.modules}
     rows = [(pattern, kinds[names[0]].rpartition(".")[2], times(names)) for pattern, names in folded(kinds)]
     yield Table("modules", ("name", "class", ""), rows)
-    yield Table("parameters", ("name", "kind", "type", "bytes", ""), _folded_rows(data["parameters"], ()))
+    yield Table("parameters", ("name", "kind", "type", "bytes", ""), _folded_rows(data.parameters))
     yield from _boundary(data)
-    yield from ("a plan to begin with (save it as plan.yaml):", "", *data["plan"].splitlines())
+    yield from ("a plan to begin with (save it as plan.yaml):", "", *data.plan.splitlines())
 
 
-def artifact_parts(data: Mapping[str, Any]) -> Iterator[Part]:
+def artifact_parts(data: ArtifactSummary) -> Iterator[Part]:
     """What `inspect` shows of an artifact."""
     yield from summary_parts(data)
     headers = ("name", "kind", "type", "sharding", "bytes", "bytes on rank 0", "")
-    yield Table("parameters", headers, _folded_rows(data["tensors"], ("sharding",)))
+    yield Table("parameters", headers, _folded_rows(data.tensors))
     yield from _boundary(data)
-    if data["output_type"]:
-        yield from (f"the model returned {data['output_type']}; the programs return a dict", "")
-    yield "written by " + ", ".join(f"{name} {version}" for name, version in data["versions"].items())
+    if data.output_type:
+        yield from (f"the model returned {data.output_type}; the programs return a dict", "")
+    yield "written by " + ", ".join(f"{name} {version}" for name, version in data.versions.items())
 
 
-def outputs_table(outputs: Sequence[Summary]) -> Table:
+def outputs_table(outputs: Sequence[ReturnedTensor]) -> Table:
     """What `run` shows."""
     rows = [(each.name, str(each.shape), each.dtype, _number(each.mean), _number(each.largest)) for each in outputs]
     return Table("outputs", ("name", "shape", "dtype", "mean", "largest magnitude"), rows)
@@ -198,33 +208,29 @@ def cost_of_verifying(manifest: Manifest) -> str:
     return f"reading {format_bytes(total)} of weights {passes} times, {format_bytes(held)} of them in memory at a time"
 
 
-def _boundary(data: Mapping[str, Any]) -> Iterator[Part]:
-    for what in ("inputs", "outputs"):
-        rows = [(row["name"], _type(row), row.get("sharding", "")) for row in data[what]]
+def _boundary(data: ModelSummary | ArtifactSummary) -> Iterator[Part]:
+    for what, values in (("inputs", data.inputs), ("outputs", data.outputs)):
+        rows = [(row.name, _type(row), "" if isinstance(row, ModelValue) else row.sharding) for row in values]
         yield Table(what, ("name", "type", "sharding" if any(row[2] for row in rows) else ""), rows)
 
 
-def _folded_rows(rows: Sequence[Mapping[str, Any]], more: Sequence[str]) -> list[tuple[str, ...]]:
+def _folded_rows(rows: Sequence[ModelTensor | HeldTensor]) -> list[tuple[str, ...]]:
     """Parameters, equal ones of repeated layers in one line."""
-    by_name = {row["name"]: row for row in rows}
-    signatures = {
-        name: (row["kind"], _type(row), *(row[m] for m in more), bool(row.get("tied_to")))
+    by_name = {row.name: row for row in rows}
+    cells = {
+        name: (row.kind, _type(row), *((row.sharding,) if isinstance(row, HeldTensor) else ()))
         for name, row in by_name.items()
     }
     out = []
-    for pattern, names in folded(signatures):
+    for pattern, names in folded({name: (*cells[name], row.tied_to is not None) for name, row in by_name.items()}):
         row = by_name[names[0]]
-        local = (format_bytes(row["bytes_per_rank"][0]),) if "bytes_per_rank" in row else ()
-        note = f"tied to {row['tied_to']}" if row.get("tied_to") else times(names)
-        out.append(
-            (pattern, row["kind"], _type(row), *(row[m] for m in more), format_bytes(row["bytes"]), *local, note)
-        )
+        local = (format_bytes(row.bytes_per_rank[0]),) if isinstance(row, HeldTensor) else ()
+        note = f"tied to {row.tied_to}" if row.tied_to else times(names)
+        out.append((pattern, *cells[row.name], format_bytes(row.bytes), *local, note))
     return out
 
 
-def _type(row: Mapping[str, Any]) -> str:
-    if "constant" in row:
-        return f"{row['constant']} (a constant)"
-    if "number" in row:
-        return f"{row['number']} (a number)"
-    return f"{row['dtype']}[{', '.join(str(size) for size in row['shape'])}]"
+def _type(row: ModelValue | BoundaryRecord | ModelTensor | HeldTensor) -> str:
+    if isinstance(row, ModelValue) and row.shape is None:
+        return f"{row.number} (a number)" if row.constant is None else f"{row.constant} (a constant)"
+    return f"{row.dtype}[{', '.join(map(str, row.shape or ()))}]"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 from typing import Annotated
@@ -45,7 +44,7 @@ def explain(
         status.update("searching again")
         said = explain_artifact(directory, name, machine=machine, trust=trust)
     if json:
-        printing.print_json(dataclasses.asdict(said))
+        printing.print_json(said)
     else:
         printing.print_parts(said.parts())
 
@@ -87,7 +86,7 @@ def diff(
             printing.write_content(html, page)
             typer.echo(f"wrote {html}", err=True)
     if json:
-        printing.print_json(found.to_data())
+        printing.print_json(found)
     else:
         printing.print_parts(found.parts())
     if not found.equal:
@@ -125,7 +124,7 @@ def cost(
         import_modules(imports or ())
         table = cost_artifact(directory, sizes, machine=machine, trust=trust)
     if json:
-        printing.print_json(table.to_data())
+        printing.print_json(table)
     else:
         printing.print_parts(table.parts())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 from enum import Enum
 from json import dumps
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from msgspec.structs import asdict
 
 from tpcompiler.cli.bars import progress
 from tpcompiler.cli.options import NOT_EQUAL, Artifact, Imports, Json, Trust, app, report
@@ -52,6 +52,7 @@ def package_artifact(
     with progress(f"reading {directory}", quiet=json) as status:
         from tpcompiler.api.packaging import package
         from tpcompiler.cli import printing
+        from tpcompiler.cli.answers import WrittenPackage
         from tpcompiler.runtime.model_file import import_modules
 
         import_modules(imports or ())
@@ -60,8 +61,7 @@ def package_artifact(
     is_right = report is None or report.ok
     if json:
         file = str(directory / "compiled.pt2") if is_right else None
-        said = report and dataclasses.asdict(report)
-        printing.print_json({"out": file, **dataclasses.asdict(made), "report": said})
+        printing.print_json(WrittenPackage(**asdict(made), out=file, report=report))
     elif is_right:
         models, on = sum(map(len, made.models.values())), made.device_type
         typer.echo(
@@ -173,9 +173,10 @@ def run(
             printing.write_content(trace, dumps(whole))
             typer.echo(f"wrote {trace}", err=True)
         if json:
-            counts = None if rows is None else [dataclasses.asdict(row) for row in rows]
-            files = {"out": outputs and str(outputs), "trace": trace and str(trace)}
-            printing.print_json({"outputs": [each._asdict() for each in found], **files, "counts": counts})
+            from tpcompiler.cli.answers import Returned
+
+            written = [None if file is None else str(file) for file in (outputs, trace)]
+            printing.print_json(Returned(outputs=found, out=written[0], trace=written[1], counts=rows))
         else:
             printing.print_parts([printing.outputs_table(found), *([] if rows is None else [counts_table(rows)])])
     dist.destroy_process_group()  # as NCCL asks for

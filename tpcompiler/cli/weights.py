@@ -57,6 +57,7 @@ def export(
     sizes = ""
     with progress(f"exporting {source}", quiet=json):
         from tpcompiler.cli import printing
+        from tpcompiler.cli.answers import ExportedFiles
         from tpcompiler.frontend.exporting import export_prefill_and_decode, export_without_weights
         from tpcompiler.runtime.target import in_place_of, replacing
         from tpcompiler.runtime.weightless import save_weightless, weightless_names
@@ -82,7 +83,7 @@ def export(
                 ) from error
     names = weightless_names(program)
     if json:
-        printing.print_json({"out": list(map(str, files)), "weights": sorted(names), "sizes": sizes})
+        printing.print_json(ExportedFiles(out=list(map(str, files)), weights=sorted(names), sizes=sizes))
     else:
         wrote = f"wrote {' and '.join(map(str, files))}"
         typer.echo(f"{wrote}: the program, without its {len(names)} weights (convert --checkpoint adds them)")
@@ -116,12 +117,13 @@ def cut(
     with progress(f"reading {checkpoint}", quiet=json):
         from tpcompiler.checkpoint.cut import cut_checkpoint
         from tpcompiler.cli import printing
+        from tpcompiler.cli.answers import CutWeights
 
         return_freed_tensors()
         only = [int(word) for word in words] if words else None
         cut_checkpoint(directory, checkpoint, only, partial=partial, force=force)
     if json:
-        printing.print_json({"out": str(directory), "ranks": only})
+        printing.print_json(CutWeights(out=str(directory), ranks=only))
     else:
         typer.echo(f"wrote the weights of {'all ranks' if not words else 'rank ' + ', '.join(words)} into {directory}")
 
@@ -148,12 +150,13 @@ def reshard_artifact(
     with progress(f"reading {directory}", quiet=json):
         from tpcompiler.api.elastic import reshard
         from tpcompiler.cli import printing
+        from tpcompiler.cli.answers import ReshardedArtifact
 
         over = read_mesh(tp, mesh)
         return_freed_tensors()
         reshard(directory, over, out, force=force, trust=trust)
     if json:
-        printing.print_json({"out": str(out), "mesh": dict(over.axes)})
+        printing.print_json(ReshardedArtifact(out=str(out), mesh=dict(over.axes)))
     else:
         typer.echo(f"wrote {over.world_size} ranks to {out}")
 
@@ -180,10 +183,11 @@ def merge_artifact(
     with progress(f"putting {directory} together", quiet=json):
         from tpcompiler.api.elastic import merge
         from tpcompiler.cli import printing
+        from tpcompiler.cli.answers import MergedModel
 
         return_freed_tensors()
         merge(directory, out, safetensors=safetensors, trust=trust)
     if json:
-        printing.print_json({"out": str(out)})
+        printing.print_json(MergedModel(out=str(out)))
     else:
         typer.echo(f"wrote {out}")

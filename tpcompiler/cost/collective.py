@@ -7,16 +7,18 @@ gathered bytes), a reduce_scatter (M = the reduced bytes) and an all_to_all (M =
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import get_args
 
-KIND_OF = {  # torch's op -> our kind
+from tpcompiler.runtime.records import CollectiveKind
+from tpcompiler.runtime.records import Collectives as Collectives
+
+KIND_OF: dict[str, CollectiveKind] = {  # torch's op -> our kind
     "all_reduce": "all_reduce",
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
 }
-Collectives = Literal["auto", "nccl", "symm_mem"]  # by NCCL, over symmetric memory, or the faster of both
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 
 
 def wire_bytes(kind: str, payload: int, group_size: int) -> int:

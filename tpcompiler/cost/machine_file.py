@@ -11,6 +11,7 @@ from typing import Any, get_args
 from tpcompiler.cost.collective import KINDS, Collectives
 from tpcompiler.cost.machine import DTYPES, Host, Link, Machine
 from tpcompiler.errors import MachineError
+from tpcompiler.runtime.records import Asked
 from tpcompiler.yaml_file import YamlError, compose, plain, read_small_text
 
 SHIPPED = Path(__file__).parent / "machines"
@@ -85,7 +86,7 @@ def read_machine(given: str | os.PathLike[str] | None = None) -> Machine:
     return Machine(**{**defaults, **numbers, **more})
 
 
-def machine_of(asked: Mapping[str, Any], given: str | os.PathLike[str] | None = None) -> Machine:
+def machine_of(asked: Asked, given: str | os.PathLike[str] | None = None) -> Machine:
     """Return the machine for an artifact's prices: the given one, or the one that it was converted for.
 
     The latter only if it comes with the package, because an artifact stores only a file's name.
@@ -96,9 +97,8 @@ def machine_of(asked: Mapping[str, Any], given: str | os.PathLike[str] | None = 
     Raises:
         MachineError: as `read_machine`.
     """
-    name = asked.get("machine")
-    machine = read_machine(given or (name if name in shipped_machines() else None))
-    return machine.using(asked.get("collectives", "nccl"))
+    machine = read_machine(given or (asked.machine if asked.machine in shipped_machines() else None))
+    return machine.using(asked.collectives)
 
 
 def _read_base(data: Mapping[str, Any], path: Path) -> Machine | None:

@@ -12,8 +12,9 @@ from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.path import Step, steps_along, steps_between
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.program import PIN, RESHARD, PlacedProgram, Reshard, Why, reshard
+from tpcompiler.ir.program import PIN, RESHARD, PlacedProgram, Reshard, reshard
 from tpcompiler.ir.sharding import Sharding
+from tpcompiler.runtime.records import Why
 
 
 class Change(NamedTuple):

@@ -22,39 +22,31 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.text import op_name
 from tpcompiler.rules.infer import Option
 from tpcompiler.rules.registry import rule_of
+from tpcompiler.runtime.records import Record
 
 # Each row is multiplied by one of the stacked matrices; torch's counter does not know these ops.
 GROUPED = frozenset(("_grouped_mm", "grouped_mm_fallback"))
 UNITS_OF_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
 
-class StepTime(NamedTuple):
-    """Seconds of one call on one rank.
+class StepTime(Record, frozen=True):
+    """Seconds of one call on one rank."""
 
-    Attributes:
-        work: the bytes that kernels move, or their FLOPs, whichever takes longer.
-        kernels: the floors of kernels, on top of their work.
-        network: collectives, one after the other.
-        host: launching all of that, at the same time; 0 in a CUDA graph.
-    """
+    work: float  # the bytes that kernels move, or their FLOPs, whichever takes longer
+    kernels: float  # the floors of kernels, on top of their work
+    network: float  # collectives, one after the other
+    host: float  # launching all of that, at the same time; 0 in a CUDA graph
+    total: float  # of the call
 
-    work: float
-    kernels: float
-    network: float
-    host: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return max(self.work + self.kernels + self.network, self.host)
+    @classmethod
+    def of(cls, work: float, kernels: float, network: float, host: float = 0.0) -> StepTime:
+        return cls(work, kernels, network, host, max(work + kernels + network, host))
 
     @property
     def text(self) -> str:
         parts = {"work": self.work, "kernels": self.kernels, "network": self.network, "host": self.host}
         each = ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items() if seconds)
         return f"takes {duration(self.total)} ({each})" if each else "takes no time"
-
-    def to_data(self) -> dict[str, float]:
-        return {**self._asdict(), "total": self.total}
 
 
 class Step(NamedTuple):
@@ -135,7 +127,7 @@ def predict_times(graph: fx.Graph, sent: Mapping[str, float], machine: Machine, 
         if seconds[node] or node in links
     )
     host = len(kernels) * machine.host.operation + len(links) * machine.host.collective
-    total = StepTime(math.fsum(work.values()), math.fsum(floors.values()), math.fsum(links.values()), host)
+    total = StepTime.of(math.fsum(work.values()), math.fsum(floors.values()), math.fsum(links.values()), host)
     return Times(total, tuple(steps), tuple(node.name for node in chain), uncounted)
 
 

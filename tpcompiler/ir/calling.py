@@ -9,29 +9,29 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument
 
-from tpcompiler.runtime.manifest_form import LARGEST
+from tpcompiler.runtime.records import LARGEST, Calling
 
 
-def calling_of(program: ExportedProgram, guards: Sequence[str]) -> dict[str, Any]:
+def calling_of(program: ExportedProgram, guards: Sequence[str]) -> Calling:
     """Return a program's pytrees, argument names, ranges of sizes, assertions on inputs, and constant inputs."""
     signature = program.module_call_graph[0].signature
     assert signature is not None
     assertions = [node for node in program.graph.nodes if node.op == "call_function" and "_assert" in str(node.target)]
-    return {
-        "takes": tree_text(signature.in_spec),
-        "returns": tree_text(signature.out_spec),
-        "names": list(signature.forward_arg_names or ()),
-        "ranges": {
+    return Calling(
+        takes=tree_text(signature.in_spec),
+        returns=tree_text(signature.out_spec),
+        names=list(signature.forward_arg_names or ()),
+        ranges={
             str(symbol): [_end(bounds.lower), _end(bounds.upper)]
             for symbol, bounds in sorted(program.range_constraints.items(), key=str)
         },
-        "asserted": sorted({*guards, *map(_assertion, assertions)}),
-        "constants": [
+        asserted=sorted({*guards, *map(_assertion, assertions)}),
+        constants=[
             f"{spec.arg.name}={spec.arg.value!r}"
             for spec in program.graph_signature.input_specs
             if isinstance(spec.arg, ConstantArgument)
         ],
-    }
+    )
 
 
 def tree_text(spec: Any) -> str:

@@ -10,23 +10,23 @@ import torch
 from torch import fx
 
 from tpcompiler._torch import op_overload
+from tpcompiler.runtime.records import CallRecord
 
 NAMED = (torch.dtype, torch.layout, torch.memory_format)  # printed as `torch.x`
 
 
-def write_call(node: fx.Node) -> dict[str, Any]:
+def write_call(node: fx.Node) -> CallRecord:
     """Return the op and all its arguments in a JSON-compatible form, nodes by name."""
     assert isinstance(node.target, torch._ops.OpOverload)
-    kwargs = {name: _to_json(value) for name, value in node.kwargs.items()}
-    return {
-        "op": f"{node.target._schema.name}.{node.target._overloadname}",
-        "args": [_to_json(value) for value in node.args],
-        "kwargs": kwargs,
-    }
+    return CallRecord(
+        op=f"{node.target._schema.name}.{node.target._overloadname}",
+        args=[_to_json(value) for value in node.args],
+        kwargs={name: _to_json(value) for name, value in node.kwargs.items()},
+    )
 
 
 def read_call(
-    call: Any, value: Callable[[str], Any], device: torch.device
+    call: CallRecord, value: Callable[[str], Any], device: torch.device
 ) -> tuple[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]]:
     """Read back a call that `write_call` wrote, with nodes replaced by `value(name)` and devices by `device`.
 
@@ -36,9 +36,9 @@ def read_call(
     Raises:
         ValueError: `call` is no such call.
     """
-    op = op_overload(call.get("op")) if isinstance(call, dict) and isinstance(call.get("op"), str) else None
-    if op is None or not isinstance(call.get("args"), list) or not isinstance(call.get("kwargs"), dict):
-        raise ValueError(f"{call!r} is no call of an op that torch has here")
+    op = op_overload(call.op)
+    if op is None:
+        raise ValueError(f"{call.op!r} is no op that torch has here")
 
     def read(argument: Any) -> Any:
         if isinstance(argument, list):
@@ -55,7 +55,7 @@ def read_call(
             raise ValueError(f"{argument!r} is no argument of a call")
         return constant
 
-    return op, tuple(map(read, call["args"])), {name: read(each) for name, each in call["kwargs"].items()}
+    return op, tuple(map(read, call.args)), {name: read(each) for name, each in call.kwargs.items()}
 
 
 def _to_json(value: Any) -> Any:

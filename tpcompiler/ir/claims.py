@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, TypedDict
+from typing import Any
 
+from msgspec.structs import asdict
 from torch import fx
 
 from tpcompiler.errors import ArtifactError
@@ -15,39 +16,36 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import BODY, CALL, MARK, ORIGIN, RESHARD, Mark, Reshard
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.runtime.artifact import Manifest
+from tpcompiler.runtime.records import CallRecord, Collective, Record, read_record
 
 CLAIM = "tpcompiler"
 
 
-class Claim(TypedDict, total=False):
-    """origin: the node of the single-device program; sharding: one text per tensor output; reshard: its name.
+class Claim(Record, frozen=True, kw_only=True):
+    """A node's share of the single-device program."""
 
-    `call`: what is called on the whole (`ir/calls.py`), where the rank calls something else for its share. `body`: the
-    origin that several nodes do a share of together. `change`: a reshard's shardings, from step to step. `parts`: the
-    claims of the getitems that take this one's results apart, by index: torch writes no metadata of theirs.
-    `stands_for`: the nodes that it replaces (`ir/symm_mem.py`).
-    """
+    origin: str | None = None  # the node of the single-device program
+    sharding: list[str] | None = None  # one text per tensor output
+    reason: str | None = None  # the cause of the sharding
+    call: CallRecord | None = None  # the call on the whole, where the rank calls something else for its share
+    body: str | None = None  # the origin that several nodes do a share of together
+    reshard: str | None = None  # the name of the change of sharding that the node belongs to
+    change: str | None = None  # its shardings from step to step, such as `P(sum) -> R`
+    why: str | None = None  # `inherent`, `plan-demanded` or `fallback`
+    reshard_reason: str | None = None  # the cause of the change
+    # the claims of the getitems that take this node's results apart, by index: torch writes no metadata of theirs
+    parts: dict[str, Claim] | None = None
+    stands_for: list[Any] | None = None  # the nodes that it replaces (`ir/symm_mem.py`)
 
-    origin: str
-    sharding: list[str]
-    reason: str
-    call: dict[str, Any]
-    body: str
-    parts: dict[str, Any]
-    stands_for: list[Any]
-    reshard: str
-    change: str
-    why: str
-    reshard_reason: str
+    @property
+    def region(self) -> str | None:
+        """The name of the change, or of the body, that it belongs to."""
+        return self.reshard or self.body
 
-
-FORMS: dict[str, Callable[[Any], bool]] = {
-    name: (lambda value: isinstance(value, dict)) if name in ("call", "parts") else (lambda v: isinstance(v, str))
-    for name in Claim.__annotations__
-} | {
-    "sharding": lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
-    "stands_for": lambda value: isinstance(value, list),
-}
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The shardings of the change, from its source to its target; empty without one."""
+        return () if self.change is None else tuple(self.change.split(" -> "))
 
 
 def claim_of(node: fx.Node, text: Callable[[Sharding], str]) -> Claim | None:
@@ -56,24 +54,17 @@ def claim_of(node: fx.Node, text: Callable[[Sharding], str]) -> Claim | None:
     change: Reshard | None = node.meta.get(RESHARD)
     if mark is None and change is None and ORIGIN not in node.meta:
         return None
-    claim = Claim(origin=node.meta.get(ORIGIN, node.name))
-    if mark is not None:
-        claim["sharding"] = [text(sharding) for sharding in mark.shardings]
-        claim["reason"] = mark.reason
-    for key, name in ((CALL, "call"), (BODY, "body")):
-        if key in node.meta:
-            claim[name] = node.meta[key]  # type: ignore[literal-required]
-    if change is not None:
-        claim["reshard"] = change.name
-        claim["change"] = " -> ".join(map(text, change.states))
-        claim["why"] = change.why
-        claim["reshard_reason"] = change.reason
-    return claim
-
-
-def read_change(claim: Claim) -> tuple[str, ...]:
-    """Return the shardings of a change, from its source to its target; empty where none is claimed."""
-    return tuple(claim["change"].split(" -> ")) if "change" in claim else ()
+    return Claim(
+        origin=node.meta.get(ORIGIN, node.name),
+        sharding=None if mark is None else [text(sharding) for sharding in mark.shardings],
+        reason=None if mark is None else mark.reason,
+        call=node.meta.get(CALL),
+        body=node.meta.get(BODY),
+        reshard=None if change is None else change.name,
+        change=None if change is None else " -> ".join(map(text, change.states)),
+        why=None if change is None else change.why,
+        reshard_reason=None if change is None else change.reason,
+    )
 
 
 def write_claims(graph: fx.Graph, mesh: Mesh) -> None:
@@ -83,24 +74,34 @@ def write_claims(graph: fx.Graph, mesh: Mesh) -> None:
         claim = claim_of(node, text) if node.op == "call_function" else None
         if claim is None:
             continue
-        node.meta["custom"] = {CLAIM: claim}
-        if node.target is operator.getitem and ("body" in claim or "reshard" in claim):
+        node.meta["custom"] = {CLAIM: claim_data(claim)}
+        if node.target is operator.getitem and (claim.body is not None or claim.reshard is not None):
             source, index = node.args
-            source.meta["custom"][CLAIM].setdefault("parts", {})[str(index)] = claim
+            source.meta["custom"][CLAIM].setdefault("parts", {})[str(index)] = claim_data(claim)
+
+
+def claim_data(value: Any) -> Any:
+    """Return what files have of a claim; the arguments of its call are data already."""
+    if isinstance(value, Record):
+        return claim_data({name: each for name, each in asdict(value).items() if each is not None})
+    return {name: claim_data(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
 def read_claim(node: fx.Node) -> Claim:
-    """The claim that a written program carries on a node; empty for none."""
-    found = _custom(node)
+    """The claim that a written program carries on a node; empty for none.
+
+    Raises:
+        ArtifactError: a claim of another form.
+    """
+    claim = _read(node)
     if node.target is operator.getitem:  # read from a file, it bears its source's
         source, index = node.args
         assert isinstance(source, fx.Node)
-        parts = _custom(source).get("parts") or {}
-        found = _formed(parts[str(index)]) if str(index) in parts else found
-    return found
+        claim = (_read(source).parts or {}).get(str(index), claim)
+    return claim
 
 
-def records_of(graph: fx.Graph, manifest: Manifest) -> dict[fx.Node, dict[str, Any]]:
+def records_of(graph: fx.Graph, manifest: Manifest) -> dict[fx.Node, Collective]:
     """The manifest's record of each collective; all ranks call the same ones in the same order.
 
     Raises:
@@ -115,12 +116,11 @@ def records_of(graph: fx.Graph, manifest: Manifest) -> dict[fx.Node, dict[str, A
     return dict(zip(nodes, manifest.collectives, strict=True))
 
 
-def _custom(node: fx.Node) -> Claim:
+def _read(node: fx.Node) -> Claim:
     custom = node.meta.get("custom") or {}
-    return _formed(custom.get(CLAIM)) if isinstance(custom, dict) else Claim()
-
-
-def _formed(found: object) -> Claim:
-    """Return the well-formed entries; the others count as not claimed."""
-    parts = found.items() if isinstance(found, dict) else ()
-    return {name: value for name, value in parts if name in FORMS and FORMS[name](value)}  # type: ignore[return-value]
+    try:
+        return read_record(Claim, custom.get(CLAIM, {}))
+    except (AttributeError, ValueError) as error:
+        raise ArtifactError(
+            f"'{node.name}' has a claim that is damaged{error}", help="convert the model again"
+        ) from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx
@@ -19,6 +19,8 @@ from tpcompiler._torch import LEAF_KINDS, WRITTEN_KINDS, tree_names
 from tpcompiler.ir.dim_sharding import DimSharding, Size
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding, refuse_mixed
+from tpcompiler.runtime.records import Note as Note
+from tpcompiler.runtime.records import Why
 
 MARK = "tpcompiler_mark"
 ORIGIN = "tpcompiler_origin"
@@ -30,9 +32,6 @@ UNCUT = "tpcompiler_uncut"  # on control flow that takes a planned weight: the r
 CALL = "tpcompiler_call"  # the single-device call as data, if a rank calls something else for its share
 BODY = "tpcompiler_body"  # the op whose share a node computes, if its rule's body replaced it
 GLOBAL = "tpcompiler_global"  # the global fake value of a node whose "val" is already local
-
-Why = Literal["inherent", "plan-demanded", "fallback"]
-
 
 Counts = Mapping[str, tuple[tuple[tuple[Size, DimSharding], ...], ...]]
 
@@ -124,31 +123,6 @@ class InTurns:
 
     axis: str
     asked_by: str
-
-
-@dataclass(frozen=True)
-class Note:
-    """A message of a pass for the report: something declined, given up or not usable."""
-
-    kind: Literal[
-        "plan",
-        "untouched",
-        "whole",
-        "dropped",
-        "no rule",
-        "size",
-        "random",
-        "mesh",
-        "shared",
-        "idle",
-        "cut",
-        "both",
-        "examples",
-        "collectives",
-        "search",
-        "uncut",
-    ]
-    text: str
 
 
 def pin(value: Any) -> Any:

@@ -14,6 +14,7 @@ from tpcompiler.ir.local import local_strides
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import parse_placement
 from tpcompiler.ir.sharding import Sharding
+from tpcompiler.runtime.records import PlacedRecord
 
 REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": lambda stacked: stacked.sum(0, dtype=stacked.dtype),
@@ -242,18 +243,18 @@ def read_sharding(text: str, mesh: Mesh, ndim: int) -> Sharding:
     return Sharding.of(dict(zip(mesh.names, items, strict=True)), mesh, ndim, "a tensor")
 
 
-def row_sharding(row: Mapping[str, Any], mesh: Mesh) -> Sharding:
+def row_sharding(row: PlacedRecord, mesh: Mesh) -> Sharding:
     """Return the sharding of a tensor in a manifest.
 
     Raises:
         ArtifactError: a tensor of its shape cannot have this sharding on this mesh.
     """
     try:
-        sharding = read_sharding(row["sharding"], mesh, len(row["shape"]))
-        cuts = [by if isinstance(size, int) else WHOLE for by, size in zip(sharding.dims, row["shape"], strict=True)]
-        fitted(Sharding(tuple(cuts)), row["shape"], mesh, row["name"])
+        sharding = read_sharding(row.sharding, mesh, len(row.shape))
+        cuts = [by if isinstance(size, int) else WHOLE for by, size in zip(sharding.dims, row.shape, strict=True)]
+        fitted(Sharding(tuple(cuts)), row.shape, mesh, row.name)
     except (TpCompilerError, ValueError) as error:
-        text = f"{row['name']!r} of {row['shape']} is {row['sharding']}"
+        text = f"{row.name!r} of {row.shape} is {row.sharding}"
         raise ArtifactError(
             f"the manifest says that {text}, which it cannot be on {mesh}", help="convert the model again"
         ) from error

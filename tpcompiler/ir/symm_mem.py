@@ -157,7 +157,7 @@ class _Replacement:
     """The calls that replace one node, with the names and claims that the node stores for them."""
 
     def __init__(self, node: fx.Node) -> None:
-        self.node, self.said = node, iter(read_claim(node)["stands_for"])
+        self.node, self.said = node, iter(read_claim(node).stands_for or ())
         self.args: Any = node.args
         self.made: dict[fx.Node, str] = {}
 

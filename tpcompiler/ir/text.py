@@ -12,9 +12,9 @@ from tpcompiler._torch import OpOverload
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import MARK, PIN, Mark, Program, Seed
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.runtime import manifest_form
+from tpcompiler.runtime import records
 
-DTYPES = {getattr(torch, name): short for name, short in manifest_form.DTYPES.items()}
+DTYPES = {getattr(torch, name): short for name, short in records.DTYPES.items()}
 
 
 def program_text(program: Program) -> str:

@@ -27,6 +27,7 @@ from tpcompiler.passes.apply_plan import Boundary, names_of
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.plan import Plan, share_plan
 from tpcompiler.runtime.artifact import Manifest
+from tpcompiler.runtime.records import Asked
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.task import Aim
 
@@ -93,25 +94,19 @@ class Conversion:
             return Plan()
         return self.plan.completed(found.styles, names_of(self.program)) if self.plan.searches else self.plan
 
-    def asked(self, plan: Plan, aim: Aim) -> dict[str, Any]:
-        """Return the caller's other arguments, as `Manifest.asked`; `plan`: completed."""
+    def asked(self, plan: Plan, aim: Aim) -> Asked:
+        """Return the caller's other arguments; `plan`: completed."""
         inputs, outputs = map(_said, self.boundary)
-        machine = basename(aim.machine.name)
-        asked: dict[str, Any] = {
-            "mesh": dict(self.mesh.axes),
-            "inputs": inputs,
-            "outputs": outputs,
-            "machine": machine,
-        }
-        if self.collectives != "nccl":
-            asked["collectives"] = self.collectives
-        if not self.check_indices:
-            asked["check_indices"] = False
-        if aim.gathers:
-            asked["plan"] = "auto:free"
-        elif self.plan.searches and len(self.plan.entries) > 1 and self.plan.to_data() != plan.to_data():
-            asked["plan"] = self.plan.to_data()
-        return asked
+        given = self.plan.to_data() if self.plan.searches and len(self.plan.entries) > 1 else plan.to_data()
+        return Asked(
+            mesh=dict(self.mesh.axes),
+            inputs=inputs,
+            outputs=outputs,
+            machine=basename(aim.machine.name),
+            collectives=self.collectives,
+            check_indices=self.check_indices,
+            plan="auto:free" if aim.gathers else given if given != plan.to_data() else None,
+        )
 
 
 def share_conversions(conversions: Mapping[str, Conversion]) -> dict[str, Conversion]:
@@ -155,7 +150,7 @@ def _said(boundary: Boundary) -> Any:
 
 def asked_boundary(manifest: Manifest, at: Literal["inputs", "outputs"]) -> Any:
     """The placements of inputs or outputs that an artifact was asked for, as `parallelize` takes them."""
-    said = manifest.asked.get(at)
+    said = manifest.asked.inputs if at == "inputs" else manifest.asked.outputs
     if isinstance(said, dict):
         return {name: _spec(spec) for name, spec in said.items()}
     return said and [spec and _spec(spec) for spec in said]

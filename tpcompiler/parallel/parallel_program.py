@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from tpcompiler.artifact.counts import counted_kinds
 from tpcompiler.artifact.manifest import manifest_of, shardings_of
 from tpcompiler.artifact.report import Collective, report_text
-from tpcompiler.artifact.summary import artifact_data, summary_parts
+from tpcompiler.artifact.summary import summarize, summary_parts
 from tpcompiler.artifact.writing import Files, writer_of
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.timeline import Times, predict_times
@@ -31,6 +31,7 @@ from tpcompiler.parallel.partition import Partition
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.plan import Plan
 from tpcompiler.runtime.artifact import Manifest, write_artifact
+from tpcompiler.runtime.records import Asked
 from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.terminal.tables import Part, Report, Shown
 
@@ -43,7 +44,7 @@ class ParallelProgram(Shown):
         original: ExportedProgram,
         partition: Partition,
         plan: Plan,
-        asked: dict[str, Any],
+        asked: Asked,
         advice: Callable[[str], str],
         remarks: Callable[[ParallelProgram], Iterable[Note]],
         searches: str = "",
@@ -131,7 +132,7 @@ class ParallelProgram(Shown):
 
     def parts(self) -> Iterator[Part]:
         """Return the summary of `tpcompiler convert`, for a notebook."""
-        return summary_parts(artifact_data(self.manifest()))
+        return summary_parts(summarize(self.manifest()))
 
     @cached_property
     def notes(self) -> tuple[Note, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 from torch.export import ExportedProgram
 
-from tpcompiler.artifact.report import Collective, collectives_of, traffic
+from tpcompiler.artifact.report import Collective, collectives_of, transfer_of
 from tpcompiler.cost.collective import Collectives
 from tpcompiler.cost.machine import Machine
 from tpcompiler.ir.collector import collector_rests
@@ -83,9 +83,10 @@ class Partition:
 
     def _is_wanted(self, collective: fx.Node) -> bool:
         """Return True if a collective should use symmetric memory, if that supports it."""
-        sent = traffic(collective, self.program.mesh)
-        asked = sent["kind"], sent["axis"].split("."), sent["payload_bytes"], self.program.mesh
-        return self.fitted == "symm_mem" or self.machine.prefers_symm_mem(*asked)
+        if self.fitted == "symm_mem":
+            return True
+        mesh, sent = self.program.mesh, transfer_of(collective, self.program.mesh)
+        return self.machine.prefers_symm_mem(sent.kind, sent.axis.split("."), sent.payload_bytes, mesh)
 
     def fitted_text(self) -> str:
         """Return how many collectives use symmetric memory, and up to which size that is faster on the machine."""

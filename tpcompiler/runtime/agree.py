@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tpcompiler._torch import default_store
 from tpcompiler.errors import LaunchError, TpCompilerError, reason
 from tpcompiler.runtime.artifact import VERSION, Manifest
-from tpcompiler.runtime.manifest_form import is_whole
+from tpcompiler.runtime.records import is_whole
 
 WAIT = timedelta(minutes=5)  # longer than another rank needs to read its shard, shorter than a person waits
 POLL = 0.02  # seconds between polls of the store
@@ -66,14 +66,14 @@ def artifact_facts(manifest: Manifest) -> dict[str, Any]:
 
 def input_facts(named: Mapping[str, torch.Tensor], manifest: Manifest) -> dict[str, Any]:
     """Return the dtype and shape of every input, plus a hash of the content for inputs that every rank gets whole."""
-    rows = {row["name"]: row for row in manifest.inputs}
+    rows = {row.name: row for row in manifest.inputs}
     facts = {}
     for name, value in named.items():
-        whole = is_whole(rows[name]["sharding"])
+        whole = is_whole(rows[name].sharding)
         # Ranks have different sizes along a dim that is cut unevenly; each rank's program checks its own.
         sizes = ", ".join(
             str(size) if whole or isinstance(known, str) else str(known)
-            for size, known in zip(value.shape, rows[name]["shape"], strict=True)
+            for size, known in zip(value.shape, rows[name].shape, strict=True)
         )
         facts[f"input {name!r}"] = f"{value.dtype} [{sizes}]" + (f" of content {_digest(value)}" if whole else "")
     return facts

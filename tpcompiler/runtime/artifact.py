@@ -7,17 +7,19 @@ In the shared layout, one `program.pt2` serves all ranks with equal graphs, and 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+from msgspec.structs import replace
 
 from tpcompiler.errors import ArtifactError, option, reason
-from tpcompiler.runtime.manifest_form import malformed, malformed_set
 from tpcompiler.runtime.opened import Opened, read_text
+from tpcompiler.runtime.records import Manifest as Manifest
+from tpcompiler.runtime.records import ProgramList, Record, plain_data, read_record
 from tpcompiler.runtime.target import CUT, MANIFEST, PARTS, SET, free_target, in_place_of, replacing
 from tpcompiler.terminal.progress import counted
 
@@ -25,68 +27,6 @@ VERSION = "0.1.0"
 FORMAT = 2
 VALUES = "values.safetensors"
 MODEL = "model.pt2"  # the program that was converted, without its weights
-
-
-@dataclasses.dataclass(frozen=True)
-class Manifest:
-    """The manifest of an artifact; every field is plain JSON data.
-
-    Attributes:
-        mesh: axis -> degree.
-        groups: process-group name in the graphs -> the disjoint groups of ranks with that name.
-        plan: the plan, in the form of a plan file.
-        tensors: name, kind, global shape, dtype, sharding of every parameter, buffer and constant; `tied_to` another
-            one, `stored_in` another program of the set, `persistent` false for a buffer that the
-            model's state dict omits.
-        inputs: name, global shape, dtype, sharding of the user's tensors; a symbolic size is its text. `values`: the
-            least and greatest value of an input of indices.
-        outputs: the same rows for the returned tensors.
-        collectives: the records of `ParallelProgram.collectives()`.
-        notes: kind and text of the requests that the compiler declined or could not use.
-        output_type: the class that the model returned, if a plain dict was written instead.
-        versions: the versions of tpcompiler, torch and python.
-        files: file name -> SHA-256 (hex).
-        calling: the calling convention of every rank's program: its input and output pytrees, its argument names,
-            the range of every dynamic size (None: unbounded), and the assertions on inputs.
-        rank_numbers: the constant in which ranks with equal graphs differ (such as slice starts): its name and
-            every rank's row. Empty if they differ in nothing.
-        symm_mem: the constants in memory that the GPUs of a group map from each other, and the group of each. No
-            file contains them: `tpcompiler.load` allocates them.
-        programs: file name -> the ranks that run it, each with its weights in a separate file. Empty if every rank has
-            one file with both.
-        asked: the conversion request: `mesh`; the requested placements of `inputs` and `outputs`, or None; the name
-            of the `machine` whose prices chose its collectives, without the path of a file;
-            `collectives` unless they are NCCL's or gloo's; `check_indices`, false if ranks do not check
-            computed indices; `plan`, if that was "auto:free", or a partial plan that the search completed.
-        compiled: the package of an artifact with one program (`runtime/package.py`); a set lists it in programs.json.
-    """
-
-    mesh: dict[str, int]
-    groups: dict[str, list[list[int]]]
-    device_type: str
-    plan: dict[str, Any]
-    tensors: list[dict[str, Any]]
-    inputs: list[dict[str, Any]]
-    outputs: list[dict[str, Any]]
-    collectives: list[dict[str, Any]]
-    notes: list[dict[str, str]]
-    output_type: str | None
-    versions: dict[str, str]
-    files: dict[str, str] = dataclasses.field(default_factory=dict)
-    calling: dict[str, Any] = dataclasses.field(default_factory=dict)
-    rank_numbers: dict[str, list[list[int]]] = dataclasses.field(default_factory=dict)
-    symm_mem: dict[str, str] = dataclasses.field(default_factory=dict)
-    programs: dict[str, list[int]] = dataclasses.field(default_factory=dict)
-    asked: dict[str, Any] = dataclasses.field(default_factory=dict)
-    compiled: dict[str, Any] = dataclasses.field(default_factory=dict)
-    format: int = FORMAT
-
-    @property
-    def world_size(self) -> int:
-        size = 1
-        for degree in self.mesh.values():
-            size *= degree
-        return size
 
 
 def rank_file(rank: int) -> str:
@@ -109,7 +49,8 @@ def program_file(manifest: Manifest, rank: int) -> str:
 
 
 Inspect = Callable[[Path], None]
-Write = Callable[[int, Path], str | None]  # (rank, path) -> the file's SHA-256, or None to have it computed
+Listing = TypeVar("Listing", Manifest, ProgramList)
+Write = Callable[[int, Path], str | None]  # of a rank; gives the file's SHA-256 if it is known
 
 
 class Writer(NamedTuple):
@@ -172,8 +113,7 @@ def write_set(
         for name, writer in programs.items():
             (temporary / name).mkdir()
             _write(temporary / name, Writer(*writer))
-        text = json.dumps({"format": FORMAT, "programs": list(programs)}, indent=1)
-        (temporary / SET).write_text(text + "\n", encoding="utf-8")
+        write_record(temporary / SET, ProgramList(format=FORMAT, programs=list(programs)))
         inspect(temporary)
 
 
@@ -192,7 +132,7 @@ def _write(directory: Path, writer: Writer) -> None:
     if write_model is not None:
         write_model(directory / MODEL)
         files[MODEL] = sha256(directory / MODEL)
-    _write_manifest(directory / MANIFEST, dataclasses.replace(manifest, files=files))
+    write_record(directory / MANIFEST, replace(manifest, files=files))
 
 
 def say_files(directory: Path, manifest: Manifest, files: Mapping[str, str]) -> None:
@@ -202,11 +142,12 @@ def say_files(directory: Path, manifest: Manifest, files: Mapping[str, str]) -> 
         OSError: the manifest cannot be written.
     """
     with replacing(directory / MANIFEST) as path:
-        _write_manifest(path, dataclasses.replace(manifest, files={**manifest.files, **files}))
+        write_record(path, replace(manifest, files={**manifest.files, **files}))
 
 
-def _write_manifest(path: Path, manifest: Manifest) -> None:
-    path.write_text(json.dumps(dataclasses.asdict(manifest), indent=1) + "\n", encoding="utf-8")
+def write_record(path: Path, record: Record) -> None:
+    """Write a manifest, or a list of programs."""
+    path.write_text(json.dumps(plain_data(record), indent=1) + "\n", encoding="utf-8")
 
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
@@ -222,7 +163,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
             help=f"give one of them: {path.parent / programs[0]}",
         )
     try:
-        data = json.loads(read_text(path))
+        manifest = _read_listing(path, Manifest)
     except (FileNotFoundError, NotADirectoryError) as error:
         state = (
             f"is not an artifact: it has no {MANIFEST}"
@@ -232,25 +173,6 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
             else "does not exist"
         )
         raise ArtifactError(f"{directory} {state}", help="make one with tpcompiler convert") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise ArtifactError(f"{path} cannot be read: {reason(error)}", help="convert the model again") from error
-    version = data.get("format") if isinstance(data, Mapping) else None
-    if version != FORMAT:
-        raise ArtifactError(
-            f"{path} has format {version!r}{_writer(data)}, this tpcompiler {VERSION} reads format {FORMAT}",
-            help="convert the model again",
-        )
-    names = {field.name for field in dataclasses.fields(Manifest)}
-    if set(data) != names:
-        raise ArtifactError(
-            f"{path} is damaged: fields {sorted(set(data) ^ names)} are missing or unknown",
-            help="convert the model again",
-        )
-    manifest = Manifest(**data)
-    if part := malformed(data):
-        raise ArtifactError(
-            f"{path} is damaged: {part!r} is not in the form of format {FORMAT}", help="convert the model again"
-        )
     name_of = weights_file if manifest.programs else rank_file
     every = {*manifest.programs, *map(name_of, range(manifest.world_size))}
     there = set(manifest.files) - {MODEL}
@@ -259,12 +181,12 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
             f"{path} names files {sorted(manifest.files)} for {manifest.world_size} ranks",
             help="convert the model again",
         )
-    # Two artifacts were copied into one directory: their files cannot be told apart.
+    # Two artifacts that were copied into one directory: which of them each file is of, nobody can say.
     there = {file.name for file in Path(directory).iterdir()}
     unfinished: set[str] = (
         every if CUT in there else set()
-    )  # a cut was interrupted before the manifest named its last files
-    known = {MANIFEST, *manifest.files, *manifest.compiled.get("files", ())}
+    )  # a cut that was ended before the manifest named its last files
+    known = {MANIFEST, *manifest.files, *(manifest.compiled.files if manifest.compiled else ())}
     stray = set(filter(PARTS.fullmatch, there)) - known - unfinished
     if stray:
         raise ArtifactError(
@@ -274,32 +196,60 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     return manifest
 
 
+def _read_listing(path: Path, kind: type[Listing]) -> Listing:
+    """Read a manifest, or a list of programs.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: there is none.
+        ArtifactError: unreadable, of another format version, or of another form.
+    """
+    again = f"convert the model{'s' * (kind is ProgramList)} again"
+    try:
+        data = json.loads(read_text(path))
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise ArtifactError(f"{path} cannot be read: {reason(error)}", help=again) from error
+    if (version := data.get("format") if isinstance(data, Mapping) else None) != FORMAT:
+        raise ArtifactError(
+            f"{path} has format {version!r}{_writer(data)}, this tpcompiler {VERSION} reads format {FORMAT}",
+            help=again,
+        )
+    try:
+        return read_record(kind, data)
+    except ValueError as error:
+        raise ArtifactError(f"{path} is damaged{error}", help=again) from error
+
+
 def _writer(data: Any) -> str:
     versions = data.get("versions") if isinstance(data, Mapping) else None
     writer = versions.get("tpcompiler") if isinstance(versions, Mapping) else None
     return f" of tpcompiler {writer}" if isinstance(writer, str) else ""
 
 
-def programs_in(directory: str | os.PathLike[str]) -> list[str]:
-    """Return the names of the programs that `write_set` wrote, in order; empty if there is no such list.
+def read_programs(directory: str | os.PathLike[str]) -> ProgramList | None:
+    """Read the list of programs that `write_set` wrote there; None where there is none.
 
     Raises:
-        ArtifactError: the list cannot be read, or a name leads out of the directory.
+        ArtifactError: a list that cannot be read, or a name that leads out of the directory.
     """
-    path = inside(directory, SET)
     try:
-        data = json.loads(read_text(path))
-        wrong = data["format"] != FORMAT or malformed_set(data)
+        listed = _read_listing(inside(directory, SET), ProgramList)
     except (FileNotFoundError, NotADirectoryError):
-        return []
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise ArtifactError(f"{path} cannot be read: {reason(error)}", help="convert the models again") from error
-    if wrong:
-        raise ArtifactError(f"{path} is damaged, or of another format than {FORMAT}", help="convert the models again")
-    names: list[str] = data["programs"]
-    for name in names:
+        return None
+    for name in listed.programs:
         inside(directory, name)
-    return names
+    return listed
+
+
+def programs_in(directory: str | os.PathLike[str]) -> list[str]:
+    """Return the names of the programs in a directory of several, in order; none elsewhere.
+
+    Raises:
+        ArtifactError: as `read_programs`.
+    """
+    listed = read_programs(directory)
+    return listed.programs if listed else []
 
 
 def inside(directory: str | os.PathLike[str], name: str) -> Path:

@@ -18,7 +18,7 @@ def manifests_beside(directory: str | os.PathLike[str], manifest: Manifest) -> d
     above = Path(directory).parent
     return {
         name: read_manifest(inside(above, name))
-        for name in {str(row["stored_in"]) for row in manifest.tensors if "stored_in" in row}
+        for name in {row.stored_in for row in manifest.tensors if row.stored_in is not None}
     }
 
 
@@ -30,6 +30,6 @@ def misfit_of(programs: Mapping[str, Manifest]) -> str:
         if manifest.mesh != other.mesh:
             return f"{name!r} is for the mesh {manifest.mesh}, and {first!r} for {other.mesh}"
         for row in manifest.tensors:
-            if "stored_in" not in row and holder.setdefault(row["name"], name) != name:
-                return f"{row['name']!r} lies in the files of {holder[row['name']]!r} and again in those of {name!r}"
+            if row.stored_in is None and holder.setdefault(row.name, name) != name:
+                return f"{row.name!r} lies in the files of {holder[row.name]!r} and again in those of {name!r}"
     return ""

@@ -20,6 +20,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgu
 from tpcompiler._torch import TreeSpec, aten, tree_flatten, tree_unflatten
 from tpcompiler.errors import ArtifactError, InputsError, reason
 from tpcompiler.runtime.opened import Opened
+from tpcompiler.runtime.records import BoundaryRecord
 from tpcompiler.runtime.target import refuse_full_disk, replacing
 
 LARGEST_HEADER = 10_000_000  # bytes: every tensor in the header is created before any check
@@ -189,7 +190,7 @@ def named_inputs(program: ExportedProgram, args: Sequence[Any], kwargs: Mapping[
     return {spec.arg.name: v for spec, v in zip(specs, flat, strict=True) if isinstance(v, torch.Tensor)}
 
 
-def check_values(given: Mapping[str, torch.Tensor], inputs: Sequence[Mapping[str, Any]]) -> None:
+def check_values(given: Mapping[str, torch.Tensor], inputs: Sequence[BoundaryRecord]) -> None:
     """Check that inputs of indices are in their range; on a GPU with an assertion that the host does not wait for.
 
     Args:
@@ -199,18 +200,18 @@ def check_values(given: Mapping[str, torch.Tensor], inputs: Sequence[Mapping[str
         InputsError: a value is out of range, such as a position beyond a cache.
     """
     for row in inputs:
-        value = given.get(row["name"])
-        if "values" not in row or value is None or not value.numel():
+        value = given.get(row.name)
+        if row.values is None or value is None or not value.numel():
             continue
-        least, most = row["values"]
+        least, most = row.values
         if value.device.type != "cpu":
-            text = f"input {row['name']!r} has a value outside of {least} to {most}"
+            text = f"input {row.name!r} has a value outside of {least} to {most}"
             aten._assert_async.msg(((value >= least) & (value <= most)).all(), text)
             continue
         low, high = (int(end) for end in value.aminmax())
         if low < least or high > most:
             raise InputsError(
-                f"input {row['name']!r} has the value {low if low < least else high}, and may have {least} to {most}",
+                f"input {row.name!r} has the value {low if low < least else high}, and may have {least} to {most}",
                 help="give values in that range, or export the model for more",
             )
 

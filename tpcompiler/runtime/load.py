@@ -90,7 +90,7 @@ def load(
 
 def _refuse_alone(directory: str | os.PathLike[str], manifest: Manifest | None) -> None:
     """Check that the artifact contains all of its tensors."""
-    left_out = [row["name"] for row in manifest.tensors if "stored_in" in row] if manifest else []
+    left_out = [row.name for row in manifest.tensors if row.stored_in is not None] if manifest else []
     if left_out:
         raise ArtifactError(
             f"{os.fspath(directory)} leaves {len(left_out)} tensors to the program beside it, such as "
@@ -109,7 +109,7 @@ def _read(
     arguments: _Arguments,
 ) -> _RankProgram:
     """Read this rank's program onto its device; take missing tensors from `stored`, and add its own there."""
-    left_out = {row["name"] for row in manifest.tensors if "stored_in" in row}
+    left_out = {row.name for row in manifest.tensors if row.stored_in is not None}
     with agreeing(arguments.timeout) as mine:
         if package is not None:
             exported = read_called(
@@ -136,7 +136,7 @@ def _read(
     place_state(exported, device)
     map_buffers(exported, manifest, device)
     for row in manifest.tensors:
-        fqn = row["name"]
+        fqn = row.name
         stored[fqn] = exported.state_dict[fqn] if fqn in exported.state_dict else exported.constants[fqn]
     return _RankProgram(exported, manifest)
 
@@ -144,7 +144,7 @@ def _read(
 def _guarded(module: fx.GraphModule, read: _RankProgram, arguments: _Arguments) -> Callable[..., Any]:
     """Return a forward that also checks inputs, on the first call across all ranks."""
     unchecked = arguments.check_inputs
-    indices = [row["name"] for row in read.manifest.inputs if "values" in row]
+    indices = [row.name for row in read.manifest.inputs if row.values is not None]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal unchecked

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import re
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import torch
 
 from tpcompiler.errors import ArtifactError, TpCompilerWarning, option
-from tpcompiler.runtime.artifact import open_known, programs_in, read_manifest
-from tpcompiler.runtime.opened import read_text
+from tpcompiler.runtime.artifact import open_known, read_manifest, read_programs, write_record
+from tpcompiler.runtime.records import Package as Package
 from tpcompiler.runtime.target import MANIFEST, SET, replacing
 
 AGAIN = "package it again here: tpcompiler package {}"
@@ -24,43 +23,14 @@ EXTENSIONS = re.compile(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Package:
-    """An artifact's package, as plain data.
-
-    Attributes:
-        files: file name -> SHA-256 (hex), for the package, the library that runs it from Python, and the programs that
-            define how each model is called (`called_file`).
-        models: program -> model in the package -> the ranks that run it. The program of a lone artifact is "".
-        device_type: "cpu" or "cuda".
-        torch: the version that compiled it, and must run it.
-        compiler: the C++ compiler, with its own description.
-        strides: of the tensors that are not contiguous in memory.
-        capability: the required CPU extensions, or GPU generation.
-        threads: number in a rank's process, on the CPU.
-    """
-
-    files: dict[str, str]
-    models: dict[str, dict[str, list[int]]]
-    device_type: str
-    torch: str
-    compiler: str
-    strides: dict[str, list[int]]
-    capability: list[str]
-    threads: int
-
-
 def read_package(directory: str | os.PathLike[str]) -> Package | None:
     """Return the package of an artifact or of a set of programs; None if it has none.
 
     Raises:
         ArtifactError: as `read_manifest`.
     """
-    if programs_in(directory):
-        data = json.loads(read_text(Path(directory) / SET)).get("compiled")
-    else:
-        data = read_manifest(directory).compiled
-    return Package(**data) if data else None
+    listed = read_programs(directory)
+    return (listed or read_manifest(directory)).compiled
 
 
 def refuse_other_package(directory: str | os.PathLike[str]) -> None:
@@ -94,11 +64,9 @@ def say_package(directory: Path, package: Package | None, files: Sequence[Path] 
     Raises:
         OSError: the listing cannot be written; no file was moved.
     """
-    listing = directory / (SET if programs_in(directory) else MANIFEST)
-    data = json.loads(listing.read_text(encoding="utf-8"))
-    data["compiled"] = dataclasses.asdict(package) if package else {}
-    with replacing(listing) as path:
-        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    listed = read_programs(directory)
+    with replacing(directory / (SET if listed else MANIFEST)) as path:
+        write_record(path, msgspec.structs.replace(listed or read_manifest(directory), compiled=package))
         for file in files:
             os.replace(file, directory / file.name)
 

@@ -17,9 +17,9 @@ from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from tpcompiler._torch import tree_flatten, tree_names
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.artifact import Manifest, lacks_weights, open_checked
-from tpcompiler.runtime.manifest_form import PLACEMENT
 from tpcompiler.runtime.model_file import load_opened, looked_into
 from tpcompiler.runtime.opened import Opened
+from tpcompiler.runtime.records import PLACEMENT
 from tpcompiler.runtime.weights import read_weights
 
 # Reads a rank's weights for a program: (artifact, manifest, rank, program) -> tensors by name.
@@ -101,7 +101,7 @@ def load_rank(file: Opened, manifest: Manifest) -> ExportedProgram:
         raise ArtifactError(
             f"{file.path} names the device {other[0]!r}, and the manifest says {manifest.device_type!r}", help=AGAIN
         )
-    tensors = {*manifest.rank_numbers, *(row["name"] for row in manifest.tensors)}
+    tensors = {*manifest.rank_numbers, *(row.name for row in manifest.tensors)}
     if both := sorted(tensors.intersection(manifest.symm_mem)):  # a tensor would be replaced by memory without values
         raise ArtifactError(f"the manifest has {both[0]!r} as a tensor and as symmetric memory", help=AGAIN)
     if lacking := sorted(manifest.symm_mem.keys() - program.constants.keys()):
@@ -121,7 +121,7 @@ def read_state(
     Raises:
         ArtifactError: as `open_checked` and `read_weights`.
     """
-    here = [row["name"] for row in manifest.tensors if "tied_to" not in row and "stored_in" not in row]
+    here = [row.name for row in manifest.tensors if row.is_own]
     taken = taken_by(program)
     with open_checked(directory, manifest, rank, weights=True) as file:
         wanted = {name: value for name in (*here, *manifest.rank_numbers) if (value := taken.get(name)) is not None}
@@ -131,7 +131,7 @@ def read_state(
 
 def with_tied(state: dict[str, torch.Tensor], manifest: Manifest) -> dict[str, torch.Tensor]:
     """Add the tied names of tensors."""
-    tied = {row["name"]: row["tied_to"] for row in manifest.tensors if row.get("tied_to") in state}
+    tied = {row.name: row.tied_to for row in manifest.tensors if row.tied_to in state}
     return {**state, **{name: state[first] for name, first in tied.items()}}
 
 
@@ -158,18 +158,18 @@ def _check_tensors(program: ExportedProgram, manifest: Manifest, rank: int, path
                 f"{path}: rank {rank} has the numbers {found}, and the manifest says {[rows[rank]]}", help=AGAIN
             )
     tensors = {name for name, value in held.items() if isinstance(value, torch.Tensor)}
-    named = {row["name"] for row in manifest.tensors}
+    named = {row.name for row in manifest.tensors}
     if missing := sorted(named - tensors):
         raise ArtifactError(f"{path} has no tensor {missing[0]!r}, and the manifest names it", help=AGAIN)
     taken = {name: value for name, value in taken_by(program).items() if name in held}
     if more := sorted(tensors - named - taken.keys()):
         raise ArtifactError(f"{path} holds the tensor {more[0]!r}, which its program does not take", help=AGAIN)
-    elsewhere = {row["name"] for row in manifest.tensors if "stored_in" in row}
+    elsewhere = {row.name for row in manifest.tensors if row.stored_in is not None}
     for row in manifest.tensors:
-        neutral = _neutral(row["sharding"], manifest.mesh, rank)
-        if neutral is not None and row["name"] not in elsewhere and not bool((held[row["name"]] == neutral).all()):
+        neutral = _neutral(row.sharding, manifest.mesh, rank)
+        if neutral is not None and row.name not in elsewhere and not bool((held[row.name] == neutral).all()):
             raise ArtifactError(
-                f"{path}: {row['name']!r} is {row['sharding']}, of which another rank holds all, and is not {neutral} "
+                f"{path}: {row.name!r} is {row.sharding}, of which another rank holds all, and is not {neutral} "
                 f"everywhere on rank {rank}",
                 help=AGAIN,
             )
@@ -219,6 +219,6 @@ def _check_boundary(program: ExportedProgram, manifest: Manifest, path: Path) ->
     names = zip(tree_names(tree) if tree is not None else (), outputs, strict=True)
     gives = [name for name, arg in names if isinstance(arg, TensorArgument)]
     for does, has, rows in (("takes", takes, manifest.inputs), ("returns", gives, manifest.outputs)):
-        if (said := [row["name"] for row in rows]) != has:
+        if (said := [row.name for row in rows]) != has:
             both = f"{', '.join(has) or 'nothing'}, the manifest says {', '.join(said) or 'nothing'}"
             raise ArtifactError(f"{path}: its program {does} {both}", help=AGAIN)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -12,6 +12,7 @@ from tpcompiler._torch import tree_flatten
 from tpcompiler.errors import InputsError, reason
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.inputs import arrange_inputs, read_tensors
+from tpcompiler.runtime.records import Record
 
 
 def run_file(
@@ -27,7 +28,7 @@ def run_file(
     """
     result = call_on(module, read_tensors(path) if shares is None else shares, str(path))
     tensors = [value for value in tree_flatten(result)[0] if isinstance(value, torch.Tensor)]
-    return {row["name"]: tensor for row, tensor in zip(manifest.outputs, tensors, strict=True)}
+    return {row.name: tensor for row, tensor in zip(manifest.outputs, tensors, strict=True)}
 
 
 def call_on(module: Any, given: Mapping[str, torch.Tensor], where: str) -> Any:
@@ -45,21 +46,22 @@ def call_on(module: Any, given: Mapping[str, torch.Tensor], where: str) -> Any:
         raise InputsError(f"{where}: the program does not run: {line}", help="check the sizes and values") from error
 
 
-class Summary(NamedTuple):
-    """A tensor in brief; `largest` is a magnitude. Both numbers are None without elements; a complex mean is text."""
+class ReturnedTensor(Record, frozen=True):
+    """A tensor that the program returned."""
 
-    name: str
-    shape: list[int]
-    dtype: str
-    mean: float | str | None
-    largest: float | None
+    name: str  # of the output
+    shape: list[int]  # of the whole
+    dtype: str  # as torch names it
+    mean: float | str | None  # text of complex numbers, null without elements
+    largest: float | None  # the largest magnitude, null without elements
 
 
-def summarize(tensors: Mapping[str, torch.Tensor]) -> list[Summary]:
-    summaries = []
+def summarize(tensors: Mapping[str, torch.Tensor]) -> list[ReturnedTensor]:
+    found = []
     for name, tensor in tensors.items():
         numbers = tensor.detach().cpu().to(torch.complex128 if tensor.is_complex() else torch.float64)
         mean, largest = (numbers.mean().item(), numbers.abs().amax().item()) if numbers.numel() else (None, None)
-        shown = f"{mean:.6g}" if isinstance(mean, complex) else mean
-        summaries.append(Summary(name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), shown, largest))
-    return summaries
+        said = f"{mean:.6g}" if isinstance(mean, complex) else mean
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        found.append(ReturnedTensor(name, list(tensor.shape), dtype, said, largest))
+    return found

@@ -170,8 +170,7 @@ def _refuse_others(directory: Path, target: Path) -> None:
     if listing not in names or not _is_ours(directory / listing):
         lacks = f"it has no {MANIFEST}" if listing not in names else f"its {listing} is another's"
         raise ArtifactError(f"{target} exists and is not an artifact ({lacks})", help="choose another directory")
-    listed = json.loads(read_text(directory / SET))["programs"] if SET in names else []
-    listed = listed if isinstance(listed, list) else []
+    listed = _named(directory / SET, "programs") if SET in names else []
     programs = [name for name in names if name in listed and os.path.isdir(directory / name)]
     for name in programs:
         _refuse_others(directory / name, target / name)
@@ -190,7 +189,7 @@ def _is_ours(listing: Path) -> bool:
         data = json.loads(read_text(listing))
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(data, dict) and data.keys() >= FIELDS[listing.name] and isinstance(data["format"], int)
+    return isinstance(data, dict) and data.keys() >= FIELDS[listing.name] and isinstance(data.get("format"), int)
 
 
 def _packaged(names: Sequence[str]) -> list[str]:
@@ -199,9 +198,13 @@ def _packaged(names: Sequence[str]) -> list[str]:
 
 def _files(manifest: Path, there: Sequence[str]) -> list[str]:
     """Return the files that a manifest names, and those of a package."""
-    names = json.loads(read_text(manifest))["files"]
-    files = [name for name in names if PARTS.fullmatch(name)] if isinstance(names, dict) else []
-    return [*files, *_packaged(there)]
+    return [*filter(PARTS.fullmatch, _named(manifest, "files")), *_packaged(there)]
+
+
+def _named(listing: Path, field: str) -> list[str]:
+    """The names in a field of a listing, which may be damaged otherwise."""
+    names = json.loads(read_text(listing)).get(field)
+    return [name for name in names if isinstance(name, str)] if isinstance(names, (list, dict)) else []
 
 
 def _rename_to_free(temporary: Path, target: Path) -> None:

@@ -55,7 +55,7 @@ def _device(kind: str) -> str:
 
 def _refuse_gathers(manifest: Manifest) -> None:
     """Reject all_gather on GPUs with gloo: the only collective for which torch's gloo fails there."""
-    if gathers := sum(row["kind"] == "all_gather" for row in manifest.collectives):
+    if gathers := sum(row.kind == "all_gather" for row in manifest.collectives):
         raise LaunchError(
             f"{gathers} all_gather of tensors on GPUs, which ends a process by SIGSEGV in torch's gloo",
             help="use NCCL (docs/gpu.md says how processes share a GPU), or convert the model again with "

@@ -32,7 +32,7 @@ def measure_step_time(found: Solution, collectives: Iterable[Sent], machine: Mac
         work += objective.copy_seconds(steps, value.meta["val"], found.mesh)
     sent = [machine.collective_seconds(kind, axes, count, found.mesh) for kind, axes, count in collectives]
     host = len(kernels) * machine.host.operation + len(sent) * machine.host.collective
-    return StepTime(work, floors, sum(sent), host)
+    return StepTime.of(work, floors, sum(sent), host)
 
 
 def seconds_of_ops(found: Solution, machine: Machine) -> Iterator[tuple[fx.Node, float]]:

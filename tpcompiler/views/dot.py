@@ -104,15 +104,15 @@ def _box(dot: graphviz.Digraph, item: Item, path: str) -> None:
 def _collective(dot: graphviz.Digraph, item: Item, path: str) -> None:
     record = item.record
     assert record is not None
-    payload, wired = (format_bytes(record[name]) for name in ("payload_bytes", "wire_bytes"))
-    sent = f"{payload} over {record['axis']}, {wired} on the wire"
-    lines = [_bold(record["kind"]), _text(item.sharding).replace("-&gt;", "&rarr;"), _small(sent)]
+    payload, wired = map(format_bytes, (record.payload_bytes, record.wire_bytes))
+    sent = f"{payload} over {record.axis}, {wired} on the wire"
+    lines = [_bold(record.kind), _text(item.sharding).replace("-&gt;", "&rarr;"), _small(sent)]
     lines += (_small(f"{names} {what}") for names, what in _leaves(item, path))
     lines += _writes(item, path)
-    if record["why"] != "inherent":
-        lines += map(_small, textwrap.wrap(f"{record['why']}: {record['reason']}", 44))
+    if record.why != "inherent":
+        lines += map(_small, textwrap.wrap(f"{record.why}: {record.reason}", 44))
     look = {"fillcolor": COLLECTIVE, "fontcolor": "#ffffff", "style": "filled"}
-    if record["why"] == "fallback":
+    if record.why == "fallback":
         look = {"fillcolor": "#ffffff", "fontcolor": COLLECTIVE, "style": "filled,dashed"}
     dot.node(
         _name(item.name), _lines(lines), shape="hexagon", margin="0,0.02", color=COLLECTIVE, penwidth="2.5",
@@ -162,7 +162,7 @@ def _title(outline: Outline) -> str:
     ]
     legend_texts = legend_of(outline.root)
     cells = [_cell(f"{' '.join(legend_texts[c])} {c.split()[0]}", *COLORS[c]) for c in COLORS if c in legend_texts]
-    reasons = {record["why"] for record in records}
+    reasons = {record.why for record in records}
     if reasons - {"fallback"}:
         cells.append(_cell("collective", COLLECTIVE, COLLECTIVE, "#ffffff"))
     if "fallback" in reasons:

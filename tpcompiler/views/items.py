@@ -17,6 +17,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.claims import Claim, read_claim, records_of
 from tpcompiler.ir.text import op_name, value_text
 from tpcompiler.runtime.artifact import Manifest
+from tpcompiler.runtime.records import Collective, PlacedRecord, TensorRecord
 
 # They move values without computing; so does every op whose schema returns a view.
 COPIES = frozenset(("_to_copy", "_unsafe_view", "clone", "getitem", "lift_fresh_copy", "repeat", "wait_tensor"))
@@ -85,7 +86,7 @@ class Item:
     leaves: tuple[LeafItem, ...] = ()
     writes: tuple[LeafItem, ...] = ()
     modules: tuple[Module, ...] = ()
-    record: Mapping[str, Any] | None = None
+    record: Collective | None = None
     note: str = ""
     small: bool = False
     joined: tuple[str, ...] = ()
@@ -139,13 +140,13 @@ def _contracted(exported: ExportedProgram, manifest: Manifest) -> Iterator[Item]
     leaves = _leaves(exported, manifest)
     records = records_of(exported.graph, manifest)
     results = _results(exported)
-    shardings = {row["name"]: str(row["sharding"]) for row in manifest.inputs}
+    shardings = {row.name: row.sharding for row in manifest.inputs}
     came: dict[fx.Node, Came] = {}
     numbers = {s.arg.name for s in exported.graph_signature.input_specs if s.target in manifest.rank_numbers}
     bodies: set[str] = set()  # ops with a local body in the graph
     for node in exported.graph.nodes:
         claim = read_claim(node)
-        origin = claim.get("origin", "")
+        origin = claim.origin or ""
         origins = dict.fromkeys(x for operand in node.all_input_nodes for x in came[operand])
         came[node] = {node.name: None} if edit.outputs(node) and node.name not in numbers else {}
         if node.name in leaves:
@@ -158,11 +159,11 @@ def _contracted(exported: ExportedProgram, manifest: Manifest) -> Iterator[Item]
             value = value_text(node.meta["val"])
             yield Item(node.name, "input", (node.name,), shardings.get(node.name, ""), value, origin=node.name)
         elif node in records:
-            result = results.get(claim.get("reshard", ""), node)
+            result = results.get(claim.reshard or "", node)
             yield replace(_collective(node, claim, records[node], result), **_split(origins))
-        elif _is_layout(node) or "reshard" in claim:
+        elif _is_layout(node) or claim.reshard is not None:
             came[node] = origins
-        elif origin and "sharding" not in claim:
+        elif origin and claim.sharding is None:
             came[node] = origins
             bodies.add(origin)
         else:
@@ -172,17 +173,17 @@ def _contracted(exported: ExportedProgram, manifest: Manifest) -> Iterator[Item]
             yield replace(item, **_split(origins))
 
 
-def _collective(node: fx.Node, claim: Claim, record: Mapping[str, Any], result: fx.Node) -> Item:
+def _collective(node: fx.Node, claim: Claim, record: Collective, result: fx.Node) -> Item:
     return Item(
         name=node.name,
         kind="collective",
-        ops=(record["kind"],),
-        sharding=claim.get("change", ""),
+        ops=(record.kind,),
+        sharding=claim.change or "",
         value=value_text(result.meta["val"]),
         modules=_modules(node),
         record=record,
-        note=f"{record['reason']}\n{record['source']}".strip(),
-        origin=read_claim(result).get("origin", ""),
+        note=f"{record.reason}\n{record.source}".strip(),
+        origin=read_claim(result).origin or "",
     )
 
 
@@ -192,12 +193,12 @@ def _op(node: fx.Node, claim: Claim) -> Item:
         name=node.name,
         kind="op",
         ops=(op_name(node),),
-        sharding=_one(claim.get("sharding", [])),
+        sharding=_one(claim.sharding or []),
         value=_one([value_text(value) for value in edit.outputs(node)]),
         modules=_modules(node),
-        note="\n".join(filter(None, (claim.get("reason"), edit.source_line(node)))),
+        note="\n".join(filter(None, (claim.reason, edit.source_line(node)))),
         small=pointwise or op_name(node) in SMALL,
-        origin=claim.get("origin", ""),
+        origin=claim.origin or "",
     )
 
 
@@ -205,14 +206,15 @@ def _outputs(
     exported: ExportedProgram, manifest: Manifest, output: fx.Node, came: Mapping[fx.Node, Came]
 ) -> Iterator[Item]:
     rows = iter(manifest.outputs)
-    held = {row["name"]: _leaf(row) for row in (*manifest.inputs, *manifest.tensors)}
+    held = {name: _leaf(row) for name, row in manifest.placed()}
     specs = exported.graph_signature.output_specs
     for position, (spec, value) in enumerate(zip(specs, output.args[0], strict=True)):  # type: ignore[arg-type]
         if not isinstance(value, fx.Node) or not edit.is_tensor(value):
             continue
         leaf = None if spec.kind is OutputKind.USER_OUTPUT else held.get(spec.target or "")
-        row = next(rows) if spec.kind is OutputKind.USER_OUTPUT else {"name": f"{spec.target} (written back)"}
-        name, sharding = str(row["name"]), leaf.sharding if leaf else str(row.get("sharding", ""))
+        row = next(rows) if spec.kind is OutputKind.USER_OUTPUT else None
+        name = row.name if row else f"{spec.target} (written back)"
+        sharding = leaf.sharding if leaf else row.sharding if row else ""
         item = Item(f"output {position}", "output", (name,), sharding, value_text(value.meta["val"]), origin=name)
         yield replace(item, **_split(came[value]), writes=(leaf,) if leaf else ())
 
@@ -225,7 +227,7 @@ def _split(origins: Came) -> dict[str, Any]:
 
 
 def _leaves(exported: ExportedProgram, manifest: Manifest) -> dict[str, LeafItem]:
-    rows = {row["name"]: row for row in manifest.tensors}
+    rows = {row.name: row for row in manifest.tensors}
     out = {}
     for spec in exported.graph_signature.input_specs:
         if spec.target in rows:
@@ -233,14 +235,14 @@ def _leaves(exported: ExportedProgram, manifest: Manifest) -> dict[str, LeafItem
     return out
 
 
-def _leaf(row: Mapping[str, Any]) -> LeafItem:
-    shape = f"{row['dtype']}[{', '.join(map(str, row['shape']))}]" if "shape" in row else ""
-    return LeafItem(row["name"], str(row.get("sharding", "")), shape, row.get("tied_to"))
+def _leaf(row: PlacedRecord) -> LeafItem:
+    tied_to = row.tied_to if isinstance(row, TensorRecord) else None
+    return LeafItem(row.name, row.sharding, f"{row.dtype}[{', '.join(map(str, row.shape))}]", tied_to)
 
 
 def _results(exported: ExportedProgram) -> dict[str, fx.Node]:
     claims = ((node, read_claim(node)) for node in edit.calls(exported.graph))
-    return {claim["reshard"]: node for node, claim in claims if "reshard" in claim and "sharding" in claim}
+    return {claim.reshard: node for node, claim in claims if claim.reshard is not None and claim.sharding is not None}
 
 
 def joined(items: Sequence[Item]) -> list[Item]:

@@ -17,6 +17,7 @@ from tpcompiler.artifact.counts import counted_kinds
 from tpcompiler.ir.symm_mem import expand_collectives
 from tpcompiler.runtime.artifact import Manifest, read_manifest
 from tpcompiler.runtime.rank_file import read_rank
+from tpcompiler.runtime.records import Collective
 from tpcompiler.views.before import with_before
 from tpcompiler.views.items import Item, Module, color_of, items_of, joined, seen_from
 
@@ -49,7 +50,7 @@ class Group:
             else:
                 yield from member.items()
 
-    def records(self) -> list[Any]:
+    def records(self) -> list[Collective]:
         """Return the collectives of one of the `count` layers, with repeated ones inside it repeated."""
         out = []
         for member in self.members:
@@ -137,19 +138,19 @@ def legend_of(root: Group) -> dict[str, list[str]]:
     return {color: sorted(shardings) for color, shardings in legend.items()}
 
 
-def counted(records: Sequence[Any]) -> str:
+def counted(records: Sequence[Collective]) -> str:
     """Return a text such as `2 all_reduce, 1 all_gather`."""
-    return counted_kinds(record["kind"] for record in records)
+    return counted_kinds(record.kind for record in records)
 
 
-def wire(records: Sequence[Any]) -> int:
-    return sum(record["wire_bytes"] for record in records)
+def wire(records: Sequence[Collective]) -> int:
+    return sum(record.wire_bytes for record in records)
 
 
-def sent(item: Item) -> list[Any]:
+def sent(item: Item) -> list[object] | None:
     """Return the properties that equal collectives have in common."""
-    record = item.record or {}
-    return [record.get(key) for key in ("kind", "axis", "payload_bytes", "wire_bytes", "why")]
+    record = item.record
+    return [record.kind, record.axis, record.payload_bytes, record.wire_bytes, record.why] if record else None
 
 
 def _tree(items: Sequence[Item], path: str = "", depth: int = 0) -> Group:
@@ -314,12 +315,12 @@ def _is_sent(member: Item | Group) -> bool:
 
 def _bytes(exported: ExportedProgram, manifest: Manifest) -> tuple[int, int]:
     """Return the bytes of this rank's leaves, and of the same leaves whole."""
-    rows = {row["name"]: row for row in manifest.tensors if "tied_to" not in row}
+    rows = {row.name: row for row in manifest.tensors if row.tied_to is None}
     values = {node.name: node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"}
     here = whole = 0
     for spec in exported.graph_signature.input_specs:
         if spec.target in rows:
             value = values[spec.arg.name]
             here += value.numel() * value.element_size()
-            whole += math.prod(rows[spec.target]["shape"]) * value.element_size()
+            whole += math.prod(rows[spec.target].shape) * value.element_size()
     return here, whole

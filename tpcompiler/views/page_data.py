@@ -9,9 +9,13 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from tpcompiler.artifact.counts import held_per_rank, predict_call
+from msgspec import UNSET, Struct, UnsetType, to_builtins
+from msgspec.structs import asdict, replace
+
+from tpcompiler.artifact.counts import predict_call
+from tpcompiler.checkpoint.leaves import held_per_rank
 from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.cost.timeline import Times
 from tpcompiler.errors import ShardingError, one_line
@@ -21,9 +25,10 @@ from tpcompiler.ir.placement_words import describe_sharding
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import read_sharding, row_sharding
 from tpcompiler.runtime.artifact import Manifest, inside, rank_file, read_manifest
+from tpcompiler.runtime.records import Collective, TensorRecord
 from tpcompiler.views.items import Item, color_of, seen_from
 from tpcompiler.views.outline import Group, Outline, counted, legend_of, numbered, outline_of, sent, wire
-from tpcompiler.views.slices import slices_of
+from tpcompiler.views.slices import Slices, slices_of
 
 GRAPH = "/models/model.json"  # the entry of torch's archive with the graph, without values
 NO_ADVICE: Mapping[str, str] = MappingProxyType({})
@@ -60,18 +65,32 @@ def page_data(
     slices = _Slices(mesh, alike=len(set(graphs)) == 1)
     items = list(outline.root.items())
     place = {item.name: at for at, item in enumerate(items)}
-    tensors = {row["name"]: at for at, row in enumerate(manifest.tensors)}
+    tensors = {row.name: at for at, row in enumerate(manifest.tensors)}
     drawn = {node: place[outline.drawn[item.name]] for item in outline.items for node in (item.name, *item.joined)}
     holder = {leaf.name: drawn[i.name] for i in reversed(outline.items) for leaf in (*i.writes, *i.leaves)}
     records = [
-        {
-            **record,
-            "item": drawn[name],
-            "layer": _layer(record["module"]),
-            "advice": advice.get(record["reshard"], ""),
-        }
+        _DrawnCollective(
+            **asdict(record),
+            item=drawn[name],
+            layer=_layer(record.module),
+            advice=advice.get(record.reshard, ""),
+        )
         for name, record in zip(names, manifest.collectives, strict=True)
     ]
+    held = None if first is None else {row.name: row.sharding for row in read_manifest(first).tensors}
+    drawn_tensors = [
+        _DrawnTensor(
+            **asdict(row),
+            words=describe_sharding(row.sharding, mesh.names),
+            item=holder.get(row.name, holder.get(row.holder)),
+            slices=slices.of(row.shape, row_sharding(row, mesh)),
+            was=None if held is None else held[row.name] if held[row.name] != row.sharding else "",
+        )
+        for row in manifest.tensors
+    ]
+    drawn_items = [_item(item, place, tensors, slices, manifest) for item in items]
+    if first is not None:
+        drawn_items = [_with_before(*pair, drawn_tensors) for pair in zip(drawn_items, items, strict=True)]
     data: dict[str, Any] = {
         "name": os.path.basename(os.path.abspath(directory)),
         "mesh": outline.mesh,
@@ -81,36 +100,68 @@ def page_data(
         "device": manifest.device_type,
         "held": held_per_rank(manifest),
         "whole": outline.bytes_whole,
-        "counted": counted(records),
-        "wire": wire(records),
+        "counted": counted(manifest.collectives),
+        "wire": wire(manifest.collectives),
         "legend": {
             color: [(text, describe_sharding(text, mesh.names)) for text in texts]
             for color, texts in legend_of(outline.root).items()
         },
         "members": _members(outline.root, place),
         "records": records,
-        "tensors": [
-            {
-                **row,
-                "words": describe_sharding(row["sharding"], mesh.names),
-                "item": holder.get(row["name"], holder.get(row.get("tied_to", ""))),
-                "slices": slices.of(row["shape"], row_sharding(row, mesh)),
-            }
-            for row in manifest.tensors
-        ],
+        "tensors": drawn_tensors,
+        "items": drawn_items,
+        "unknown": list(_unknown(times, outline.items, slices, manifest)),
+        "slices": slices.rows,
+        "alike": list(_alike(drawn_tensors)),
         "cost": {"layers": _costs(records, "layer"), "kinds": _costs(records, "kind")},
         "timeline": _timeline(times),
-        "step": times.total.to_data(),
+        "step": times.total,
         "machine": {"name": described.name, "flops": described.flops, "memory_bandwidth": described.memory_bandwidth},
         "chain": _chain(times, items, drawn),
     }  # fmt: skip
-    data["items"] = [_item(item, place, tensors, slices, manifest) for item in items]
-    data["unknown"] = list(_unknown(times, outline.items, slices, manifest))
-    data["slices"] = slices.rows
     if first is not None:
-        _add_before(data, read_manifest(first), outline, drawn)
-    data["alike"] = list(_alike(data["tensors"]))
-    return printable(data)  # type: ignore[no-any-return]
+        data |= _gone_and_ends(outline, drawn)
+    return printable(to_builtins(data))  # type: ignore[no-any-return]
+
+
+class _DrawnCollective(Collective, frozen=True, kw_only=True):
+    """A collective, the item that draws it, its layer, and the change of the plan that leaves it out."""
+
+    item: int
+    layer: str | None = None
+    advice: str | None = None
+
+
+class _DrawnTensor(TensorRecord, frozen=True, kw_only=True):
+    """A tensor, its sharding in words and in the first artifact, the item that draws it, and its slices."""
+
+    words: str
+    item: int | None
+    slices: int
+    was: str | None = None
+
+
+class _DrawnItem(Struct, frozen=True):
+    """An item, and with another artifact what it was there."""
+
+    name: str
+    kind: str
+    label: str
+    ops: Sequence[str]
+    module: str
+    sharding: str
+    words: str
+    color: str
+    value: str
+    slices: int | None
+    unknown: str
+    sources: list[int]
+    tensors: list[int]
+    writes: list[tuple[str, int | None]]
+    note: list[str]
+    was: str | UnsetType = UNSET
+    before: Collective | UnsetType | None = UNSET
+    differs: bool | UnsetType = UNSET
 
 
 class _Slices:
@@ -118,7 +169,7 @@ class _Slices:
 
     def __init__(self, mesh: Mesh, alike: bool) -> None:
         self.mesh, self.alike = mesh, alike
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[Slices] = []
         self._known: dict[Any, int] = {}
 
     def of(self, shape: Sequence[int | str], sharding: Sharding) -> int:
@@ -171,15 +222,15 @@ def _ranks(manifest: Manifest) -> range:
     return range(manifest.world_size)
 
 
-def _alike(tensors: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def _alike(tensors: Sequence[_DrawnTensor]) -> Iterator[dict[str, Any]]:
     """Yield tensors of repeated layers once: the pattern of their names, the index of the first, and their number."""
     facts = ("kind", "dtype", "shape", "sharding", "was", "tied_to")
     rows: dict[Any, list[int]] = {}
     for at, row in enumerate(tensors):
-        alike = fold_layers(row["name"]), *(str(fold_layers(str(row.get(fact)))) for fact in facts)
+        alike = fold_layers(row.name), *(str(fold_layers(str(getattr(row, fact)))) for fact in facts)
         rows.setdefault(alike, []).append(at)
     for (pattern, *_), places in rows.items():
-        name = pattern if len(places) > 1 else tensors[places[0]]["name"]
+        name = pattern if len(places) > 1 else tensors[places[0]].name
         yield {"name": name, "first": places[0], "times": len(places)}
 
 
@@ -201,25 +252,25 @@ def _members(group: Group, place: Mapping[str, int]) -> list[Any]:
 
 def _item(
     item: Item, place: Mapping[str, int], tensors: Mapping[str, int], slices: _Slices, manifest: Manifest
-) -> dict[str, Any]:
+) -> _DrawnItem:
     slice_rows = _slices_of(item, slices, manifest)
-    return {
-        "name": item.name,
-        "kind": item.kind,
-        "label": item.label,
-        "ops": item.detail,
-        "module": item.module,
-        "sharding": item.sharding,
-        "words": describe_sharding(item.sharding, slices.mesh.names),
-        "color": color_of(item.sharding),
-        "value": item.value,
-        "slices": slice_rows if isinstance(slice_rows, int) else None,
-        "unknown": slice_rows if isinstance(slice_rows, str) else "",
-        "sources": [place[source] for source in item.sources],
-        "tensors": [tensors[leaf.name] for leaf in item.leaves],
-        "writes": [(leaf.name, tensors.get(leaf.name)) for leaf in item.writes],
-        "note": item.note.split("\n"),
-    }
+    return _DrawnItem(
+        name=item.name,
+        kind=item.kind,
+        label=item.label,
+        ops=item.detail,
+        module=item.module,
+        sharding=item.sharding,
+        words=describe_sharding(item.sharding, slices.mesh.names),
+        color=color_of(item.sharding),
+        value=item.value,
+        slices=slice_rows if isinstance(slice_rows, int) else None,
+        unknown=slice_rows if isinstance(slice_rows, str) else "",
+        sources=[place[source] for source in item.sources],
+        tensors=[tensors[leaf.name] for leaf in item.leaves],
+        writes=[(leaf.name, tensors.get(leaf.name)) for leaf in item.writes],
+        note=item.note.split("\n"),
+    )
 
 
 def _slices_of(item: Item, slices: _Slices, manifest: Manifest) -> int | str | None:
@@ -227,28 +278,27 @@ def _slices_of(item: Item, slices: _Slices, manifest: Manifest) -> int | str | N
     if item.kind == "gone":
         return None
     rows = {"input": manifest.inputs, "output": manifest.outputs}.get(item.kind, [])
-    if row := next((row for row in rows if row["name"] == item.ops[0]), None):
-        return slices.of(row["shape"], row_sharding(row, slices.mesh))
+    if row := next((row for row in rows if row.name == item.ops[0]), None):
+        return slices.of(row.shape, row_sharding(row, slices.mesh))
     return slices.of_value(item.sharding.rpartition(" -> ")[2], item.value)
 
 
-def _add_before(data: dict[str, Any], first: Manifest, outline: Outline, drawn: Mapping[str, int]) -> None:
-    """Add the tensors and items of the first artifact, its collectives that are gone, and the boundary."""
-    held = {row["name"]: row["sharding"] for row in first.tensors}
-    for row in data["tensors"]:
-        row["was"] = held[row["name"]] if held[row["name"]] != row["sharding"] else ""
-    for row, item in zip(data["items"], outline.root.items(), strict=True):
-        row["was"] = item.was
-        row["before"] = item.before.record if item.before else None
-        sends_otherwise = sent(item) != sent(item.before) if item.before else item.record is not None
-        row["differs"] = bool(item.was or sends_otherwise or any(data["tensors"][at]["was"] for at in row["tensors"]))
-    data["gone"] = [
-        {**item.before.record, "item": drawn[item.name]}
+def _with_before(row: _DrawnItem, item: Item, tensors: Sequence[_DrawnTensor]) -> _DrawnItem:
+    """Add what an item was in the first artifact."""
+    sends_otherwise = sent(item) != sent(item.before) if item.before else item.record is not None
+    differs = bool(item.was or sends_otherwise or any(tensors[at].was for at in row.tensors))
+    return replace(row, was=item.was, before=item.before.record if item.before else None, differs=differs)
+
+
+def _gone_and_ends(outline: Outline, drawn: Mapping[str, int]) -> dict[str, Any]:
+    """The first artifact's collectives that are gone, and where the boundary is."""
+    gone = [
+        _DrawnCollective(**asdict(item.before.record), item=drawn[item.name])
         for item in outline.items
         if item.kind == "gone" and item.before and item.before.record
     ]
     ends = (item for item in outline.items if item.kind in ("input", "output"))
-    data["ends"] = {f"{item.kind} {item.origin}": drawn[item.name] for item in ends}
+    return {"gone": gone, "ends": {f"{item.kind} {item.origin}": drawn[item.name] for item in ends}}
 
 
 def _layer(module: str) -> str:
@@ -256,31 +306,30 @@ def _layer(module: str) -> str:
     return layer_around(module) or module or "outside of modules"
 
 
-def _costs(records: Iterable[Mapping[str, Any]], by: str) -> list[dict[str, Any]]:
+def _costs(records: Iterable[_DrawnCollective], by: Literal["layer", "kind"]) -> list[dict[str, Any]]:
     """Count and add up bytes by `layer` or `kind` and by reason; equal consecutive layers are merged."""
-    rows: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
+    rows: dict[str, dict[tuple[str, str], tuple[int, int, int]]] = {}
     for record in records:
-        kinds = rows.setdefault(record[by], {})
-        row = kinds.setdefault((record["kind"], record["why"]), {"count": 0, "payload_bytes": 0, "wire_bytes": 0})
-        row["count"] += 1
-        for name in ("payload_bytes", "wire_bytes"):
-            row[name] += record[name]
+        kinds = rows.setdefault(getattr(record, by), {})
+        count, payload, wire = kinds.get((record.kind, record.why), (0, 0, 0))
+        kinds[record.kind, record.why] = count + 1, payload + record.payload_bytes, wire + record.wire_bytes
+    names = (by, "layers", "kind", "why", "count", "payload_bytes", "wire_bytes")
     return [
-        {by: title, "layers": layers, "kind": kind, "why": why, **row}
+        dict(zip(names, (title, layers, *key, *row), strict=True))
         for title, layers, kinds in _folded(rows)
-        for (kind, why), row in kinds.items()
+        for key, row in kinds.items()
     ]
 
 
 def _timeline(times: Times) -> list[dict[str, Any]]:
     """Add up seconds by layer in program order, of all steps and of the critical ones; equal layers are merged."""
-    rows: dict[str, dict[str, float]] = {}
+    rows: dict[str, tuple[float, float, float]] = {}
     for step in times.steps:
-        row = rows.setdefault(_layer(step.module), dict.fromkeys(("compute", "sent", "critical"), 0.0))
-        row["compute"] += step.compute
-        row["sent"] += step.sent
-        row["critical"] += (step.compute + step.sent) * step.critical
-    return [{"layer": title, "layers": layers, **row} for title, layers, row in _folded(rows)]
+        compute, sent, critical = rows.get(_layer(step.module), (0.0, 0.0, 0.0))
+        critical += (step.compute + step.sent) * step.critical
+        rows[_layer(step.module)] = compute + step.compute, sent + step.sent, critical
+    names = ("layer", "layers", "compute", "sent", "critical")
+    return [dict(zip(names, (title, layers, *row), strict=True)) for title, layers, row in _folded(rows)]
 
 
 def _unknown(times: Times, items: Iterable[Item], slices: _Slices, manifest: Manifest) -> Iterator[dict[str, Any]]:

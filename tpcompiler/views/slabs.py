@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 from tpcompiler.errors import one_line
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import row_sharding
-from tpcompiler.views.slices import DimPiece, pieces_of, slices_of
+from tpcompiler.runtime.records import PlacedRecord
+from tpcompiler.views.slices import DimPiece, Holder, Slices, pieces_of, slices_of
 
 MOST_PIECES = 32  # of a dim
 MOST_SLABS = 12  # of a drawing
@@ -45,14 +45,14 @@ class Drawn:
     holders: Sequence[str]
 
 
-def draw_tensors(names: Sequence[str], row: Mapping[str, Any], mesh: Mesh) -> Drawn:
+def draw_tensors(names: Sequence[str], row: PlacedRecord, mesh: Mesh) -> Drawn:
     """Draw equal tensors that have this row in the manifest."""
-    slices = slices_of(row["shape"], row_sharding(row, mesh), mesh, most=None)
+    slices = slices_of(row.shape, row_sharding(row, mesh), mesh, most=None)
     axes = ",".join(f"{axis}={degree}" for axis, degree in mesh.axes)
-    shape = ", ".join(map(str, row["shape"]))
-    head = [f"{', '.join(names)}: {row['dtype']}[{shape}], {slices['sharding']} on {axes}"]
-    head += [f"over {axis} a pending {op}: the {op} of what the ranks hold" for axis, op in slices["pending"]]
-    pieces = [pieces_of(slices, dim) for dim in range(len(slices["of"]))]
+    shape = ", ".join(map(str, row.shape))
+    head = [f"{', '.join(names)}: {row.dtype}[{shape}], {slices.sharding} on {axes}"]
+    head += [f"over {axis} a pending {op}: the {op} of what the ranks hold" for axis, op in slices.pending]
+    pieces = [pieces_of(slices, dim) for dim in range(len(slices.of))]
     head += [
         f"drawn: the first {MOST_PIECES} of {len(found):,} pieces of dim {dim}"
         for dim, found in enumerate(pieces)
@@ -61,14 +61,14 @@ def draw_tensors(names: Sequence[str], row: Mapping[str, Any], mesh: Mesh) -> Dr
     slabs = list(_slabs(slices, [found[:MOST_PIECES] for found in pieces], mesh)) if pieces and all(pieces) else []
     if len(slabs) > MOST_SLABS:
         head.append(f"drawn: the first {MOST_SLABS} of {len(slabs):,} slabs")
-    return Drawn(_wrapped(head), slabs[:MOST_SLABS], _wrapped(_holder(each, slices) for each in slices["holders"]))
+    return Drawn(_wrapped(head), slabs[:MOST_SLABS], _wrapped(_holder(each, slices) for each in slices.holders))
 
 
-def _slabs(slices: Mapping[str, Any], pieces: Sequence[Sequence[DimPiece]], mesh: Mesh) -> Iterator[Slab]:
+def _slabs(slices: Slices, pieces: Sequence[Sequence[DimPiece]], mesh: Mesh) -> Iterator[Slab]:
     labels = [[(_label(slices, dim, each.start, each.stop), each) for each in own] for dim, own in enumerate(pieces)]
     everyone = DimPiece(0, 1, frozenset(range(mesh.world_size)))
     *leads, rows, columns = labels if len(labels) > 1 else [[("", everyone)], *labels]
-    pending = [axis for axis, _ in slices["pending"]]
+    pending = [axis for axis, _ in slices.pending]
     for leading in product(*leads):
         ranks = everyone.ranks.intersection(*(each.ranks for _, each in leading))
         title = ", ".join([*(label for label, _ in leading), ":", ":"])
@@ -91,23 +91,23 @@ def _listed(names: Sequence[str], sign: str) -> str:
     return sign.join(names if len(names) <= MOST_NAMED else [*names[:2], "..", names[-1]])
 
 
-def _label(slices: Mapping[str, Any], dim: int, start: int, stop: int) -> str:
+def _label(slices: Slices, dim: int, start: int, stop: int) -> str:
     """Return `0:8`, or `0/2:1/2` for a dynamic size."""
-    parts = "" if slices["of"][dim] == slices["shape"][dim] else f"/{slices['of'][dim]}"
+    parts = "" if slices.of[dim] == slices.shape[dim] else f"/{slices.of[dim]}"
     return f"{start}{parts}:{stop}{parts}"
 
 
-def _holder(holder: Mapping[str, Any], slices: Mapping[str, Any]) -> str:
+def _holder(holder: Holder, slices: Slices) -> str:
     """Return a line such as `ranks 0, 1: [8, 8], the slice [0:8, :]`."""
     dims = [
         ":"
-        if runs == ((0, slices["of"][dim]),)
+        if runs == ((0, slices.of[dim]),)
         else _listed([_label(slices, dim, *run) for run in runs], " + ") or "nothing"
-        for dim, runs in enumerate(holder["runs"])
+        for dim, runs in enumerate(holder.runs)
     ]
-    ranks = ", ".join(map(str, holder["ranks"]))
-    local = ", ".join(map(str, holder["local"]))
-    return f"rank{'s' * (len(holder['ranks']) > 1)} {ranks}: [{local}], the slice [{', '.join(dims)}]"
+    ranks = ", ".join(map(str, holder.ranks))
+    local = ", ".join(map(str, holder.local))
+    return f"rank{'s' * (len(holder.ranks) > 1)} {ranks}: [{local}], the slice [{', '.join(dims)}]"
 
 
 def _wrapped(lines: Iterable[str]) -> list[str]:

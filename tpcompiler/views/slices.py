@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from msgspec import Struct
+
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 
@@ -18,21 +20,33 @@ Run = tuple[int, int]  # the first element, and the end
 
 @dataclass(frozen=True)
 class DimPiece:
-    """Consecutive elements of a dim with the same holders."""
+    """Elements of a dim in a row that the same ranks hold."""
 
     start: int
     stop: int
     ranks: frozenset[int]
 
 
-def slices_of(
-    shape: Sequence[int | str], sharding: Sharding, mesh: Mesh, most: int | None = MOST_RUNS
-) -> dict[str, Any]:
-    """Return the slices of a global tensor, equal ones once.
+class Holder(Struct, frozen=True):
+    """Ranks that hold one slice: their local shape, and the runs of each dim."""
 
-    `shape`: the global sizes; `of`: the unit of each dim's runs: elements or, for a symbolic size, equal shares.
-    `holders`: `ranks`, their `local` shape, and their `runs` in each dim, at most `most`.
-    """
+    ranks: list[int]
+    local: list[int | str]
+    runs: list[Sequence[Run]]
+
+
+class Slices(Struct, frozen=True):
+    """The slices of a global tensor, equal ones once."""
+
+    shape: list[int | str]  # the global sizes
+    of: list[int]  # the number of what the runs of each dim count: elements, or, of a symbolic size, equal shares
+    sharding: str
+    pending: list[tuple[str, str]]  # (axis, op) of what is still to be reduced
+    holders: list[Holder]
+
+
+def slices_of(shape: Sequence[int | str], sharding: Sharding, mesh: Mesh, most: int | None = MOST_RUNS) -> Slices:
+    """Return the slices of a global tensor, with at most `most` runs of each dim."""
     counts = [
         size if isinstance(size, int) else mesh.size(by.axes) for size, by in zip(shape, sharding.dims, strict=True)
     ]
@@ -42,28 +56,27 @@ def slices_of(
         dims = zip(sharding.dims, counts, strict=True)
         held = tuple(tuple((run.start, run.stop) for run in by.runs(count, mesh, here)) for by, count in dims)
         holders.setdefault(held, []).append(rank)
-    return {
-        "shape": list(shape),
-        "of": counts,
-        "sharding": sharding.text(mesh),
-        "pending": [list(each) for each in sharding.partial],
-        "holders": [
-            {"ranks": ranks, "local": _local(shape, counts, runs), "runs": [dim[:most] for dim in runs]}
-            for runs, ranks in holders.items()
+    return Slices(
+        shape=list(shape),
+        of=counts,
+        sharding=sharding.text(mesh),
+        pending=list(sharding.partial),
+        holders=[
+            Holder(ranks, _local(shape, counts, runs), [dim[:most] for dim in runs]) for runs, ranks in holders.items()
         ],
-    }
+    )
 
 
-def pieces_of(slices: dict[str, Any], dim: int) -> list[DimPiece]:
+def pieces_of(slices: Slices, dim: int) -> list[DimPiece]:
     """Split a dim wherever a rank's run begins or ends; the slices must have all of their runs."""
-    holders = [(frozenset(holder["ranks"]), holder["runs"][dim]) for holder in slices["holders"]]
+    holders = [(frozenset(holder.ranks), holder.runs[dim]) for holder in slices.holders]
     ends = sorted({end for _, runs in holders for run in runs for end in run})
-    holders_at: list[set[int]] = [set() for _ in ends]
+    held: list[set[int]] = [set() for _ in ends]
     for ranks, runs in holders:
         for start, stop in runs:
             for at in range(bisect_left(ends, start), bisect_left(ends, stop)):
-                holders_at[at] |= ranks
-    return [DimPiece(*both, frozenset(ranks)) for both, ranks in zip(pairwise(ends), holders_at, strict=False)]
+                held[at] |= ranks
+    return [DimPiece(*both, frozenset(ranks)) for both, ranks in zip(pairwise(ends), held, strict=False)]
 
 
 def _local(shape: Sequence[int | str], counts: Sequence[int], runs: Sequence[Sequence[Run]]) -> list[int | str]:

@@ -4,15 +4,42 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Literal
 
 from tpcompiler.errors import one_line
+from tpcompiler.runtime.records import Collective, Record
 from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.views.items import Item, seen_from
 from tpcompiler.views.outline import Group, counted, outline_of, wire
 
 GUTTER = 14  # wide enough for `P(sum) -> S(1)` on one axis, so that changes of sharding stand out
 WIDEST = 44  # longer shardings may overlap the next column
+
+
+class ProgramItem(Record, frozen=True, kw_only=True):
+    """An input, an op, a collective or an output of a rank's program."""
+
+    name: str  # of the first node that it stands for
+    kind: Literal["input", "op", "collective", "gone", "output"]  # of the item
+    ops: list[str]  # the ops that it stands for
+    module: str  # the layer
+    sharding: str  # of the value that it makes; of a collective the change
+    value: str  # dtype and local shape
+    sources: list[str]  # the items that it reads
+    tensors: list[str]  # the parameters, buffers and constants that it reads
+    writes: list[str]  # the buffers and inputs that its value is written back to
+    collective: Collective | None  # its record
+    note: str  # the reason, and the line of code
+
+
+class RankProgram(Record, frozen=True, kw_only=True):
+    """The program of a rank."""
+
+    mesh: dict[str, int]  # axis -> degree
+    rank: int  # whose program it is
+    bytes: int  # of parameters, buffers and constants on one device
+    bytes_here: int  # the same on this rank
+    items: list[ProgramItem]  # inputs, ops, collectives and outputs, in order
 
 
 def artifact_text(directory: str | os.PathLike[str], rank: int = 0, *, trust: bool = False) -> str:
@@ -35,35 +62,35 @@ def artifact_text(directory: str | os.PathLike[str], rank: int = 0, *, trust: bo
     return "\n".join(map(one_line, lines)) + "\n"
 
 
-def artifact_rows(directory: str | os.PathLike[str], rank: int = 0, *, trust: bool = False) -> dict[str, Any]:
+def artifact_rows(directory: str | os.PathLike[str], rank: int = 0, *, trust: bool = False) -> RankProgram:
     """Return the content of `artifact_text` as data: every op, input, output and collective in order, in all layers.
 
     Raises:
         ArtifactError: as `artifact_text`.
     """
     outline = outline_of(directory, rank, trust=trust)
-    return {
-        "mesh": outline.manifest.mesh,
-        "rank": rank,
-        "bytes": outline.bytes_whole,
-        "bytes_here": outline.bytes_here,
-        "items": [
-            {
-                "name": item.name,
-                "kind": item.kind,
-                "ops": list(item.ops),
-                "module": item.module,
-                "sharding": item.sharding,
-                "value": item.value,
-                "sources": list(item.sources),
-                "tensors": [leaf.name for leaf in item.leaves],
-                "writes": [leaf.name for leaf in item.writes],
-                "collective": item.record,
-                "note": item.note,
-            }
+    return RankProgram(
+        mesh=outline.manifest.mesh,
+        rank=rank,
+        bytes=outline.bytes_whole,
+        bytes_here=outline.bytes_here,
+        items=[
+            ProgramItem(
+                name=item.name,
+                kind=item.kind,
+                ops=list(item.ops),
+                module=item.module,
+                sharding=item.sharding,
+                value=item.value,
+                sources=list(item.sources),
+                tensors=[leaf.name for leaf in item.leaves],
+                writes=[leaf.name for leaf in item.writes],
+                collective=item.record,
+                note=item.note,
+            )
             for item in outline.items
         ],
-    }
+    )
 
 
 def _widest(group: Group) -> int:
@@ -95,8 +122,8 @@ def _item(item: Item, path: str) -> str:
     if item.writes:
         parts.append(f"writes {', '.join(leaf.named_in(path, item.module) for leaf in item.writes)}")
     if record is not None:
-        payload, sent = (format_bytes(record[name]) for name in ("payload_bytes", "wire_bytes"))
-        parts.append(f"{payload} over {record['axis']}, {sent} on the wire")
-        if record["why"] != "inherent":
-            parts.append(f"{record['why']}: {record['reason']}")
+        payload, sent = map(format_bytes, (record.payload_bytes, record.wire_bytes))
+        parts.append(f"{payload} over {record.axis}, {sent} on the wire")
+        if record.why != "inherent":
+            parts.append(f"{record.why}: {record.reason}")
     return "  ".join(filter(None, parts))

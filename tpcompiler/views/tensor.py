@@ -44,10 +44,9 @@ def visualize_sharding(
         else ("the program", thing.manifest())
     )
     mesh, alike = Mesh.of(manifest.mesh), dict[Any, list[str]]()
-    rows = {row["name"]: row for row in (*manifest.tensors, *manifest.inputs)}
-    rows |= {f"output {row['name']}": row for row in manifest.outputs}
+    rows = dict(manifest.placed())
     if name is not None and name not in rows:
-        name = leaf_of_module(name, [row["name"] for row in manifest.tensors]) or name
+        name = leaf_of_module(name, [row.name for row in manifest.tensors]) or name
     if name is not None and name not in rows:
         raise ArtifactError(
             f"{where} has no parameter, buffer, input or output {name!r}",
@@ -55,7 +54,7 @@ def visualize_sharding(
         )
     for each in rows if name is None else [name]:
         row = rows[each]
-        alike.setdefault((row["dtype"], tuple(row["shape"]), row["sharding"]), []).append(each)
+        alike.setdefault((row.dtype, tuple(row.shape), row.sharding), []).append(each)
     drawn = [draw_tensors(names, rows[names[0]], mesh) for names in alike.values()]
     if format == "svg":
         return svg_of(drawn)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
@@ -32,6 +32,7 @@ from tpcompiler.judge.compare.reference import WIDE, is_narrow, reference_of
 from tpcompiler.judge.compare.simulate import RankResult, simulate
 from tpcompiler.judge.compare.subject import Subject, deal
 from tpcompiler.runtime.inputs import check_values, flatten_inputs
+from tpcompiler.runtime.records import Record
 from tpcompiler.terminal.tables import Shown
 
 # The inputs of a further call: args, or (args, kwargs).
@@ -39,25 +40,17 @@ Call = Sequence[Any] | tuple[Sequence[Any], Mapping[str, Any]]
 FAILURES = (RuntimeError, LookupError, ValueError, ArithmeticError)  # of ops, for inputs that they reject
 
 
-@dataclass(frozen=True)
-class VerifyReport(Shown):
-    """The verdict, and the largest errors of the program in its own dtype.
+class VerifyReport(Record, Shown, frozen=True, omit_defaults=False):
+    """The verdict, and the largest errors of the program in its own dtype."""
 
-    Attributes:
-        first_diverging: the first value in program order that is wrong on some rank.
-        note: the program that was run, if it differs from the requested one.
-        magnitude: the largest magnitude in the output that has the largest absolute error.
-        tolerance: the relative error allowed in the output with the largest relative error.
-    """
-
-    ok: bool
-    max_abs_err: float
-    max_rel_err: float
-    outputs: list[Difference] = field(default_factory=list)
-    first_diverging: str | None = None
-    note: str = ""
-    magnitude: float = 0.0
-    tolerance: float = 0.0
+    ok: bool  # true if all outputs are equal within their tolerances
+    max_abs_err: float  # the largest difference
+    max_rel_err: float  # the largest difference relative to its output's largest magnitude
+    outputs: list[Difference] = []  # the outputs, and the values that are written back
+    first_diverging: str | None = None  # the first value, in the order of the program, that is wrong on some rank
+    note: str = ""  # which program was run, if it is not the one that was asked about
+    magnitude: float = 0.0  # the largest magnitude in the output that has the largest absolute error
+    tolerance: float = 0.0  # the relative error that was allowed in the output that has the largest one
 
     def __str__(self) -> str:
         largest = f" in values up to {self.magnitude:.3g}" if self.magnitude else ""
@@ -209,7 +202,7 @@ class _Trial:
         self.held: list[dict[str, torch.Tensor]] = [{} for _ in subject.programs]
 
     def share(self, other: _Trial) -> None:
-        """Share the buffers of another program's trial."""
+        """Go on with what the other program's calls write."""
         self.known, self.precise, self.held = other.known, other.precise, other.held
 
     def call(self, flat: Sequence[Any], shares: Sequence[Sequence[Any]]) -> list[Difference]:
@@ -227,7 +220,7 @@ class _Trial:
             raise InputsError(
                 f"a rank's program does not run on these inputs: {error}", help="check shapes and dtypes"
             ) from error
-        best = self.best if _drew_alike(self.best, self.expected) else self.expected  # its noise means nothing
+        best = self.best if _drew_alike(self.best, self.expected) else self.expected  # whose noise means nothing
         single = (self.reference, self.known, flat, self.expected), (self.exact, self.precise, flat, best)
         ranks = zip(self.programs, self.held, shares, self.got, strict=True)
         runs = [*single, *ranks]
@@ -256,19 +249,19 @@ class _Trial:
         return [replace(d, name=f"{d.name} in float32") for d in found] if self.dtype is not None else found
 
     def _check_at_door(self, shares: Sequence[Sequence[Any]]) -> None:
-        """Reject inputs that `load` rejects.
+        """Refuse what `load` refuses.
 
         Raises:
-            InputsError: an index is out of range.
+            InputsError: an index that is beyond.
         """
         for share in shares:
             tensors = [value for value in share if isinstance(value, torch.Tensor)]
             check_values(dict(zip(self.input_names, tensors, strict=True)), self.indices)
 
     def _refused(self, error: Exception, shares: Sequence[Sequence[Any]]) -> Exception:
-        """Return the error to raise if the single device raises: a rank must raise too, which stops the others.
+        """What to raise where the single device does: a rank must, which ends the others.
 
-        A rank with correct inputs may answer, if its results do not depend on the rank that raises.
+        A rank whose part is right may answer, if nothing that it returns waits for the rank that raises.
         """
         line = reason(error)
         failed: dict[int, Exception] = {}
@@ -287,7 +280,7 @@ class _Trial:
         )
 
     def remember(self) -> None:
-        """Make the next call start from the buffers that the last one wrote."""
+        """Let the next call start from what the last one wrote."""
         self.known.update(self.expected.mutated)
         self.precise.update(self.best.mutated)
         for before, result in zip(self.held, self.got, strict=True):
@@ -297,12 +290,12 @@ class _Trial:
         return [promoted(v, self.dtype) for v in values] if self.dtype is not None else list(values)
 
     def first_diverging(self, flat: Sequence[Any], shares: Sequence[Sequence[Any]]) -> str | None:
-        """Return the first value whose claim (origin and sharding) is wrong, by name and source."""
+        """The first value whose claim (origin and sharding) does not hold, by name and source."""
         if (intermediate := self.intermediate) is None:
             return None
         flat, shares = self._cast(flat), [self._cast(share) for share in shares]
         wanted: dict[str, torch.Tensor] = {}
-        errors: dict[str, tuple[float, float]] = {}
+        found: dict[str, tuple[float, float]] = {}
 
         def keep(_: int, node: fx.Node, value: Any) -> None:
             if isinstance(value, torch.Tensor) and node.op == "call_function":
@@ -312,12 +305,11 @@ class _Trial:
 
         def measure(_: int, node: fx.Node, value: Any) -> None:
             if node.name in wanted and is_rounded(wanted[node.name]):
-                errors[node.name] = scale_and_noise(wanted[node.name], value.cpu())
+                found[node.name] = scale_and_noise(wanted[node.name], value.cpu())
 
         exact = Promoted(intermediate, torch.float64)
         simulate([exact], [[promoted(v, torch.float64) for v in flat]], state=[self.precise], seen=measure)
-        # Padding of uneven shards appears in some graphs only and shifts the names of later nodes; claims stay the
-        # same.
+        # What pads uneven shards is in some graphs only, so that the nodes behind it bear other names; claims do not.
         names = [_claimed(program.graph) for program in self.programs]
         parts: dict[Any, dict[int, Any]] = {}
 
@@ -329,21 +321,21 @@ class _Trial:
         for node, name in names[0].items():
             claim = read_claim(node)
             have = parts.get(name, {})
-            origin = claim.get("origin", "")
+            origin = claim.origin or ""
             if len(have) != len(self.programs) or origin not in wanted:
                 continue
             want = wanted[origin]
-            text = claim["sharding"][0]
+            text = (claim.sharding or [""])[0]
             try:
                 whole = self.layout.join(f"={text}", [have[r] for r in sorted(have)], want.shape)
             except (RuntimeError, ValueError):
                 return f"'{node.name}' ({node.target}, claimed {text}) has shapes that do not fit together"
             if not want.numel():
                 continue
-            scale, noise = errors.get(origin, (1.0, 0.0))
+            scale, noise = found.get(origin, (1.0, 0.0))
             limit = max(SPREAD * noise, FLOOR * 1.2e-7)
             if any(largest_difference(w, want) / scale > limit for w in whole):
-                reason = claim.get("reshard_reason") or claim.get("reason", "")
+                reason = claim.reshard_reason or claim.reason or ""
                 return f"'{node.name}' ({node.target}, claimed {text}); {reason}"
         return None
 
@@ -384,12 +376,12 @@ def _refuse_nothing_finite(outputs: Sequence[Any], names: Sequence[str]) -> None
 
 def _claimed(graph: fx.Graph) -> dict[fx.Node, Any]:
     """Return every node that claims a sharding, with a name that is the same in the graphs of all ranks."""
-    counts: Counter[Any] = Counter()
-    names = {}
+    seen: Counter[Any] = Counter()
+    found = {}
     for node in graph.nodes:
         claim = read_claim(node)
-        if claim.get("sharding"):
-            key = (claim["origin"], claim.get("reshard"), *claim["sharding"])
-            names[node] = (*key, counts[key])
-            counts[key] += 1
-    return names
+        if claim.sharding:
+            said = (claim.origin, claim.reshard, *claim.sharding)
+            found[node] = (*said, seen[said])
+            seen[said] += 1
+    return found

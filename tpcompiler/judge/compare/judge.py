@@ -11,6 +11,11 @@ import torch
 # Two orders of summing the same terms have rounding errors of the same size. The error of one order is measured
 # (float32 against float64); 8 allows for the spread of the maximum over a few outputs. A wrong shard or a missing
 # reduction is off by about 1, five orders of magnitude more.
+from tpcompiler.runtime.records import Record
+
+# A sum of the same terms in another order has a rounding error of the same size as the first order's. The error of
+# one order is measured (float32 against float64); 8 allows for the spread of the maximum over a few outputs. A wrong
+# shard or a missing reduction is off by about 1, five orders of magnitude above.
 SPREAD = 8.0
 FLOOR = 16.0  # units of machine epsilon: two orders of summation cannot be distinguished below this
 # Where rounding decides between two branches, float32 and float64 may differ by anything. An error above half of the
@@ -23,26 +28,18 @@ ROUNDED = 64.0
 GAP, LARGE = 1e3, 1e4
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The difference of one output, or value written back: the largest over all ranks, absolute and relative.
+class Difference(Record, frozen=True, omit_defaults=False):
+    """One output, or a value that is written back."""
 
-    `rel` is the absolute difference over the largest magnitude of the reference, in the band where it is largest
-    relative to its `tolerance` (`_bands`). `counted`: the output has integers or booleans, and `abs` and `rel` count
-    the wrong ones. If the reference has no `finite` number, equality proves nothing. `strays` counts the elements that
-    are NaN or infinite on the single device or on a rank, and not the same on both. `magnitude` is the largest
-    magnitude of the reference, 0 for an output that is `counted`.
-    """
-
-    name: str
-    abs: float
-    rel: float
-    tolerance: float
-    ok: bool
-    counted: bool = False
-    finite: bool = True
-    strays: int = 0
-    magnitude: float = 0.0
+    name: str  # of the output, or of the value that is written back
+    abs: float  # the largest difference over all ranks
+    rel: float  # the same over the largest magnitude of the reference, where it is largest relative to its tolerance
+    tolerance: float  # the largest `rel` that is allowed (`_bands`)
+    ok: bool  # true if it is within that
+    counted: bool = False  # true for integers and booleans, of which `abs` and `rel` count the wrong ones
+    finite: bool = True  # true if the reference has a finite number; without one, being equal proves nothing
+    strays: int = 0  # the elements that are NaN or infinite in the reference or on a rank, and not the same in both
+    magnitude: float = 0.0  # the largest of the reference, 0 for integers and booleans
 
 
 @dataclass(frozen=True)

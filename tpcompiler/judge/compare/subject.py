@@ -15,6 +15,7 @@ from tpcompiler.ir import edit
 from tpcompiler.judge.compare.judge import Layout
 from tpcompiler.judge.compare.simulate import RankResult
 from tpcompiler.runtime.inputs import flatten_inputs
+from tpcompiler.runtime.records import BoundaryRecord
 
 Run = Callable[[Sequence[Sequence[Any]]], Sequence[RankResult]]  # runs all ranks on their flat inputs
 
@@ -34,7 +35,7 @@ class Subject:
     output_names: Sequence[str]
     intermediate: ExportedProgram | None = None
     run: Run | None = None
-    indices: Sequence[Mapping[str, Any]] = ()
+    indices: Sequence[BoundaryRecord] = ()
 
 
 def shares_of(subject: Subject, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[Any]]:

@@ -25,6 +25,7 @@ from tpcompiler.judge.sound.unsound import Unsound
 from tpcompiler.judge.sound.written import WrittenRank
 from tpcompiler.runtime.artifact import Manifest, lacks_weights
 from tpcompiler.runtime.rank_file import strides_of, taken_by
+from tpcompiler.runtime.records import TensorRecord
 
 KINDS = {
     InputKind.PARAMETER: "parameter",
@@ -69,20 +70,19 @@ def check_outputs(made: Folded, manifest: Manifest) -> None:
         found = made.shardings[value][0]
         if spec.kind is OutputKind.USER_OUTPUT:
             row = next(rows, None)
-            if row is None or row["name"] != name:
-                raise Unsound(value, f"is output {name!r}, and the manifest says {row and row['name']!r}")
-            if found != read_claimed(value, row["sharding"], made.mesh, found.ndim):
+            if row is None or row.name != name:
+                raise Unsound(value, f"is output {name!r}, and the manifest says {row and row.name!r}")
+            if found != read_claimed(value, row.sharding, made.mesh, found.ndim):
                 raise Unsound(
                     value,
-                    f"is {found.text(made.mesh)}, and the manifest says output {row['name']!r} is {row['sharding']}",
+                    f"is {found.text(made.mesh)}, and the manifest says output {row.name!r} is {row.sharding}",
                 )
             whole = edit.outputs(made.whole[value])[0].shape
             dtype = dtype_name(value.meta["val"].dtype)
-            if dtype != row["dtype"] or not _has_shape(whole, row["shape"]):
+            if dtype != row.dtype or not _has_shape(whole, row.shape):
                 raise Unsound(
                     value,
-                    f"is {dtype} {list(whole)}, "
-                    f"and the manifest says output {row['name']!r} is {row['dtype']} {row['shape']}",
+                    f"is {dtype} {list(whole)}, and the manifest says output {row.name!r} is {row.dtype} {row.shape}",
                 )
         else:
             owner = owners.get(str(spec.target)) or by_name[str(spec.target)]
@@ -97,7 +97,7 @@ def check_outputs(made: Folded, manifest: Manifest) -> None:
                     f"and that is {made.shardings[owner][0].text(made.mesh)}",
                 )
     if left := next(rows, None):
-        raise Unsound(None, f"the manifest names an output {left['name']!r}, and there is none")
+        raise Unsound(None, f"the manifest names an output {left.name!r}, and there is none")
 
 
 def _has_shape(shape: Sequence[Any], said: Sequence[Any]) -> bool:
@@ -116,8 +116,9 @@ def check_calls(ranks: Sequence[WrittenRank], manifest: Manifest, originals: Seq
     for rank, each in enumerate(ranks):
         found = calling_of(each.program, each.guards)
         for what, said in CALLING.items():
-            if found[what] != (wanted := manifest.calling.get(what)):
-                raise Unsound(None, f"rank {rank} {said} {found[what]}, and the manifest says {wanted}")
+            has, wanted = getattr(found, what), getattr(manifest.calling, what)
+            if has != wanted:
+                raise Unsound(None, f"rank {rank} {said} {has}, and the manifest says {wanted}")
     for original in originals:
         compare_calling(ranks[0].program, original)
 
@@ -166,19 +167,19 @@ def check_state(
     Raises:
         Unsound: a tensor is extra, missing, of another shape or dtype, or has other content.
     """
-    rows = {row["name"]: row for row in manifest.tensors}
+    rows = {row.name: row for row in manifest.tensors}
     for rank, each in enumerate(ranks):
         for spec in each.program.graph_signature.input_specs:
             kind, row = KINDS.get(spec.kind), rows.get(str(spec.target))
             if spec.kind is InputKind.CONSTANT_TENSOR and spec.target in manifest.rank_numbers:
                 continue
-            if kind and (row is None or row["kind"] != kind):
-                there = f"calls it a {row['kind']}" if row else "does not"
+            if kind and (row is None or row.kind != kind):
+                there = f"calls it a {row.kind}" if row else "does not"
                 raise Unsound(None, f"rank {rank} has the {kind} {spec.target!r}, and the manifest {there}")
         known = {*rows, *manifest.symm_mem, *(str(spec.target) for spec in each.program.graph_signature.input_specs)}
         if more := sorted(each.state.keys() - known):
             raise Unsound(None, f"rank {rank} holds {more[0]!r}, which nothing takes")
-        elsewhere = {name for name, row in rows.items() if "stored_in" in row}
+        elsewhere = {name for name, row in rows.items() if row.stored_in is not None}
         if lacks_weights(manifest):
             continue
         _check_layout(each, rank, elsewhere)
@@ -188,14 +189,14 @@ def check_state(
     _check_offsets(ranks)
     held = [{**original.constants, **original.state_dict} for original in originals]
     for original, theirs in zip(originals, held, strict=True):
-        named = {name for name, row in rows.items() if row["kind"] != "constant_tensor"}
+        named = {name for name, row in rows.items() if row.kind != "constant_tensor"}
         if more := sorted(named - theirs.keys()):
             raise Unsound(None, f"the original has no tensor {more[0]!r}: it is another model")
         takes = {str(spec.target) for spec in original.graph_signature.input_specs if spec.kind in KINDS}
         if lacking := sorted(takes & theirs.keys() - rows.keys()):
             raise Unsound(None, f"no rank holds the original's tensor {lacking[0]!r}")
     for name, row in rows.items():
-        if "stored_in" in row:
+        if row.stored_in is not None:
             _check_elsewhere(row, manifest, beside)
             continue
         wholes = _wholes(row, ranks, mesh)
@@ -204,7 +205,7 @@ def check_state(
         for whole in wholes[1:]:
             if not same_bits(whole, wholes[0]):
                 raise Unsound(None, f"{name!r} is not the same on ranks that share it")
-        if "tied_to" in row:
+        if row.tied_to is not None:
             _check_tied(row, wholes[0], rows, ranks, mesh)
         values = (theirs[name].detach() for theirs in held if name in theirs)
         if not all(isinstance(value, FakeTensor) or same_bits(wholes[0], value) for value in values):
@@ -223,12 +224,12 @@ def _check_offsets(ranks: Sequence[WrittenRank]) -> None:
                     raise Unsound(None, f"{name!r} begins in its memory at {both}")
 
 
-def _check_terms(row: Mapping[str, Any], whole: torch.Tensor, ranks: Sequence[WrittenRank], mesh: Mesh) -> None:
+def _check_terms(row: TensorRecord, whole: torch.Tensor, ranks: Sequence[WrittenRank], mesh: Mesh) -> None:
     """Check that one rank holds the pending value and the others the neutral one: other terms could be large."""
     sharding = _as_held(row, mesh)
     for rank, each in enumerate(ranks):
-        if not same_bits(each.state[row["name"]].detach(), cut(whole, sharding, mesh, rank)):
-            raise Unsound(None, f"{row['name']!r} is not the term of rank {rank} for {row['sharding']}")
+        if not same_bits(each.state[row.name].detach(), cut(whole, sharding, mesh, rank)):
+            raise Unsound(None, f"{row.name!r} is not the term of rank {rank} for {row.sharding}")
 
 
 def _check_memory(each: WrittenRank, rank: int, elsewhere: Set[str]) -> None:
@@ -264,7 +265,7 @@ def check_shared(programs: Mapping[str, Sequence[WrittenRank]], manifests: Mappi
         Unsound: a program expects other strides than the program that stores the tensor.
     """
     for name, ranks in programs.items():
-        elsewhere = {row["name"]: row["stored_in"] for row in manifests[name].tensors if "stored_in" in row}
+        elsewhere = {row.name: row.stored_in for row in manifests[name].tensors if row.stored_in is not None}
         for rank, each in enumerate(ranks):
             ours = taken_by(each.program)
             for tensor, other in elsewhere.items():
@@ -290,52 +291,51 @@ def _has_memory(value: object) -> bool:
     return value.layout is torch.strided and value.numel() > 0
 
 
-def _wholes(row: Mapping[str, Any], ranks: Sequence[WrittenRank], mesh: Mesh) -> list[torch.Tensor]:
+def _wholes(row: TensorRecord, ranks: Sequence[WrittenRank], mesh: Mesh) -> list[torch.Tensor]:
     """Join the ranks' shares of a tensor to wholes, one for each set of replicas."""
-    name, held = row["name"], []
+    name, held = row.name, []
     for rank, each in enumerate(ranks):
         value = each.state.get(name)
         if not isinstance(value, torch.Tensor):
             raise Unsound(None, f"rank {rank} has no tensor {name!r}, and the manifest has")
-        if dtype_name(value.dtype) != row["dtype"]:
-            raise Unsound(None, f"{name!r} is of {value.dtype} on rank {rank}, and the manifest says {row['dtype']}")
+        if dtype_name(value.dtype) != row.dtype:
+            raise Unsound(None, f"{name!r} is of {value.dtype} on rank {rank}, and the manifest says {row.dtype}")
         held.append(value.detach())
     try:
-        return join(held, _as_held(row, mesh), mesh, row["shape"])
+        return join(held, _as_held(row, mesh), mesh, row.shape)
     except ValueError as error:
         raise Unsound(None, f"{name!r}: {error}") from error
 
 
-def _as_held(row: Mapping[str, Any], mesh: Mesh) -> Sharding:
+def _as_held(row: TensorRecord, mesh: Mesh) -> Sharding:
     """Return the sharding of a tensor in memory: for a pending average or extremum, every rank holds the whole."""
     try:
-        sharding = read_claimed(None, row["sharding"], mesh, len(row["shape"]))
+        sharding = read_claimed(None, row.sharding, mesh, len(row.shape))
     except Unsound as error:
-        raise Unsound(None, f"{row['name']!r}: {error}") from error
+        raise Unsound(None, f"{row.name!r}: {error}") from error
     return Sharding(sharding.dims, tuple((axis, op) for axis, op in sharding.partial if op in ("sum", "product")))
 
 
 def _check_tied(
-    row: Mapping[str, Any],
+    row: TensorRecord,
     whole: torch.Tensor,
-    rows: Mapping[str, Mapping[str, Any]],
+    rows: Mapping[str, TensorRecord],
     ranks: Sequence[WrittenRank],
     mesh: Mesh,
 ) -> None:
-    other = rows.get(row["tied_to"])
-    if other is None or ("stored_in" not in other and not same_bits(whole, _wholes(other, ranks, mesh)[0])):
-        raise Unsound(None, f"{row['name']!r} is not {row['tied_to']!r}, to which it is tied by the manifest")
+    other = rows.get(row.holder)
+    if other is None or (other.stored_in is None and not same_bits(whole, _wholes(other, ranks, mesh)[0])):
+        raise Unsound(None, f"{row.name!r} is not {row.tied_to!r}, to which it is tied by the manifest")
 
 
-def _check_elsewhere(row: Mapping[str, Any], manifest: Manifest, beside: Mapping[str, Manifest]) -> None:
-    there = beside.get(row["stored_in"])
-    theirs = next((other for other in there.tensors if other["name"] == row["name"]), None) if there else None
-    if there is None or theirs is None or "stored_in" in theirs:
-        raise Unsound(None, f"{row['name']!r} is said to lie in the files of {row['stored_in']!r}, and does not")
+def _check_elsewhere(row: TensorRecord, manifest: Manifest, beside: Mapping[str, Manifest]) -> None:
+    there = beside.get(row.stored_in or "")
+    theirs = next((other for other in there.tensors if other.name == row.name), None) if there else None
+    if there is None or theirs is None or theirs.stored_in is not None:
+        raise Unsound(None, f"{row.name!r} is said to lie in the files of {row.stored_in!r}, and does not")
     if there.mesh != manifest.mesh:
-        raise Unsound(None, f"the mesh is {manifest.mesh}, and that of {row['stored_in']!r} is {there.mesh}")
+        raise Unsound(None, f"the mesh is {manifest.mesh}, and that of {row.stored_in!r} is {there.mesh}")
     for key in ("shape", "dtype", "sharding"):
-        if theirs[key] != row[key]:
-            raise Unsound(
-                None, f"{row['name']!r} is {row[key]}, and in the files of {row['stored_in']!r} it is {theirs[key]}"
-            )
+        ours, other = getattr(row, key), getattr(theirs, key)
+        if ours != other:
+            raise Unsound(None, f"{row.name!r} is {ours}, and in the files of {row.stored_in!r} it is {other}")

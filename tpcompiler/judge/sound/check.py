@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import fx
@@ -44,16 +43,17 @@ from tpcompiler.runtime.artifact import (
 )
 from tpcompiler.runtime.beside import manifests_beside, misfit_of
 from tpcompiler.runtime.package import refuse_other_package
+from tpcompiler.runtime.records import Record
 from tpcompiler.terminal.tables import Shown
 
 
-@dataclass(frozen=True)
-class CheckReport(Shown):
-    """The verdict: how much was checked, and the failures (`findings`, the first of each kind of check)."""
+class CheckReport(Record, Shown, frozen=True, omit_defaults=False):
+    """The verdict of a check."""
 
-    ok: bool
-    counts: Mapping[str, int]
-    findings: list[str] = field(default_factory=list)
+    ok: bool  # true if all holds
+    counts: dict[str, int]  # how much was checked, by kind
+    findings: list[str]  # the first violation of each kind of check
+    weights_compared: bool = False  # true if the weights were compared with a model's
 
     def __str__(self) -> str:
         checked = ", ".join(f"{count} {what}" for what, count in self.counts.items())
@@ -105,7 +105,7 @@ def check_artifact(
         with _noting(findings, None):
             check_shared(programs, manifests)
     counts = sum((Counter(report.counts) for report in reports.values()), Counter())
-    return CheckReport(not findings, dict(counts), findings)
+    return CheckReport(not findings, dict(counts), findings, original is not None)
 
 
 def read_proved_model(
@@ -175,7 +175,7 @@ def check_programs(
     with _noting(findings, None):
         check_state(ranks, manifest, mesh, models, beside or {})
         counts["tensors without values" if lacks_weights(manifest) else "tensors"] = len(manifest.tensors)
-    return CheckReport(not findings, dict(counts), findings)
+    return CheckReport(not findings, dict(counts), findings, original is not None)
 
 
 def _check_folds(

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import asdict
 from torch import fx
 from torch.export import ExportedProgram
 
-from tpcompiler.artifact.report import traffic
+from tpcompiler.artifact.report import transfer_of
 from tpcompiler.ir import edit
 from tpcompiler.ir.claims import read_claim
 from tpcompiler.ir.mesh import Mesh
@@ -61,16 +62,16 @@ def check_collectives(programs: Sequence[ExportedProgram], manifest: Manifest) -
 
 def _check_list(calls: Sequence[_Call], manifest: Manifest, mesh: Mesh) -> None:
     """Check the manifest's list against the collectives that a rank calls, in order."""
-    said = [(row["kind"], mesh.group_name(row["axis"].split("."))) for row in manifest.collectives]
+    said = [(row.kind, mesh.group_name(row.axis.split("."))) for row in manifest.collectives]
     for number, call in enumerate(calls):
         if number >= len(said) or not call.what.startswith(said[number][0]) or call.group != said[number][1]:
             listed = " over ".join(said[number]) if number < len(said) else "nothing"
             raise Unsound(call.node, f"is collective {number + 1}, {_said(call)}, and the manifest lists {listed}")
         row = manifest.collectives[number]
         known = all(isinstance(size, int) for value in edit.outputs(call.node) for size in value.shape)
-        sent = traffic(call.node, mesh) if known else {"group_size": mesh.size(mesh.axes_of(call.group))}
-        if apart := [key for key, value in sent.items() if row[key] != value]:
-            both = f"has {apart[0]}={sent[apart[0]]}, and the manifest says {row[apart[0]]}"
+        sent = asdict(transfer_of(call.node, mesh)) if known else {"group_size": mesh.size(mesh.axes_of(call.group))}
+        if apart := [key for key, value in sent.items() if getattr(row, key) != value]:
+            both = f"has {apart[0]}={sent[apart[0]]}, and the manifest says {getattr(row, apart[0])}"
             raise Unsound(call.node, f"is collective {number + 1}: it {both}")
     if len(said) > len(calls):
         raise Unsound(None, f"the manifest lists {len(said)} collectives, and the programs have {len(calls)}")
@@ -113,8 +114,7 @@ def _sequence(program: ExportedProgram, manifest: Manifest, rank: int) -> list[_
         ranks = next(ranks for ranks in manifest.groups[group] if rank in ranks)
         if (said := _ranks_said(node)) - {len(ranks)}:
             raise Unsound(node, f"is for {sorted(said)} ranks, and {group!r} has {len(ranks)}")
-        claim = read_claim(node)
-        calls.append(_Call(group, _what(node), claim.get("reshard") or claim.get("body") or "no change", node))
+        calls.append(_Call(group, _what(node), read_claim(node).region or "no change", node))
     return calls
 
 

@@ -18,7 +18,7 @@ from tpcompiler.errors import TpCompilerError, reason
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import all_calls, read_bodies
 from tpcompiler.ir.calls import read_call
-from tpcompiler.ir.claims import Claim, read_change, read_claim
+from tpcompiler.ir.claims import Claim, read_claim
 from tpcompiler.ir.local import fake_mode_of, key, local_strides, no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
@@ -31,6 +31,7 @@ from tpcompiler.judge.sound.region import ProgramRegion, find_regions
 from tpcompiler.judge.sound.unsound import Unsound
 from tpcompiler.rules.index_range import Ranges
 from tpcompiler.runtime.artifact import Manifest
+from tpcompiler.runtime.records import CallRecord
 
 LAYOUT = (aten.sym_size.int, aten.sym_numel.default, aten.sym_stride.int, aten.sym_storage_offset.default)
 # One op, except that some must copy: the layout of values in memory may differ between ranks.
@@ -120,8 +121,8 @@ def folded(program: ExportedProgram, manifest: Manifest, mesh: Mesh, results: Re
     """
     made = Folded(program, mesh, fake_mode_of(program.graph), results=results)
     made.numbers = find_numbers(program, manifest)
-    if manifest.asked.get("check_indices", True):
-        made.at_door = {row["name"]: tuple(row["values"]) for row in manifest.inputs if "values" in row}
+    if manifest.asked.check_indices:
+        made.at_door = {row.name: (row.values[0], row.values[1]) for row in manifest.inputs if row.values is not None}
     read_bodies(program.graph, program.graph_module)
     regions = find_regions(program.graph, made.numbers)
     last = {region.nodes[-1]: region for region in regions.values()}
@@ -158,7 +159,7 @@ def _fold_body_of_control_flow(made: Folded, node: fx.Node) -> None:
 
 
 def _inputs(made: Folded, manifest: Manifest) -> None:
-    rows = {row["name"]: row for row in manifest.tensors}
+    rows = {row.name: row for row in manifest.tensors}
     users = iter(manifest.inputs)
     placeholders = [node for node in made.program.graph.nodes if node.op == "placeholder"]
     for node, spec in zip(placeholders, made.program.graph_signature.input_specs, strict=True):
@@ -176,26 +177,26 @@ def _inputs(made: Folded, manifest: Manifest) -> None:
         row = next(users, None) if spec.kind is InputKind.USER_INPUT else rows.get(str(spec.target))
         if row is None:
             raise Unsound(node, "is an input that the manifest does not name")
-        sharding = read_claimed(node, row["sharding"], made.mesh, value.ndim)
+        sharding = read_claimed(node, row.sharding, made.mesh, value.ndim)
         made.shardings[node] = (sharding,)
-        if spec.kind is InputKind.USER_INPUT and row["name"] != node.name:
-            raise Unsound(node, f"is input {row['name']!r} by the manifest")
-        if len(row["shape"]) != value.ndim:
-            raise Unsound(node, f"has {value.ndim} dims, the manifest says {len(row['shape'])}")
-        if row["dtype"] != dtype_name(value.dtype):
-            raise Unsound(node, f"is of {dtype_name(value.dtype)}, the manifest says {row['dtype']}")
+        if spec.kind is InputKind.USER_INPUT and row.name != node.name:
+            raise Unsound(node, f"is input {row.name!r} by the manifest")
+        if len(row.shape) != value.ndim:
+            raise Unsound(node, f"has {value.ndim} dims, the manifest says {len(row.shape)}")
+        if row.dtype != dtype_name(value.dtype):
+            raise Unsound(node, f"is of {dtype_name(value.dtype)}, the manifest says {row.dtype}")
         if not sharding.is_replicated:
             shape = [
                 size if isinstance(size, int) else own * made.mesh.size(cut.axes)
-                for size, own, cut in zip(row["shape"], value.shape, sharding.dims, strict=True)
+                for size, own, cut in zip(row.shape, value.shape, sharding.dims, strict=True)
             ]
             with made.mode:
                 strides = local_strides(value, shape)
                 new.meta["val"] = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
-        elif any(isinstance(size, int) and size != own for size, own in zip(row["shape"], value.shape, strict=True)):
-            raise Unsound(node, f"is {list(value.shape)}, the manifest says {row['shape']}")
+        elif any(isinstance(size, int) and size != own for size, own in zip(row.shape, value.shape, strict=True)):
+            raise Unsound(node, f"is {list(value.shape)}, the manifest says {row.shape}")
     if left := next(users, None):
-        raise Unsound(None, f"the manifest names an input {left['name']!r}, and there is none")
+        raise Unsound(None, f"the manifest names an input {left.name!r}, and there is none")
 
 
 def read_claimed(node: fx.Node | None, text: Any, mesh: Mesh, ndim: int) -> Sharding:
@@ -214,7 +215,7 @@ def read_claimed(node: fx.Node | None, text: Any, mesh: Mesh, ndim: int) -> Shar
 
 def _claimed(made: Folded, node: fx.Node) -> tuple[Claim, Shardings]:
     claim, values = read_claim(node), edit.outputs(node)
-    texts = claim.get("sharding")
+    texts = claim.sharding
     if texts is None or len(texts) != len(values):
         raise Unsound(node, f"makes {len(values)} tensors, and claims shardings {texts}")
     return claim, tuple(read_claimed(node, t, made.mesh, v.ndim) for t, v in zip(texts, values, strict=True))
@@ -245,11 +246,11 @@ def _fold_change(made: Folded, region: ProgramRegion) -> None:
         raise Unsound(last, f"is the end of {region.name}, which has {counts} where a change has one")
     claim, (target,) = _claimed(made, last)
     ndim = edit.outputs(operands[0])[0].ndim
-    states = tuple(read_claimed(last, text, made.mesh, ndim) for text in read_change(claim) or ("none",))
+    states = tuple(read_claimed(last, text, made.mesh, ndim) for text in claim.states or ("none",))
     if (states[0], states[-1]) != (made.shardings[operands[0]][0], target):
         raise Unsound(
             last,
-            f"claims to change {claim.get('change')} to {target.text(made.mesh)}, "
+            f"claims to change {claim.change} to {target.text(made.mesh)}, "
             f"and '{operands[0].name}' is {made.shardings[operands[0]][0].text(made.mesh)}",
         )
     made.stands_for(last, made.whole[operands[0]])
@@ -262,13 +263,13 @@ def _fold_body(made: Folded, region: ProgramRegion) -> None:
     whole: fx.Node | None = None
     for node in region.outputs:
         claim, shardings = _claimed(made, node)
-        call = claim.get("call")
+        call = claim.call
         if call is None:
             raise Unsound(node, f"is used outside of {region.name} and does not say what it is a share of")
         if whole is None:
             whole = _whole_call(made, node, *_global(made, node, call), made.graph)
             made.regions[region.name] = replace(region, call=whole)
-        index = call.get("output")
+        index = call.output
         part = whole if index is None else _whole_call(made, node, operator.getitem, (whole, index), {}, made.graph)
         made.stands_for(node, part)
         made.shardings[node] = shardings
@@ -309,7 +310,7 @@ def _fold_call(made: Folded, node: fx.Node) -> None:
         made.stands_for(node, _whole_call(made, node, operator.getitem, *_same(made, node), made.graph))
         return
     claim, made.shardings[node] = _claimed(made, node)
-    call = claim.get("call")
+    call = claim.call
     if call is not None and not isinstance(node.target, OpOverload):
         raise Unsound(node, f"calls {node.target}, and claims to be a share of another call")
     target, args, kwargs = (node.target, *_same(made, node)) if call is None else _global(made, node, call)
@@ -333,7 +334,7 @@ def _same(made: Folded, node: fx.Node) -> tuple[Any, Any]:
     return args, kwargs
 
 
-def _global(made: Folded, node: fx.Node, call: Any) -> tuple[Any, Any, Any]:
+def _global(made: Folded, node: fx.Node, call: CallRecord) -> tuple[Any, Any, Any]:
     def value(name: str) -> fx.Node:
         if name not in made.by_name:
             raise ValueError(f"there is no {name!r} before it")
@@ -352,13 +353,14 @@ def _whole_call(
     made: Folded, node: fx.Node, target: Any, args: Any, kwargs: Mapping[str, Any], graph: fx.Graph
 ) -> fx.Node:
     # Values that the model does not have, such as sizes, must not take a name of the model's.
-    name = read_claim(node).get("origin", f"own_{node.name}")
+    claim = read_claim(node)
+    name = f"own_{node.name}" if claim.origin is None else claim.origin
     new = graph.create_node("call_function", target, tuple(args), dict(kwargs), name=name)
     edit.inherit_meta(new, node)
     used = [other for other in node.all_input_nodes if edit.outputs(other)]
     alike = all(s.is_replicated for n in (node, *used) for s in made.shardings.get(n, ()))
     number = isinstance(node.target, OpOverload) and not edit.outputs(node) and node.target is not aten.sym_size.int
-    if number or (alike and edit.outputs(node) and "call" not in read_claim(node)):
+    if number or (alike and edit.outputs(node) and claim.call is None):
         new.meta["val"] = node.meta.get("val")  # equal on every rank and on one device
         return new
     given, named = fx.node.map_arg((new.args, dict(new.kwargs)), lambda n: n.meta["val"])

@@ -215,7 +215,7 @@ class _Comparison:
         node = self.owner.get(whole)
         if node is None or node.op != "call_function" or str(node.target) == "<built-in function getitem>":
             return None
-        return read_claim(node).get("origin") if edit.outputs(node) else None
+        return read_claim(node).origin if edit.outputs(node) else None
 
     def _equate(self, ours: fx.Node, theirs: fx.Node) -> None:
         """Run the operands of two calls of one op that differ."""

@@ -44,8 +44,8 @@ def find_numbers(program: ExportedProgram, manifest: Manifest) -> Numbers:
                 raise Unsound(user, "takes the numbers of the rank for a tensor of the program")
             read[user] = index
     for node in (*own, *read):
-        if read_claim(node).get("origin") not in manifest.rank_numbers:
-            raise Unsound(node, f"reads the rank's numbers, and claims to stand for {read_claim(node).get('origin')!r}")
+        if (origin := read_claim(node).origin) not in manifest.rank_numbers:
+            raise Unsound(node, f"reads the rank's numbers, and claims to stand for {origin!r}")
     return Numbers(read, frozenset([*rows, *own, *read]))
 
 

@@ -156,7 +156,7 @@ def _is_the_whole_call(made: Folded, node: fx.Node) -> bool:
     shardings = [made.shardings.get(each) for each in (node, *edit.operands(node))]
     whole = all(found is not None and all(each.is_replicated for each in found) for found in shardings)
     dynamic = _has_dynamic_sizes(node) or bool(node.meta.get("unbacked_bindings"))
-    return whole and "call" not in read_claim(node) and dynamic
+    return whole and read_claim(node).call is None and dynamic
 
 
 def _has_dynamic_sizes(node: fx.Node) -> bool:

@@ -58,11 +58,11 @@ def check_origins(
         for (before, one), (after, other) in itertools.pairwise(sorted(found)):
             if before < after and one > other:
                 node = found[after, other]
-                raise _untrue(node, read_claim(node)["origin"], names[ours[made.whole[node]]], shown(made.whole[node]))
+                raise _untrue(node, read_claim(node).origin, names[ours[made.whole[node]]], shown(made.whole[node]))
     for node in foreign:
         number = ours[made.whole[node]]
         if len(right.get(number, ())) < len(names[number]):
-            raise _untrue(node, read_claim(node)["origin"], names[number], shown(made.whole[node]))
+            raise _untrue(node, read_claim(node).origin, names[number], shown(made.whole[node]))
     for region in made.regions.values():
         _check_region(made, region, ours, names)
 
@@ -87,10 +87,9 @@ def _claims(made: Folded) -> Iterator[tuple[fx.Node, str]]:
         if node.op != "call_function" or (node.target is operator.getitem and node not in ends):
             continue
         if edit.outputs(node):
-            claim = read_claim(node)
-            if "origin" not in claim:
+            if (origin := read_claim(node).origin) is None:
                 raise Unsound(node, "claims no origin")
-            yield node, claim["origin"]
+            yield node, origin
 
 
 def _check_region(
@@ -99,21 +98,21 @@ def _check_region(
     """Check that all nodes in a region have its origin; the operand of a change already has one."""
     last = region.nodes[-1]
     if region.call is None:
-        wanted = read_claim(last)["origin"]
+        wanted = read_claim(last).origin or ""
         (operand,) = made.changed[last]
-        before = read_claim(operand).get("origin") if operand.op == "call_function" else operand.name
+        before = read_claim(operand).origin if operand.op == "call_function" else operand.name
         if operand.target is not operator.getitem and before != wanted:
             raise Unsound(last, f"claims to change '{wanted}', and '{operand.name}' stands for '{before}'")
     else:
-        wanted = read_claim(last)["body"]
+        wanted = read_claim(last).body or ""
         have = names.get(ours[region.call], set())
         if have and _parts(wanted)[0] not in {_parts(name)[0] for name in have}:
             raise _untrue(last, wanted, have, str(region.call.target))
     for node in region.nodes:
-        if node not in made.whole and (origin := read_claim(node).get("origin")) != wanted:
+        if node not in made.whole and (origin := read_claim(node).origin) != wanted:
             raise Unsound(node, f"is in {region.name} of '{wanted}', and claims to stand for '{origin}'")
 
 
-def _untrue(node: fx.Node, origin: str, names: Set[str], shown: str) -> Unsound:
+def _untrue(node: fx.Node, origin: str | None, names: Set[str], shown: str) -> Unsound:
     has = f"'{min(names)}'" if names else "no such value"
     return Unsound(node, f"claims to stand for '{origin}' of the model, and {MODEL} has {has} for {shown}")

@@ -35,8 +35,8 @@ def find_regions(graph: fx.Graph, numbers: Numbers) -> dict[str, ProgramRegion]:
     members: dict[str, list[fx.Node]] = {}
     for node in edit.calls(graph):
         claim = read_claim(node)
-        if name := claim.get("reshard") or claim.get("body"):
-            members.setdefault(f"{'reshard' if 'reshard' in claim else 'body'} {name}", []).append(node)
+        if name := claim.region:
+            members.setdefault(f"{'body' if claim.reshard is None else 'reshard'} {name}", []).append(node)
     regions = {}
     for name, nodes in members.items():
         own = set(nodes)

@@ -1,0 +1,103 @@
+"""The answers that commands print with --json where no function returns them; docs/json.md is rendered from types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tpcompiler.ask.measured import CountedCollectives
+from tpcompiler.judge.compare.compare import VerifyReport
+from tpcompiler.runtime.records import Package, Record
+from tpcompiler.runtime.run import ReturnedTensor
+
+
+class FoundPlan(Record, frozen=True, kw_only=True):
+    """A plan that the search has found."""
+
+    out: str | None  # the file that was written
+    mesh: dict[str, int]  # axis -> degree
+    plan: dict[str, Any]  # as a plan file has it
+
+
+class MeasuredLink(Record, frozen=True, kw_only=True):
+    """A link between ranks, as a machine file has it."""
+
+    latency: float  # seconds
+    bandwidth: float  # bytes/s that each rank sends
+    collective: str | None = None  # all others by default
+    ranks: int | None = None  # all other numbers by default
+
+
+class ShareOfRows(Record, frozen=True, kw_only=True):
+    """The share of FLOP/s that matrix products of so many rows reach."""
+
+    rows: int  # of the left operand
+    share: float  # of `flops`
+
+
+class Calibration(Record, frozen=True, kw_only=True):
+    """A machine file that was written."""
+
+    out: str  # the file
+    flops: float  # FLOP/s of matrix products
+    memory_bandwidth: float  # bytes/s
+    memory: float  # bytes of a device, or of a process
+    product: float  # seconds of a matrix product on top of its bytes and FLOPs
+    attention: float  # the same of an attention
+    other: float  # the same of any other kernel
+    view: float | None = None  # the same of a view, where no compiler fuses ops
+    cache_bandwidth: float | None = None  # bytes/s of what was just written, where no compiler fuses ops
+    fuses: bool = True  # false where no compiler fuses ops
+    rows: list[ShareOfRows] | None = None  # where no compiler fuses ops
+    host: dict[str, float] | None = None  # seconds to launch an operation and a collective, on a GPU
+    links: list[MeasuredLink]  # in the file's order
+
+
+class ExportedFiles(Record, frozen=True, kw_only=True):
+    """Files of a model without its weights."""
+
+    out: list[str]  # the files that were written
+    weights: list[str]  # those without values
+    sizes: str  # the sizes that are dynamic and those that are fixed; empty for a factory and for `--prefill-decode`
+
+
+class CutWeights(Record, frozen=True, kw_only=True):
+    """Weights that were cut into an artifact."""
+
+    out: str  # the artifact
+    ranks: list[int] | None  # whose weights were written; null for all
+
+
+class ReshardedArtifact(Record, frozen=True, kw_only=True):
+    """An artifact for other ranks."""
+
+    out: str  # the directory that was written
+    mesh: dict[str, int]  # axis -> degree
+
+
+class MergedModel(Record, frozen=True, kw_only=True):
+    """A single-device model, or its weights."""
+
+    out: str  # the file that was written
+
+
+class WrittenPackage(Package, frozen=True, kw_only=True):
+    """A compiled package."""
+
+    out: str | None  # the package; null where it was not right, and was deleted
+    report: VerifyReport | None  # as `verify` prints it; null with `--no-check`
+
+
+class Returned(Record, frozen=True, kw_only=True):
+    """The result of one call; rank 0 prints it."""
+
+    outputs: list[ReturnedTensor]  # the tensors that it returned
+    out: str | None  # the file that was written
+    trace: str | None  # the file of `--trace`
+    counts: list[CountedCollectives] | None  # with `--count`
+
+
+class GeneratedTokens(Record, frozen=True, kw_only=True):
+    """Tokens that were generated; rank 0 prints them."""
+
+    tokens: list[list[int]]  # of each row
+    out: str | None  # the file that was written

@@ -1,0 +1,312 @@
+"""The records in an artifact's files: their types are their form, which reading checks to the last field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+DTYPES = {
+    "float32": "f32",
+    "float64": "f64",
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "int64": "i64",
+    "int32": "i32",
+    "int16": "i16",
+    "int8": "i8",
+    "uint8": "u8",
+    "bool": "b8",
+}  # by torch's name; others are written as torch prints them
+OTHERS = "complex32 complex64 complex128 uint16 uint32 uint64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz"
+PLACEMENT = r"(R|[SP]\([^()\[\]]*\))"
+DEEPEST = 8  # lists and tables in one another in a plan, whose entries are texts or tables of texts
+MOST_PROGRAMS = 1_000
+MOST_DIMS = 64  # of a tensor or a mesh: torch's own limit
+MOST_RANKS = 1 << 16
+MOST_SHARES = 1 << 22  # of all tensors on all ranks
+LONGEST = 400  # letters of a message, which may quote the file
+LARGEST = 1 << 62  # elements or bytes: what a size in a file can be
+END = r"$(?!\n)"  # Python's `$` alone also matches before a line's end
+
+Count = Annotated[int, Meta(ge=0, lt=LARGEST)]
+Degree = Annotated[int, Meta(ge=1, lt=LARGEST)]
+Index = Annotated[int, Meta(gt=-LARGEST, lt=LARGEST)]
+AxisName = Annotated[str, Meta(pattern=rf"^[^\W\d]\w*{END}")]
+ProgramName = Annotated[str, Meta(pattern=rf"^[^\W\d]\w*{END}")]  # a directory's, which leads nowhere else
+ShardingText = Annotated[str, Meta(pattern=rf"^({PLACEMENT}|\[{PLACEMENT}(, {PLACEMENT})*\]){END}")]
+DtypeText = Annotated[str, Meta(pattern=rf"^({'|'.join(DTYPES.values())}|torch\.({OTHERS.replace(' ', '|')})){END}")]
+Sha256 = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{64}}{END}")]
+ProgramFile = Annotated[str, Meta(pattern=rf"^program(_\d+)?\.pt2{END}")]
+PackageFile = Annotated[str, Meta(pattern=rf"^(compiled(_\w+)?\.pt2|runner\.so){END}")]
+Shape = Annotated[list[Count | str], Meta(max_length=MOST_DIMS)]
+Mesh = Annotated[dict[AxisName, Degree], Meta(min_length=1, max_length=MOST_DIMS)]
+Rows = list[list[Count]]
+DeviceType = Literal["cpu", "cuda"]
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+Collectives = Literal["auto", "nccl", "symm_mem"]  # the faster of both, by NCCL, or over symmetric memory
+Why = Literal["inherent", "plan-demanded", "fallback"]
+Placed = str | dict[str, str]
+PlacedBoundary = list[Placed | None] | dict[str, Placed] | None
+Read = TypeVar("Read", bound="Record")
+
+
+class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Plain data in a file or in an answer. Fields with a default are left out where they have it.
+
+    The comments on fields are their description in docs/json.md.
+    """
+
+
+class BoundaryRecord(Record, frozen=True, kw_only=True):
+    """A tensor that the program takes or returns."""
+
+    name: str  # of the argument, or of the output
+    shape: Shape  # global; a symbolic size is its text
+    dtype: DtypeText  # such as `f32`
+    sharding: ShardingText  # such as `S(0)`; over several axes `[S(0), R]`
+    # the least and the greatest value of an input that is indices
+    values: Annotated[list[Index], Meta(min_length=2, max_length=2)] | None = None
+
+    def __post_init__(self) -> None:
+        _refuse_huge(self.shape)
+
+
+class TensorRecord(Record, frozen=True, kw_only=True):
+    """A parameter, a buffer or a constant."""
+
+    name: str  # its FQN
+    kind: str  # `parameter`, `buffer` or `constant_tensor`
+    shape: Annotated[list[Count], Meta(max_length=MOST_DIMS)]  # global
+    dtype: DtypeText  # such as `f32`
+    sharding: ShardingText  # such as `S(0)`; over several axes `[S(0), R]`
+    persistent: bool = True  # false for a buffer that a state dict leaves out
+    tied_to: str | None = None  # the name of the tensor that it shares its memory with
+    stored_in: ProgramName | None = None  # the program whose files hold it
+
+    def __post_init__(self) -> None:
+        _refuse_huge(self.shape)
+
+    @property
+    def holder(self) -> str:
+        """The name under which ranks hold it: that of the tensor it is tied to, or its own."""
+        return self.tied_to or self.name
+
+    @property
+    def is_own(self) -> bool:
+        """True if this program's own files hold it under this name."""
+        return self.tied_to is None and self.stored_in is None
+
+
+PlacedRecord = TensorRecord | BoundaryRecord
+
+
+class Transfer(Record, frozen=True, kw_only=True):
+    """The bytes of one collective call of a rank's program."""
+
+    kind: CollectiveKind  # `all_reduce`, `all_gather`, `reduce_scatter` or `all_to_all`
+    axis: str  # of the mesh; several as `dp.tp`
+    payload_bytes: Count  # what is reduced, gathered in all, or (all_to_all) held by one rank; sizes as in the example
+    group_size: Degree  # ranks
+    wire_bytes: Count  # what each rank sends on a ring
+
+
+class Collective(Transfer, frozen=True, kw_only=True):
+    """One collective call of a rank's program, and its cause."""
+
+    node: str  # its name in the program
+    module: str  # the layer
+    source: str  # the user's line of code
+    why: Why  # inherent (a pending sum of the plan's own cuts), plan-demanded, or fallback
+    reason: str  # the cause in words
+    reshard: str  # the change of sharding that it belongs to
+
+
+class Note(Record, frozen=True):
+    """What a pass declined, gave up or could not use."""
+
+    # its subject
+    kind: Literal[
+        "plan",
+        "untouched",
+        "whole",
+        "dropped",
+        "no rule",
+        "size",
+        "random",
+        "mesh",
+        "shared",
+        "idle",
+        "cut",
+        "both",
+        "examples",
+        "collectives",
+        "search",
+        "uncut",
+    ]
+    text: str  # for people
+
+
+class Calling(Record, frozen=True, kw_only=True):
+    """How every rank's program is called."""
+
+    takes: str  # the pytree of its arguments
+    returns: str  # the pytree of its results
+    names: list[str]  # of its arguments
+    # dynamic size -> its least and its greatest value; null without an end
+    ranges: dict[str, Annotated[list[Count | None], Meta(min_length=2, max_length=2)]]
+    asserted: list[str]  # what is asserted of inputs
+    constants: list[str]  # the arguments that are fixed
+
+
+class CallRecord(Record, frozen=True, kw_only=True):
+    """A call of an op on the whole, which a rank does a share of."""
+
+    op: str  # its schema's name and overload
+    args: list[Any]  # numbers and texts; others as `ir/calls.py` writes them
+    kwargs: dict[str, Any]  # likewise
+    output: int | None = None  # the index of the one that is meant, of several results
+
+
+class Asked(Record, frozen=True, kw_only=True):
+    """How an artifact was converted."""
+
+    mesh: Mesh  # axis -> degree
+    inputs: PlacedBoundary  # the placements that were given, or null
+    outputs: PlacedBoundary  # likewise
+    # the name of the machine by whose seconds its collectives were chosen, without the path of a file
+    machine: str | None = None
+    collectives: Collectives = "nccl"
+    check_indices: bool = True  # false where ranks assert nothing of computed indices
+    # where that was "auto:free", or one that the search has completed to the manifest's
+    plan: Literal["auto:free"] | dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        _refuse_large_mesh(self.mesh)
+        _refuse_deep(self.plan)
+
+
+class Package(Record, frozen=True, kw_only=True):
+    """The compiled form of an artifact's programs."""
+
+    # file name -> SHA-256 (hex), of the package, of the library that runs it from Python, and of programs that say how
+    # each model is called (`called_file`)
+    files: dict[PackageFile, Sha256]
+    # program -> model in the package -> the ranks that run it. The program of a lone artifact is ""
+    models: dict[str, dict[str, list[Count]]]
+    device_type: DeviceType  # `cpu` or `cuda`
+    torch: str  # the version that compiled it, and runs it
+    compiler: str  # the C++ compiler, as it names itself
+    strides: dict[str, list[Count]]  # of the tensors that do not lie in memory as in a file, row by row
+    capability: list[str]  # what it needs of the CPU, or of the GPU
+    threads: Count  # of a rank's process, on the CPU
+
+
+class Manifest(Record, frozen=True, kw_only=True):
+    """All that an artifact's `manifest.json` records."""
+
+    mesh: Mesh  # axis -> degree
+    groups: dict[str, Rows]  # process-group name in the graphs -> the groups of ranks that have it, which share no rank
+    device_type: DeviceType  # `cpu` or `cuda`
+    plan: dict[str, Any]  # as a plan file has it
+    tensors: list[TensorRecord]  # parameters, buffers and constants
+    inputs: list[BoundaryRecord]  # the tensors that the programs take
+    outputs: list[BoundaryRecord]  # the tensors that they return
+    collectives: list[Collective]  # of one call, in order
+    notes: list[Note]  # what the compiler declined or could not use
+    output_type: str | None  # the class that the model returned, where the programs return a dict instead
+    versions: dict[str, str]  # of tpcompiler, torch and python
+    files: dict[str, Sha256]  # file name -> SHA-256 (hex)
+    calling: Calling  # how every rank's program is called
+    # the constant that tells ranks with one graph apart, such as where their slices begin: its name and every rank's
+    # row. Empty where nothing does
+    rank_numbers: Annotated[dict[str, Rows], Meta(max_length=1)]
+    # the constants that are memory which the GPUs of a group map from each other, and the group of each. No file has
+    # them: `tpcompiler.load` allocates them
+    symm_mem: dict[str, str]
+    # file name -> the ranks that run it, each with weights in a file of its own. Empty where every rank has a file with
+    # both
+    programs: dict[ProgramFile, list[Count]]
+    asked: Asked  # how it was converted
+    compiled: Package | None  # the package of a lone artifact; that of several programs is named beside them
+    format: int  # of the files
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.mesh.values())
+
+    def placed(self) -> Iterator[tuple[str, PlacedRecord]]:
+        """Tensors, inputs and outputs by name; an output's as `output NAME`."""
+        yield from ((row.name, row) for row in self.tensors)
+        yield from ((row.name, row) for row in self.inputs)
+        yield from ((f"output {row.name}", row) for row in self.outputs)
+
+    def __post_init__(self) -> None:
+        _refuse_large_mesh(self.mesh)
+        _refuse_deep(self.plan)
+        world = range(self.world_size)
+        if len(self.tensors) * len(world) > MOST_SHARES:
+            raise ValueError(f"{len(self.tensors)} tensors on {len(world)} ranks are more than {MOST_SHARES} shares")
+        parts = [(f"group {name!r}", groups) for name, groups in self.groups.items()]
+        parts += [("programs", list(self.programs.values()))] if self.programs else []
+        for name, ranks in parts:
+            if sorted(rank for part in ranks for rank in part) != list(world):
+                raise ValueError(f"{name} does not have each of {len(world)} ranks once")
+        for name, rows in self.rank_numbers.items():
+            if len(rows) != len(world) or len(set(map(len, rows))) != 1:
+                raise ValueError(f"{name!r} does not have a row of one length for each of {len(world)} ranks")
+
+
+class ProgramList(Record, frozen=True, kw_only=True):
+    """The list of programs over one set of weights: each has its artifact in a directory of its name."""
+
+    format: int
+    programs: Annotated[list[ProgramName], Meta(max_length=MOST_PROGRAMS)]
+    compiled: Package | None = None
+
+
+def read_record(kind: type[Read], data: Any) -> Read:
+    """Check plain data, and make a record of it.
+
+    Raises:
+        ValueError: it has another form; the message is `: ...` or ` at $.tensors[0].shape: ...`.
+    """
+    if isinstance(data, dict) and data.get("compiled") == {}:
+        data = {**data, "compiled": None}
+    try:
+        return msgspec.convert(data, kind)
+    except ValueError as error:
+        what, _, where = str(error).replace("\\\\", "\\").replace(END, "$").replace("`", "").partition(" - at ")
+        raise ValueError(f"{where and f' at {where}'}: {what[0].lower()}{what[1:LONGEST]}") from None
+
+
+def plain_data(record: Record) -> dict[str, Any]:
+    """The data that `read_record` makes the same record of."""
+    data: dict[str, Any] = msgspec.to_builtins(record)
+    return data | {"compiled": {}} if data.get("compiled", {}) is None else data
+
+
+def is_whole(text: str) -> bool:
+    """True if every rank has all of a tensor of this sharding: `R`, or `[R, R]` on two axes."""
+    return "S(" not in text and "P(" not in text
+
+
+def _refuse_huge(shape: Sequence[int | str]) -> None:
+    if math.prod(size for size in shape if isinstance(size, int)) >= LARGEST:
+        raise ValueError(f"the shape {shape} has {LARGEST} elements or more")
+
+
+def _refuse_large_mesh(mesh: dict[str, int]) -> None:
+    if math.prod(mesh.values()) > MOST_RANKS:
+        raise ValueError(f"the mesh {mesh} has more than {MOST_RANKS} ranks")
+
+
+def _refuse_deep(plan: Any) -> None:
+    level, depth = [plan], 0
+    while level := [part for part in level if isinstance(part, (dict, list))]:
+        level = [each for part in level for each in (part.values() if isinstance(part, dict) else part)]
+        if (depth := depth + 1) > DEEPEST + 1:  # the plan itself is a table
+            raise ValueError(f"the plan has more than {DEEPEST} tables and lists in one another")
