@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from msgspec.structs import astuple
 from torch import nn
 
 import tpcompiler
@@ -72,7 +73,7 @@ def test_what_is_gathered_besides(folder: Path) -> None:
         ("up.weight", "R", "S(0)"),
         ("up.bias", "R", "S(0)"),
     }
-    assert [tuple(each) for each in found.collectives] == [
+    assert [astuple(each) for each in found.collectives] == [
         (f"layers.{layer}.up", "all_gather", "plan-demanded", (0, 0), (1, 3 * 16 * 4 // 2)) for layer in range(2)
     ]
     first, second = found.wire_bytes

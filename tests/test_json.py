@@ -91,7 +91,9 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         found.setdefault(command, []).append(json.loads(result.stdout))
 
     def measured(launch: Sequence[str], *_: object, **__: object) -> None:
-        text = json.dumps(measured_as([link_of("all_reduce", 2)], host={"operation": 1e-6, "collective": 1e-5}))
+        host, rows = {"operation": 1e-6, "collective": 1e-5}, [{"rows": 1, "share": 0.25}]
+        uncompiled = {"fuses": False, "cache_bandwidth": 3e10, "rows": rows}
+        text = json.dumps(measured_as([link_of("all_reduce", 2)], host=host, **uncompiled))
         Path(launch[-1], "measured.json").write_text(text)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
 from torch.export import ExportedProgram
 
 from tpcompiler.checkpoint.cut import read_shares
@@ -72,7 +73,7 @@ def verify_artifact(
     report = compared_calls({"": subject}, [("", args, kwargs or {}), *(("", *read_call(call)) for call in then)])
     if report.ok and MODEL in manifest.files:  # an artifact for other ranks would be made from it
         read_proved_model(directory, manifest, prepare=on_cpu, canonical=canonicalize, trust=trust)
-    return replace(report, note=OWN if not report.note else f"{report.note}; {OWN}") if own else report
+    return structs.replace(report, note=OWN if not report.note else f"{report.note}; {OWN}") if own else report
 
 
 def verify_package(

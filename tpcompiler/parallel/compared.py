@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch.export import ExportedProgram
 
 from tpcompiler.ir.devices import device_types
@@ -52,4 +53,4 @@ def compared_calls(
         if made_for:
             notes.append(f"run on {there}: the same graphs as those for {made_for.pop()}, with the device renamed")
     report = compare_calls(moved, calls)
-    return replace(report, note=notes[0]) if notes else report
+    return structs.replace(report, note=notes[0]) if notes else report
