@@ -83,7 +83,7 @@ def test_what_the_report_advises_leaves_out_the_gather(world: int) -> None:
     (gather,) = [c for c in made.collectives() if c.why == "fallback"]
     lines = made.report().splitlines()
     (at,) = [number for number, line in enumerate(lines) if gather.reason in line]
-    assert lines[at + 1].startswith("    help: ")
+    assert lines[at + 1].startswith("  help: ")
     ((name, style, saved),) = changes_in(lines[at + 1])
     better = tpcompiler.parallelize(program, world, {**PLAN, name: style})
     assert not any(c.why == "fallback" for c in better.collectives())
@@ -99,9 +99,9 @@ def test_two_layers_that_are_the_wrong_way_round() -> None:
     net = Net(lambda self, x: self.both(x).cumsum(-1).amax(-1))
     plan = {"up": "rowwise", "down": "colwise"}
     made = tpcompiler.parallelize(exported(net, X), 2, plan)
-    (said,) = [line for line in made.report().splitlines() if line.startswith("    help: ")]
+    (said,) = [line for line in made.report().splitlines() if line.startswith("  help: ")]
     change = "change 'up' from rowwise to colwise and 'down' from colwise to rowwise"
-    found = re.fullmatch(rf"    help: {change} \(each rank sends (\d+) B less per call\)", said)
+    found = re.fullmatch(rf"  help: {change} \(each rank sends (\d+) B less per call\)", said)
     assert found
     better = tpcompiler.parallelize(exported(net, X), 2, {"up": "colwise", "down": "rowwise"})
     assert spent(made) - spent(better) == int(found[1]) > 0
@@ -114,7 +114,7 @@ def test_two_layers_that_are_the_wrong_way_round() -> None:
 def test_a_repeated_layer_is_changed_as_the_plan_names_it() -> None:
     net = Net(lambda self, x: self.layers(x), layers=nn.Sequential(Net(running), Net(running)))
     made = tpcompiler.parallelize(exported(net, X), 2, {"layers.*.up": "colwise", "layers.*.down": "rowwise"})
-    helps = [line for line in made.report().splitlines() if line.startswith("    help: ")]
+    helps = [line for line in made.report().splitlines() if line.startswith("  help: ")]
     assert len(helps) == 2
     assert {name for line in helps for name, _, _ in changes_in(line)} == {"layers.*.up"}
 

@@ -110,14 +110,20 @@ def test_the_report() -> None:
     program = tpcompiler.parallelize(exported(Model(), torch.randn(2, 4)), 2, plan)
     where = program.collectives()[1].source
     assert program.report() == (
-        "mesh tp=2\n"
-        "parameters: 592 B on one device; per rank 388 B (65.5%), 388 B (65.5%)\n"
-        "inherent collectives: 1, 32 B sent per rank and call\n"
-        "  mlp.down: 1 all_reduce\n"
-        "plan-demanded collectives: 0, 0 B sent per rank and call\n"
-        "fallback collectives: 1, 24 B sent per rank and call\n"
-        f"  all_gather of 48 B, 'all_gather_into_tensor' at {where}: softmax: it needs the dim of 6 whole\n"
-        "    help: change 'head' from colwise to replicate (each rank sends 24 B less per call; each rank holds 60 B more)\n"
+        "mesh tp=2, 2 ranks, cpu\n"
+        "parameters, buffers and constants\n"
+        "on          bytes   share\n"
+        "one device  592 B  100.0%\n"
+        "rank 0      388 B   65.5%\n"
+        "rank 1      388 B   65.5%\n"
+        "\n"
+        "collectives of one call\n"
+        "why       kind        count  payload bytes  wire bytes per rank\n"
+        "inherent  all_reduce      1           32 B                 32 B\n"
+        "fallback  all_gather      1           48 B                 24 B\n"
+        "\n"
+        f"fallback: all_gather of 48 B at {where}: softmax: it needs the dim of 6 whole\n"
+        "  help: change 'head' from colwise to replicate (each rank sends 24 B less per call; each rank holds 60 B more)\n"
         "layers that no plan entry touches:\n"
         "  extra"
     )

@@ -104,11 +104,23 @@ def test_the_command_line(tmp_path: Path) -> None:
     words = ["convert", model, "--tp", 2, "--plan", plan, "-o", out]
     over = refused(*words, "--budget", "0 fallbacks", "--budget", "1 all_reduce")
     assert f"{model} is over its budget: 2 all_reduce, 1 more than 1 all_reduce" in over
-    assert refused(*words, "--max-memory", "1kB", "--dry-run").startswith(f"{model} is over its budget: rank 0 holds")
+    assert refused(*words, "--budget", "1kB held", "--dry-run").startswith(f"{model} is over its budget: rank 0 holds")
     assert not out.exists()
-    right(*words, "--budget", "1 all_reduce/layer", "--max-wire-bytes", 192, "--max-memory", "1.5kB")
+    right(*words, "--budget", "1 all_reduce/layer", "--budget", "192 sent", "--budget", "1.5kB held")
     assert "sound" in right("check", out, "--budget", "1 all_reduce/layer")
-    assert call("check", out, "--max-wire-bytes", 191).exit_code == 2
+    assert call("check", out, "--budget", "191 B sent").exit_code == 2
+
+
+def test_a_file_of_limits(program: ParallelProgram, tmp_path: Path) -> None:
+    """The same as the limits one by one, and together with others."""
+    limits = tmp_path / "budget.yaml"
+    limits.write_text(f"- 2 all_reduce\n- 0 fallbacks\n- {SENT} sent\n- {HELD / 1000}kB held\n")
+    check_budget(program, [str(limits)])
+    limits.write_text(f"- 1 all_reduce\n- {SENT - 1} sent\n- 1kB held\n")
+    with pytest.raises(
+        BudgetError, match=r"2 all_reduce, 1 more .*; each rank sends .*; rank 0 holds .*; 3 collectives"
+    ):
+        check_budget(program, [str(limits), "2 collectives"])
 
 
 def test_both_limits_on_memory_are_written_alike(tmp_path: Path) -> None:
@@ -117,6 +129,6 @@ def test_both_limits_on_memory_are_written_alike(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(PLAN_TEXT)
     words = "convert", tmp_path / "model.pt2", "--tp", 2, "--plan", tmp_path / "plan.yaml", "--dry-run"
     for amount in ("24", "0.024kB"):
-        assert ", 1.27 kB more than 24 B" in refused(*words, "--max-memory", amount)
+        assert ", 1.27 kB more than 24 B" in refused(*words, "--budget", f"{amount} held")
         assert "more than the limit of 24 B." in refused(*words, "--memory", amount)
     assert read_bytes("2KiB") == read_bytes(2048) == 2048

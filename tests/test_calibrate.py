@@ -131,7 +131,7 @@ def test_a_collective_that_the_backend_lacks_does_not_stop_the_others(monkeypatc
 @pytest.mark.filterwarnings("ignore:.*measure again on an idle machine")
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tpcompiler.api.calibrate.run_ranks", fork_judged)
-    assert call("calibrate", "--ranks", 2, "-o", tmp_path / "here.yaml").exit_code == 0
+    assert call("calibrate", "--processes", 2, "-o", tmp_path / "here.yaml").exit_code == 0
     read, text = read_machine(tmp_path / "here.yaml"), (tmp_path / "here.yaml").read_text()
     assert read.flops > 1e8
     measured = {kind: links for (kind, ranks), links in read.links.items() if ranks == 2}

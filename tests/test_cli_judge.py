@@ -65,14 +65,14 @@ def test_verify_finds_swapped_weights(model: Path, tampered: Path) -> None:
 def test_check(model: Path, out: Path, tampered: Path) -> None:
     """Without the model nobody can say which weights are right; with it they are compared bit for bit."""
     sound = "sound: 2 ranks, "
-    unread = "the weights were not compared with the model's: pass --original MODEL.pt2, or --checkpoint DIR"
+    unread = "weights were not compared with the model's: pass --against MODEL.pt2, or --checkpoint DIR"
     for directory in (out, tampered):
         said = right("check", directory).splitlines()
         assert (said[0].startswith(sound), said[-1]) == (True, unread)
-    said = right("check", out, "--original", model).splitlines()
+    said = right("check", out, "--against", model).splitlines()
     assert (said[0].startswith(sound), len(said)) == (True, 1)
     data = json.loads(right("check", out, "--json"))
     assert (data["ok"], data["weights_compared"]) == (True, False)
-    result = call("check", tampered, "--original", model)
+    result = call("check", tampered, "--against", model)
     assert (result.exit_code, result.stderr) == (1, "")
     assert "'layers.0.up.weight': the ranks' shares do not make the original's tensor" in result.stdout

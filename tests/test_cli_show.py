@@ -1,4 +1,4 @@
-"""`tpcompiler show`: where the picture goes, and what happens without Graphviz."""
+"""`tpcompiler inspect` draws a rank's program: the file it writes, and its result without Graphviz."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tpcompiler.runtime.artifact import read_manifest
 
 
 def test_show_an_artifact(out: Path) -> None:
-    assert "all_reduce" in right("show", out)
-    dot = right("show", out, "--format", "dot", "--rank", 1)
+    assert "all_reduce" in right("inspect", out, "--rank", 0)
+    dot = right("inspect", out, "--format", "dot", "--rank", 1)
     assert dot.startswith(("digraph", "//"))
     assert "all_reduce" in dot
-    assert right("show", out, "--format", "html").startswith("<!doctype html>\n")
-    assert refused("show", out, "--rank", 2).startswith("rank 2 is outside the artifact's world of 2\n")
+    assert right("inspect", out, "--format", "html").startswith("<!doctype html>\n")
+    assert refused("inspect", out, "--rank", 2).startswith("rank 2 is outside the artifact's world of 2\n")
 
 
 SLOW = """\
@@ -35,7 +35,7 @@ links:
 def test_the_page_is_of_the_machine_that_is_asked_for(out: Path, tmp_path: Path) -> None:
     slow = tmp_path / "slow.yaml"
     slow.write_text(SLOW, encoding="utf-8")
-    assert call("show", out, "-o", tmp_path / "show.html", "--machine", slow).exit_code == 0
+    assert call("inspect", out, "-o", tmp_path / "show.html", "--machine", slow).exit_code == 0
     assert call("diff", out, out, "--html", tmp_path / "diff.html", "--machine", slow).exit_code == 0
     sent = [0.5 + record.wire_bytes / 64.0 for record in read_manifest(out).collectives]
     for name in ("show.html", "diff.html"):
@@ -43,8 +43,8 @@ def test_the_page_is_of_the_machine_that_is_asked_for(out: Path, tmp_path: Path)
         data = json.loads(text)
         assert data["machine"]["name"] == str(slow)
         assert sum(row["layers"] * row["sent"] for row in data["timeline"]) == pytest.approx(sum(sent))
-    assert "--machine: only the page predicts times: --format html" in refused("show", out, "--machine", slow)
-    assert refused("show", out, "--format", "html", "--machine", "h99").startswith("machine 'h99' cannot be read: ")
+    assert "--machine: only the page predicts times: --format html" in refused("inspect", out, "--machine", slow)
+    assert refused("inspect", out, "--format", "html", "--machine", "h99").startswith("machine 'h99' cannot be read: ")
 
 
 @pytest.fixture
@@ -66,17 +66,17 @@ DOT = "digraph {\n\ta\n}\n"
 
 @pytest.mark.usefixtures("views")
 def test_show(tmp_path: Path) -> None:
-    assert right("show", tmp_path) == "text of rank 0\n"
-    assert right("show", tmp_path, "--rank", 1, "--format", "text") == "text of rank 1\n"
-    assert right("show", tmp_path, "--format", "dot") == DOT
-    result = call("show", tmp_path, "-o", tmp_path / "graph.dot")
+    assert right("inspect", tmp_path, "--rank", 0) == "text of rank 0\n"
+    assert right("inspect", tmp_path, "--rank", 1, "--format", "text") == "text of rank 1\n"
+    assert right("inspect", tmp_path, "--format", "dot") == DOT
+    result = call("inspect", tmp_path, "-o", tmp_path / "graph.dot")
     assert (result.exit_code, result.stdout, result.stderr) == (0, "", f"wrote {tmp_path}/graph.dot\n")
     assert (tmp_path / "graph.dot").read_text() == DOT
 
 
 @pytest.mark.usefixtures("views")
 def test_show_cannot_write(tmp_path: Path) -> None:
-    result = call("show", tmp_path, "-o", tmp_path / "no" / "a.dot")
+    result = call("inspect", tmp_path, "-o", tmp_path / "no" / "a.dot")
     assert (result.exit_code, result.stderr) == (
         2,
         f"cannot write {tmp_path}/no/a.dot: No such file or directory\n  help: choose another file\n",
@@ -86,20 +86,20 @@ def test_show_cannot_write(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("views")
 def test_show_draws_with_graphviz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphviz.Digraph, "pipe", lambda self, format, quiet: f"<{format}>".encode())
-    assert right("show", tmp_path, "--format", "svg") == "<svg>\n"
-    assert call("show", tmp_path, "-o", tmp_path / "a.svg").exit_code == 0
+    assert right("inspect", tmp_path, "--format", "svg") == "<svg>\n"
+    assert call("inspect", tmp_path, "-o", tmp_path / "a.svg").exit_code == 0
     assert (tmp_path / "a.svg").read_text() == "<svg>"
-    assert call("show", tmp_path, "-o", tmp_path / "a.png").exit_code == 0
+    assert call("inspect", tmp_path, "-o", tmp_path / "a.png").exit_code == 0
     assert (tmp_path / "a.png").read_bytes() == b"<png>"
-    result = call("show", tmp_path, "--format", "png")
+    result = call("inspect", tmp_path, "--format", "png")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "name its file with -o" in result.stderr
+    assert "give one with -o" in result.stderr
 
 
 @needs("dot")
 @pytest.mark.usefixtures("views")
 def test_show_makes_a_png(tmp_path: Path) -> None:
-    assert call("show", tmp_path, "-o", tmp_path / "a.png").exit_code == 0
+    assert call("inspect", tmp_path, "-o", tmp_path / "a.png").exit_code == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG\r\n")
 
 
@@ -107,8 +107,8 @@ def test_show_makes_a_png(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["svg", "png"])
 def test_show_without_graphviz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    result = call("show", tmp_path, "-o", tmp_path / f"a.{kind}")
-    note = f"Graphviz's program dot is not installed, so this is its source text and no {kind.upper()}\n"
+    result = call("inspect", tmp_path, "-o", tmp_path / f"a.{kind}")
+    note = f"Graphviz's program dot is not installed, so this is its source text, not {kind.upper()}\n"
     note += "  help: install graphviz, then: "
     assert (result.exit_code, result.stdout) == (0, "")
     assert result.stderr == f"{note}dot -T{kind} {tmp_path}/a.dot -o {tmp_path}/a.{kind}\nwrote {tmp_path}/a.dot\n"
@@ -116,17 +116,17 @@ def test_show_without_graphviz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert not (tmp_path / f"a.{kind}").exists()
     if kind == "png":
         return
-    result = call("show", tmp_path, "--format", "svg")
+    result = call("inspect", tmp_path, "--format", "svg")
     assert (result.exit_code, result.stdout) == (0, DOT)
     assert result.stderr == f"{note}dot -Tsvg out.dot -o out.svg\n"
 
 
 def test_the_rows_of_a_program_as_json(out: Path) -> None:
-    data = json.loads(right("show", out, "--rank", 1, "--json"))
+    data = json.loads(right("inspect", out, "--rank", 1, "--json"))
     assert (data["rank"], data["mesh"]) == (1, {"tp": 2})
     sent = [item for item in data["items"] if item["collective"]]
     assert [item["sharding"] for item in sent] == ["P(sum) -> R"] * 2
     assert all(item["name"] == item["collective"]["node"] for item in sent)
     names = [item["name"] for item in data["items"]]
     assert all(source in names for item in data["items"] for source in item["sources"])
-    assert "--json: it prints a rank's program" in refused("show", out, "--json", "--format", "dot")
+    assert "--json: leave --format, -o and --tensor out" in refused("inspect", out, "--json", "--format", "dot")

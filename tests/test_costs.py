@@ -80,7 +80,7 @@ def test_without_sizes_it_is_the_manifest_s(tmp_path: Path, mesh: Any) -> None:
 def test_the_table(tmp_path: Path) -> None:
     out = saved(tmp_path / "out", exported(4, 6, 5, DIMS), 2)
     assert_expected_inline(
-        right("cost", out, "--at", "batch=8,other.1=20"),
+        right("explain", out, "--at", "batch=8,other.1=20"),
         """\
 dynamic sizes
 name      input  dim  range     step  value
@@ -98,7 +98,7 @@ in all                        4  72*batch*sequence + 16*other.1     3.78 kB  0.0
 one call with the sizes of the example takes 9.38 ns (work 5.36 ns, network 4.02 ns) on ideal
 """,
     )
-    data = json.loads(right("cost", out, "--json"))
+    data = json.loads(right("explain", out, "--json"))
     assert [size["name"] for size in data["sizes"]] == ["batch", "sequence", "other.1"]
     assert data["wire_bytes"] == sum(row["wire_bytes"] for row in data["costs"])
 

@@ -169,8 +169,8 @@ def test_the_commands(tmp_path: Path) -> None:
     assert devices_in_file(out / "rank_1.pt2")["model.json"] == {("cuda", None)}
     assert right("verify", out, "--against", model).splitlines()[1] == f"  {NOTE}"
     assert '"device_type": "cuda"' in right("inspect", out, "--json")
-    assert "all_reduce" in right("show", out)
-    old = right("convert", model, "--tp", 2, "--plan", plan, "--device-type", "cpu", "-o", tmp_path / "old")
+    assert "all_reduce" in right("inspect", out, "--rank", 0)
+    old = right("convert", model, "--tp", 2, "--plan", plan, "--device", "cpu", "-o", tmp_path / "old")
     assert ", cpu\n" in old
 
 

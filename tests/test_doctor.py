@@ -225,12 +225,12 @@ def test_a_degree_that_no_placement_suits() -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     torch.export.save(mlp(100), tmp_path / "model.pt2")
-    text = right("doctor", tmp_path / "model.pt2")
+    text = right("plan", tmp_path / "model.pt2")
     assert max(map(len, text.partition("\n\n")[0].splitlines()[1:])) <= 80
     assert text.endswith("the smallest that fits: --tp 1\n")
     assert "8: up.weight: the largest share is 1.04 times an even one\n" in text
     assert "\nsearched 7 times\n" in text
-    data = json.loads(right("doctor", tmp_path / "model.pt2", "--memory", "0.04MB", "--json"))
+    data = json.loads(right("plan", tmp_path / "model.pt2", "--memory", "0.04MB", "--json"))
     assert data["limit"] == 40_000
     assert data["least"] == next(each["ranks"] for each in data["degrees"] if each["bytes"]["total"] <= 40_000)
 
@@ -240,7 +240,7 @@ def test_the_command_takes_a_mesh_and_several_models(tmp_path: Path) -> None:
     for name, length in (("prefill", 8), ("decode", 1)):
         torch.export.save(export(model, (torch.randn(2, length, 64),)), tmp_path / f"{name}.pt2")
     models = tmp_path / "prefill.pt2", tmp_path / "decode.pt2"
-    words = "doctor", *models, "--mesh", "dp=2", "--input", "prefill.x=dp:S(0)", "--input", "decode.x=dp:S(0)"
+    words = "plan", *models, "--other-axes", "dp=2", "--input", "prefill.x=dp:S(0)", "--input", "decode.x=dp:S(0)"
     text = right(*words)
     assert max(map(len, text.partition("\n\n")[0].splitlines()[1:])) <= 80
     assert text.endswith("the smallest that fits: --mesh dp=2,tp=1\n")

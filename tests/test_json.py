@@ -109,7 +109,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         Path("gathered.yaml").write_text("up: colwise\ndown: rowwise\n")
         run("inspect", "model.pt2")
         Path("other.pt2").write_bytes(Path("model.pt2").read_bytes())
-        run("doctor", "dynamic.pt2", "--input", "x=S(0)")
+        run("plan", "dynamic.pt2", "--input", "x=S(0)")
         run("plan", "model.pt2", "--tp", 2, "-o", "found.yaml")
         run("calibrate", "-o", "here.yaml")
         run("convert", "model.pt2", "--tp", 2, "--plan", "plan.yaml", "-o", "out")
@@ -118,15 +118,15 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         run("inspect", "out")
         run("verify", "out", "--against", "model.pt2")
         run("check", "out")
-        run("show", "out")
+        run("inspect", "out", "--rank", 0)
         run("explain", "out", "linear_1")
         run("explain", "out", "layers.0.up.weight")
         run("reshard", "out", "--tp", 4, "-o", "out4")
         Path("head.yaml").write_text(f"{PLAN_TEXT}head: colwise_gather_output\n")
         run("convert", "model.pt2", "--tp", 2, "--plan", "head.yaml", "-o", "head")
         run("diff", "out", "head")
-        run("cost", "dynamic", "--at", "batch=6")
-        run("merge", "out", "--safetensors", "-o", "weights.safetensors")
+        run("explain", "dynamic", "--at", "batch=6")
+        run("reshard", "out", "--safetensors", "-o", "weights.safetensors")
         run("export", "models_for_json:build", "-o", "hollow.pt2")
         run("convert", "hollow.pt2", "--tp", 2, "--plan", "gathered.yaml", "-o", "hollow")
         tensors = {"up.weight": (12, 8), "up.bias": (12,), "down.weight": (8, 12), "down.bias": (8,)}
@@ -150,18 +150,18 @@ def test_all_that_is_printed_is_of_its_type(printed: dict[str, list[Any]]) -> No
 
 
 def test_what_differs_is_noticed(printed: dict[str, list[Any]]) -> None:
-    (good,) = printed["cost"]
-    assert read("cost", good)
+    (good,) = [each for each in printed["explain"] if "formula" in each]
+    assert read("explain", good)
     for change, text in (
         ({"wire_bytes": 2.5}, "Expected `int`, got `float` - at `$.wire_bytes`"),
         ({"wire_bytes": True}, "Expected `int`, got `bool` - at `$.wire_bytes`"),
         ({"more": 1}, "Object contains unknown field `more`"),
     ):
         with pytest.raises(AssertionError, match=re.escape(text)):
-            read("cost", {**good, **change})
+            read("explain", {**good, **change})
     del good["sizes"]
     with pytest.raises(AssertionError, match="missing required field `sizes`"):
-        read("cost", good)
+        read("explain", good)
 
 
 def test_the_page_is_fresh() -> None:

@@ -114,7 +114,7 @@ def say_evil(data: Any) -> None:
         data[rows][0]["name"] += f"{EVIL}\nsound: all"
 
 
-@pytest.mark.parametrize("words", ["inspect {}", "check {}", "show {}", "verify {} --against {}.pt2"])
+@pytest.mark.parametrize("words", ["inspect {}", "check {}", "inspect {} --rank 0", "verify {} --against {}.pt2"])
 def test_a_manifest_writes_no_control_characters(words: str, out: Path) -> None:
     torch.export.save(export_mlp(), f"{out}.pt2")
     change_manifest(out, say_evil)
@@ -161,7 +161,7 @@ needs_dot = needs("dot")
 def test_names_are_drawn(name: str, out: Path) -> None:
     renamed_modules(out / "rank_0.pt2", name)
     sign(out / "rank_0.pt2")
-    right_or_refused = call("show", out, "--format", "svg")
+    right_or_refused = call("inspect", out, "--format", "svg")
     assert right_or_refused.exit_code == 0, right_or_refused.output[-300:]
     assert right_or_refused.stdout.rstrip().endswith("</svg>")
     assert "\x01" not in right_or_refused.stdout
@@ -173,9 +173,9 @@ def test_a_picture_that_cannot_be_drawn(out: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "bin" / "dot").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "bin" / "dot").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
-    said = refused("show", out, "--format", "svg")
+    said = refused("inspect", out, "--format", "svg")
     assert said.startswith(f"Graphviz cannot draw {out}: ")
-    assert said.endswith("help: take its source text with --format dot, or --format text\n")
+    assert said.endswith("help: use --format dot for its source text, or --format text\n")
 
 
 def test_a_plan_in_a_manifest_is_not_deep(out: Path) -> None:

@@ -37,6 +37,6 @@ def test_what_is_quoted_is_the_code() -> None:
     assert sample in (ROOT / "tests" / "rules" / "vector_samples.py").read_text().replace("\n    ", "\n")
 
 
-@pytest.mark.parametrize("command", ["convert", "verify", "run", "show"])
+@pytest.mark.parametrize("command", ["convert", "verify", "run", "inspect"])
 def test_the_commands_take_an_import(command: str) -> None:
     assert "--import" in right(command, "--help")

@@ -150,7 +150,7 @@ def main() -> None:
             rows[word] = timed(*call, word, home / "out", "--checkpoint", given)
         rows["reshard"] = timed(*call, "reshard", home / "out", "--tp", str(asked.other), "-o", home / "other")
         shutil.rmtree(home / "other")
-        rows["merge"] = timed(*call, "merge", home / "out", "-o", home / "merged.pt2")
+        rows["merge"] = timed(*call, "reshard", "--single-device", home / "out", "-o", home / "merged.pt2")
     rows["largest tensor"] = Took(0, 0, largest / 2**20)
     cells = [
         [name, *(f"{value:,.{digits}f}" if value else "" for value, digits in zip(row, (1, 0, 0), strict=True))]

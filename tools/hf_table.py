@@ -82,7 +82,7 @@ gloo processes, started by torchrun, run the artifact of these commands. Models 
 tpcompiler export DIR --prefill-decode --batch 2 --max-length 48 -o models
 tpcompiler convert models/*.pt2 --tp 2 --plan DIR/config.json --checkpoint DIR -o out        # or --plan auto
 tpcompiler verify out/prefill --checkpoint DIR                                               # and each other program
-torchrun --nproc-per-node 2 --no-python tpcompiler generate out --inputs prompt.safetensors --tokens 18
+torchrun --nproc-per-node 2 --no-python tpcompiler run out --inputs prompt.safetensors --tokens 18
 ```
 
 Their tokens are compared with those of transformers' greedy `generate` on one device. Other models are run by
@@ -200,7 +200,7 @@ def check_tokens(row: Row, directory: Path, out: Path, inputs: dict[str, torch.T
     )
     if model.config.is_encoder_decoder:
         prompt, inputs = "decoder_input_ids", {**inputs, "decoder_input_ids": torch.tensor([[1], [1]])}
-    made = _written("generate", out, inputs, "--tokens", TOKENS)
+    made = _written("run", out, inputs, "--tokens", TOKENS)
     if isinstance(made, str):
         return f"generate: {made}"
     # Not the settings of a kind of model, such as a last token that must be an end.

@@ -46,24 +46,19 @@ as `"inf"`. Sizes that are dynamic are texts, such as `"2*s0"`. Bytes and counts
 bytes are what a rank sends in one call.
 """
 ANSWERS: dict[str, tuple[Any, ...]] = {  # by command; several where it depends on what is given
-    "inspect": (ModelSummary, ArtifactSummary),
-    "plan": (FoundPlan,),
-    "doctor": (Diagnosis,),
+    "export": (ExportedFiles,),
+    "inspect": (ModelSummary, ArtifactSummary, RankProgram),
+    "plan": (Diagnosis, FoundPlan),
     "calibrate": (Calibration,),
     "convert": (ConvertedArtifact, ConvertedPrograms),
+    "cut": (CutWeights,),
     "verify": (VerifyReport,),
     "check": (CheckReport,),
-    "show": (RankProgram,),
-    "explain": (Explanation,),
+    "explain": (CostTable, Explanation),
     "diff": (ArtifactDifference,),
-    "cost": (CostTable,),
-    "export": (ExportedFiles,),
-    "cut": (CutWeights,),
-    "reshard": (ReshardedArtifact,),
-    "merge": (MergedModel,),
+    "reshard": (ReshardedArtifact, MergedModel),
     "package": (WrittenPackage,),
-    "run": (Returned,),
-    "generate": (GeneratedTokens,),
+    "run": (Returned, GeneratedTokens),
 }
 NAMES = {"string": "text", "integer": "integer", "number": "number", "boolean": "boolean", "null": "null"}
 Schema = dict[str, Any]

@@ -64,7 +64,7 @@ ARTIFACTS = [
     ),
     Row(
         "a model where an artifact belongs",
-        "tpcompiler show model.pt2",
+        "tpcompiler inspect model.pt2 --rank 0",
         "model.pt2 is a file, not the directory of an artifact",
         MAKE,
     ),
@@ -157,13 +157,13 @@ ARTIFACTS = [
     ),
     Row(
         "a rank that it does not have",
-        "tpcompiler show out --rank 2",
+        "tpcompiler inspect out --rank 2",
         "rank 2 is outside the artifact's world of 2",
         "use a rank from 0 to 1",
     ),
     Row(
         "a rank below zero",
-        "tpcompiler show out --rank -1",
+        "tpcompiler inspect out --rank -1",
         "rank -1 is outside the artifact's world of 2",
         "use a rank from 0 to 1",
     ),
@@ -197,7 +197,7 @@ ARTIFACTS = [
     ),
     Row(
         "a model that is not there, to be checked against",
-        "tpcompiler check out --original none.pt2",
+        "tpcompiler check out --against none.pt2",
         "none.pt2 does not exist",
         "give the path of a .pt2 file; to make one, export the model and write it with torch.export.save(exported_program, path)",
     ),

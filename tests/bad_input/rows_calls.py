@@ -148,7 +148,7 @@ ENVIRONMENTS = [
         "no place to write",
         CONVERT,
         "Invalid value for -o: give the directory to write with -o, or --dry-run",
-        "tpcompiler convert --help shows what it takes",
+        "tpcompiler convert --help lists the options",
     ),
     Row(
         "a directory that exists, found before the model is read",

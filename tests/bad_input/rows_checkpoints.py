@@ -88,7 +88,7 @@ CHECKPOINTS = [
         "it has more",
         CUT,
         "checkpoint does not fit the program: it has 'more', which the program does not take",
-        "take what the program names with --partial",
+        "take what the program names with --ignore-unused",
         spoil=weights(lambda held: held.update(more=torch.ones(1))),
     ),
     Row(
@@ -132,7 +132,7 @@ CHECKPOINTS = [
         "ranks that are no numbers",
         f"{CUT} --ranks first",
         "Invalid value for --ranks: give numbers, such as 0,1",
-        "tpcompiler cut --help shows what it takes",
+        "tpcompiler cut --help lists the options",
     ),
     Row(
         "a cut was interrupted, and the checkpoint has changed since",
@@ -186,14 +186,14 @@ CHECKPOINTS = [
     ),
     Row(
         "an artifact has lost its model",
-        "tpcompiler merge out -o new.pt2",
+        "tpcompiler reshard --single-device out -o new.pt2",
         "out/model.pt2 is missing",
         "copy the artifact again, or convert the model again",
         spoil=lambda patch: Path("out/model.pt2").unlink(),
     ),
     Row(
         "a model that is put together into no directory",
-        "tpcompiler merge out -o none/new.pt2",
+        "tpcompiler reshard --single-device out -o none/new.pt2",
         "cannot write none/new.pt2: No such file or directory",
         "check the path and the free space",
     ),

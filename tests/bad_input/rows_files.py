@@ -169,13 +169,13 @@ FILES = [
     ),
     Row(
         "a picture in a folder that does not exist",
-        "tpcompiler show out -o none/out.dot",
+        "tpcompiler inspect out -o none/out.dot",
         "cannot write none/out.dot: No such file or directory",
         "choose another file",
     ),
     Row(
         "a picture in the place of a directory",
-        "tpcompiler show out -o out",
+        "tpcompiler inspect out -o out",
         "cannot write out: Is a directory",
         "choose another file",
     ),

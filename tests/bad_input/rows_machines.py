@@ -140,7 +140,7 @@ MACHINES = [
         "calls that are no numbers",
         "tpcompiler convert model.pt2 --tp 2 --plan auto -o new --calls prefill",
         "Invalid value for --calls: 'prefill' does not give programs numbers, as prefill=1,decode=256 does",
-        "tpcompiler convert --help shows what it takes",
+        "tpcompiler convert --help lists the options",
     ),
     Row(
         "calls of another program",

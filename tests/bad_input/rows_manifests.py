@@ -200,7 +200,7 @@ MANIFESTS = [
     Row(
         "a sharding that the weights do not have",
         "tpcompiler check out",
-        "NOT SOUND: 2 ranks, 1 graphs, 2 collectives\n  rank_0.pt2: 'p_layers_0_up_weight' (p_layers_0_up_weight) is [8, 8], and S(1) of [16, 8] is [16, 4]\n  rank_1.pt2: 'p_layers_0_up_weight' (p_layers_0_up_weight) is [8, 8], and S(1) of [16, 8] is [16, 4]\n  'layers.0.up.weight': rank 0 holds [8, 8] of [16, 8] as S(1)\nthe weights were not compared with the model's: pass --original MODEL.pt2, or --checkpoint DIR",
+        "NOT SOUND: 2 ranks, 1 graphs, 2 collectives\n  rank_0.pt2: 'p_layers_0_up_weight' (p_layers_0_up_weight) is [8, 8], and S(1) of [16, 8] is [16, 4]\n  rank_1.pt2: 'p_layers_0_up_weight' (p_layers_0_up_weight) is [8, 8], and S(1) of [16, 8] is [16, 4]\n  'layers.0.up.weight': rank 0 holds [8, 8] of [16, 8] as S(1)\nweights were not compared with the model's: pass --against MODEL.pt2, or --checkpoint DIR",
         spoil=manifest(lambda data: data["tensors"][0].update(sharding="S(1)")),
         code=1,
     ),

@@ -10,7 +10,7 @@ from tpcompiler import parallelize
 from tpcompiler.errors import MeshError, PlanError
 
 CONVERT = "tpcompiler convert model.pt2 --plan plan.yaml -o new"
-CONVERT_HELP = "tpcompiler convert --help shows what it takes"
+CONVERT_HELP = "tpcompiler convert --help lists the options"
 
 
 def planned(what: str, plan: str, *said: str) -> Row:
@@ -177,20 +177,20 @@ MESHES = [
         "Invalid value for --tp / --mesh: give exactly one of --tp and --mesh",
         CONVERT_HELP,
     ),
-    Row("no degree", f"{CONVERT} --mesh tp", "--mesh 'tp' is not a mesh", "write axis=degree, such as --mesh tp=4"),
+    Row("no degree", f"{CONVERT} --mesh tp", "--mesh 'tp' is not a mesh", "write axis=degree, such as dp=2"),
     Row(
         "no degree for one axis",
         f"{CONVERT} --mesh dp=2,tp",
         "--mesh 'dp=2,tp' is not a mesh",
-        "write axis=degree, such as --mesh tp=4",
+        "write axis=degree, such as dp=2",
     ),
     Row(
         "a degree that is no number",
         f"{CONVERT} --mesh tp=two",
         "--mesh 'tp=two' is not a mesh",
-        "write axis=degree, such as --mesh tp=4",
+        "write axis=degree, such as dp=2",
     ),
-    Row("nothing", f"{CONVERT} --mesh ''", "--mesh '' is not a mesh", "write axis=degree, such as --mesh tp=4"),
+    Row("nothing", f"{CONVERT} --mesh ''", "--mesh '' is not a mesh", "write axis=degree, such as dp=2"),
     Row(
         "one axis twice",
         f"{CONVERT} --mesh tp=2,tp=2",

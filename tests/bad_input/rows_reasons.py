@@ -5,13 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.bad_input.row import Row
+from tests.bad_input.row import Row, text
 from tests.bad_input.rows_machines import KNOWN
 from tests.runtime.models import export_conv
 from tpcompiler import parallelize
 
 CONVERT = "tpcompiler convert model.pt2 --tp 2 --plan plan.yaml -o new"
-ALLOW = "change the plan (tpcompiler explain says why each is there), or allow as much"
+LIMITS = (
+    'write "2 all_reduce/layer", "0 fallbacks", "1MB sent" (per rank and call) or "24GB held" (by a rank); kinds are '
+    "all_reduce, all_gather, reduce_scatter, all_to_all, collectives, fallbacks"
+)
+ALLOW = "change the plan (tpcompiler explain gives the reason for each), or allow as much"
 
 
 def convert_other(patch: pytest.MonkeyPatch) -> None:
@@ -29,11 +33,11 @@ REASONS = [
         "a name that is not there",
         "tpcompiler explain out layers.0.down.wieght",
         "out has no node, parameter or collective 'layers.0.down.wieght'",
-        "did you mean layers.0.down.weight, layers.1.down.weight, layers.0.up.weight? tpcompiler show out shows all",
+        "did you mean layers.0.down.weight, layers.1.down.weight, layers.0.up.weight? tpcompiler inspect out --rank 0 lists all",
     ),
     Row(
         "a tensor that is not there",
-        "tpcompiler show out --tensor layers.0.down.wieght",
+        "tpcompiler inspect out --tensor layers.0.down.wieght",
         "out has no parameter, buffer, input or output 'layers.0.down.wieght'",
         "did you mean layers.0.down.weight, layers.1.down.weight, layers.0.up.weight?",
     ),
@@ -53,25 +57,51 @@ REASONS = [
     Row(
         "a budget that is no limit",
         f"{CONVERT} --budget 'two all_reduce'",
-        "budget 'two all_reduce' says no limit",
-        'write "2 all_reduce/layer", or "0 fallbacks" of the whole model; of all_reduce, all_gather, reduce_scatter, '
-        "all_to_all, collectives, fallbacks",
+        "budget 'two all_reduce' is not a limit",
+        LIMITS,
     ),
     Row(
         "a size in no unit",
-        f"{CONVERT} --max-memory 24gigs",
+        f"{CONVERT} --budget '24gigs held'",
         "'24gigs' is no number of bytes",
         "write 24GB, 22.5GiB, or bytes",
     ),
     Row(
         "a budget below nothing",
-        f"{CONVERT} --max-wire-bytes -1",
-        "a budget of -1 wire bytes is below 0",
-        "give a number of bytes from 0",
+        f"{CONVERT} --budget '-1 sent'",
+        "'-1' is no number of bytes",
+        "write 24GB, 22.5GiB, or bytes",
+    ),
+    Row(
+        "a budget that is no file",
+        f"{CONVERT} --budget none.yaml",
+        "budget 'none.yaml' cannot be read: No such file or directory",
+        "check the path",
+    ),
+    Row(
+        "a budget that is no list",
+        "tpcompiler check out --budget budget.yaml",
+        "budget 'budget.yaml' is not a list of limits",
+        'write one limit per line: - "0 fallbacks"',
+        spoil=text("budget.yaml", "fallbacks: 0\n"),
+    ),
+    Row(
+        "a budget whose text is no YAML",
+        "tpcompiler check out --budget budget.yaml",
+        "budget 'budget.yaml' line 3 cannot be read: not YAML: while scanning a simple key, could not find expected ':'",
+        "correct the quotes, brackets and indentation",
+        spoil=text("budget.yaml", "- 0 fallbacks\n'2'\n"),
+    ),
+    Row(
+        "a budget with an unknown kind",
+        "tpcompiler check out --budget budget.yaml",
+        "budget '2 broadcasts' in 'budget.yaml' is not a limit",
+        LIMITS,
+        spoil=text("budget.yaml", "- 0 fallbacks\n- 2 broadcasts\n"),
     ),
     Row(
         "a conversion that is over its budget",
-        f"{CONVERT} --budget '0 all_reduce/layer' --max-wire-bytes 100 --max-memory 1kB",
+        f"{CONVERT} --budget '0 all_reduce/layer' --budget '100 sent' --budget '1kB held'",
         "model.pt2 is over its budget: layers.0 and 1 more like it: 1 all_reduce, 1 more than 0 all_reduce/layer "
         "('all_reduce' in layers.0.down); each rank sends 192 B, 92 B more than 100 B ('all_reduce' in layers.0.down, "
         "'all_reduce_1' in layers.1.down); rank 0 holds 1.3 kB of parameters, buffers and constants, 296 B more "
@@ -87,33 +117,33 @@ REASONS = [
     ),
     Row(
         "sizes that are no sizes",
-        "tpcompiler cost out --at batch=many",
+        "tpcompiler explain out --at batch=many",
         "--at 'batch=many' gives no sizes",
         "write name=size, such as --at batch=8,sequence=4096",
     ),
     Row(
         "a size of a program that has none",
-        "tpcompiler cost out --at batch=8",
+        "tpcompiler explain out --at batch=8",
         "the program has no dynamic size 'batch'",
         "all of its sizes are fixed: leave --at out",
     ),
     Row(
         "an unknown size",
-        "tpcompiler cost dynamic --at rows=8",
+        "tpcompiler explain dynamic --at rows=8",
         "the program has no dynamic size 'rows'",
         "its sizes are batch",
         spoil=convert_dynamic,
     ),
     Row(
         "a size out of its range",
-        "tpcompiler cost dynamic --at batch=65",
+        "tpcompiler explain dynamic --at batch=65",
         "batch is 65, and dim 0 of 'input' can be from 4 to 64 in steps of 2",
         "give such a number: --at batch=N",
         spoil=convert_dynamic,
     ),
     Row(
         "a size that the ranks do not divide",
-        "tpcompiler cost dynamic --at batch=7",
+        "tpcompiler explain dynamic --at batch=7",
         "batch is 7, and dim 0 of 'input' can be from 4 to 64 in steps of 2",
         "give such a number: --at batch=N",
         spoil=convert_dynamic,
@@ -122,12 +152,12 @@ REASONS = [
         "a package whose calls are to be counted",
         "tpcompiler run out --inputs in.safetensors --compiled --count",
         "Invalid value for --count: a package is machine code, whose calls are not seen",
-        "tpcompiler run --help shows what it takes",
+        "tpcompiler run --help lists the options",
     ),
     Row(
         "a package that is to be traced",
         "tpcompiler run out --inputs in.safetensors --compiled --trace trace.json",
         "Invalid value for --trace: a package is machine code, whose calls are not seen",
-        "tpcompiler run --help shows what it takes",
+        "tpcompiler run --help lists the options",
     ),
 ]

@@ -9,7 +9,7 @@ PLAN = "tpcompiler plan model.pt2 --tp 2"
 SEARCHES = [
     Row(
         "a plan in part that fits nothing",
-        f"{PLAN} --partial part.yaml",
+        f"{PLAN} --plan part.yaml",
         "plan entry 'haed' matches nothing",
         "use a name of the program, such as 'head'",
         'asked by: part.yaml line 1 ("haed": "replicate")',
@@ -45,14 +45,14 @@ SEARCHES = [
     ),
     Row(
         "less memory than any degree takes",
-        "tpcompiler doctor model.pt2 --memory 0.0001MB",
+        "tpcompiler plan model.pt2 --memory 0.0001MB",
         "no degree up to 16 fits: one of 16 ranks would hold 744 B: weights 344 B, caches 0 B, activations 400 B at the peak "
         "('add_1'); that is 644 B more than the limit of 100 B",
         "use a limit of at least 744 bytes",
     ),
     Row(
         "a mesh that says what is tried",
-        "tpcompiler doctor model.pt2 --mesh dp=2,tp=2",
+        "tpcompiler plan model.pt2 --other-axes dp=2,tp=2",
         "the degrees of tp are tried, and none is given",
         "give the other axes, such as dp=2",
     ),
@@ -64,8 +64,8 @@ SEARCHES = [
     ),
     Row(
         "a machine of one process",
-        "tpcompiler calibrate --ranks 1 -o here.yaml",
-        "Invalid value for --ranks: between fewer than 2 ranks there is no link to measure",
-        "tpcompiler calibrate --help shows what it takes",
+        "tpcompiler calibrate --processes 1 -o here.yaml",
+        "Invalid value for --processes: a link needs at least 2 processes",
+        "tpcompiler calibrate --help lists the options",
     ),
 ]

@@ -81,7 +81,7 @@ WEIGHTS = [
     Row(
         "a weight is missing",
         "tpcompiler check out",
-        "NOT SOUND: 2 ranks, 1 graphs, 2 regions, 10 ops, 2 collectives\n  rank 1 has no tensor 'layers.0.up.bias', and the manifest has\nthe weights were not compared with the model's: pass --original MODEL.pt2, or --checkpoint DIR",
+        "NOT SOUND: 2 ranks, 1 graphs, 2 regions, 10 ops, 2 collectives\n  rank 1 has no tensor 'layers.0.up.bias', and the manifest has\nweights were not compared with the model's: pass --against MODEL.pt2, or --checkpoint DIR",
         spoil=entries("out/rank_1.pt2", without_a_name),
         code=1,
     ),
@@ -118,7 +118,7 @@ WEIGHTS = [
     Row(
         "a weight of another shape",
         "tpcompiler check out",
-        "NOT SOUND: 2 ranks, 1 graphs, 2 regions, 10 ops, 2 collectives\n  'layers.0.up.bias': rank 1 holds [1] of [16] as S(0)\nthe weights were not compared with the model's: pass --original MODEL.pt2, or --checkpoint DIR",
+        "NOT SOUND: 2 ranks, 1 graphs, 2 regions, 10 ops, 2 collectives\n  'layers.0.up.bias': rank 1 holds [1] of [16] as S(0)\nweights were not compared with the model's: pass --against MODEL.pt2, or --checkpoint DIR",
         spoil=state("out/rank_1.pt2", SHORT),
         code=1,
     ),
@@ -140,7 +140,7 @@ WEIGHTS = [
     Row(
         "a weight of another dtype",
         "tpcompiler check out",
-        "NOT SOUND: 2 ranks, 1 graphs, 2 regions, 10 ops, 2 collectives\n  'layers.0.up.bias' is of torch.float64 on rank 1, and the manifest says f32\nthe weights were not compared with the model's: pass --original MODEL.pt2, or --checkpoint DIR",
+        "NOT SOUND: 2 ranks, 1 graphs, 2 regions, 10 ops, 2 collectives\n  'layers.0.up.bias' is of torch.float64 on rank 1, and the manifest says f32\nweights were not compared with the model's: pass --against MODEL.pt2, or --checkpoint DIR",
         spoil=state("out/rank_1.pt2", LONG),
         code=1,
     ),
@@ -161,14 +161,14 @@ WEIGHTS = [
     ),
     Row(
         "a number that was changed",
-        "tpcompiler check out --original model.pt2",
+        "tpcompiler check out --against model.pt2",
         "NOT SOUND: 2 ranks, 1 graphs, 2 regions, 10 ops, 2 collectives\n  'layers.0.up.bias': the ranks' shares do not make the original's tensor",
         spoil=state("out/rank_1.pt2", changed),
         code=1,
     ),
     Row(
         "another model, to be checked",
-        "tpcompiler check out --original other.pt2",
+        "tpcompiler check out --against other.pt2",
         "NOT SOUND: 2 ranks, 1 graphs, 2 regions, 10 ops, 2 collectives\n  the ranks take args.0, args.1, and the original args.0\n  the original has no tensor 'head.bias': it is another model",
         code=1,
     ),
@@ -182,7 +182,7 @@ WEIGHTS = [
     ),
     Row(
         "a manifest without the outputs",
-        "tpcompiler show out",
+        "tpcompiler inspect out --rank 0",
         "out/rank_0.pt2: its program returns hidden, logits, the manifest says nothing",
         AGAIN,
         spoil=manifest(lambda data: data["outputs"].clear()),

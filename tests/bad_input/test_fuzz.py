@@ -135,8 +135,14 @@ def test_manifests(written: Path, tmp_path: Path, data: st.DataObject) -> None:
         read_manifest(directory)
     except ArtifactError:
         return
-    reading = ["inspect"], ["show"], ["check", "--budget", "0 fallbacks"], ["cost"], ["diff", str(written)]
-    for words in (*reading, ["explain", "relu"], ["show", "--tensor", "head.weight"]):
+    reading = (
+        ["inspect"],
+        ["inspect", "--rank", "0"],
+        ["check", "--budget", "0 fallbacks"],
+        ["explain"],
+        ["diff", str(written)],
+    )
+    for words in (*reading, ["explain", "relu"], ["inspect", "--tensor", "head.weight"]):
         ended_well(CliRunner().invoke(app, [words[0], str(directory), *words[1:]]))
     assert sorted(path.name for path in directory.iterdir()) == before
 
@@ -149,7 +155,7 @@ def test_manifests_of_bytes(tmp_path: Path, content: bytes) -> None:
         read_manifest(tmp_path)
 
 
-COMMANDS = "convert inspect show verify check run explain diff cost --tp --mesh --plan -o --input --format --rank --json --dry-run --force"
+COMMANDS = "convert inspect show verify check run explain diff cost plan --tp --mesh --plan -o --input --format --rank --json --dry-run --force"
 VALUES = "2 0 -1 dp=2,tp=2 x=S(0) svg out model.pt2 plan.yaml"
 ARGUMENT = st.sampled_from([*COMMANDS.split(), *VALUES.split()]) | st.text(
     st.characters(exclude_characters="\0", codec="utf-8"), max_size=8

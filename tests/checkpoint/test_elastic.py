@@ -46,11 +46,11 @@ def test_by_the_commands(two: Path, tmp_path: Path) -> None:
     assert read_manifest(tmp_path / "three").mesh == {"tp": 3}
     report = verify_artifact(tmp_path / "three", exported(), ARGS)
     assert report.ok, str(report)
-    right("merge", tmp_path / "three", "-o", tmp_path / "model.pt2")
+    right("reshard", "--single-device", tmp_path / "three", "-o", tmp_path / "model.pt2")
     back = torch.export.load(tmp_path / "model.pt2")
     assert bits(back) == bits(exported())
     assert torch.equal(back.module()(*ARGS), exported().module()(*ARGS))
-    right("merge", tmp_path / "three", "--safetensors", "-o", tmp_path / "w.safetensors")
+    right("reshard", "--single-device", tmp_path / "three", "--safetensors", "-o", tmp_path / "w.safetensors")
     stored, held = load_file(tmp_path / "w.safetensors"), exported().state_dict
     assert stored.keys() == held.keys() - {"head.weight"}
     assert all(torch.equal(stored[name], held[name]) for name in stored)
@@ -136,16 +136,16 @@ def test_shares_that_do_not_belong_together(sharding: str, said: str, layout: An
 
 def test_what_is_refused(two: Path, tmp_path: Path) -> None:
     tpcompiler.parallelize(hollow(), 2, PLAN).save(tmp_path / "uncut")
-    for words in (["reshard", tmp_path / "uncut", "--tp", 4], ["merge", tmp_path / "uncut"]):
+    for words in (["reshard", tmp_path / "uncut", "--tp", 4], ["reshard", "--single-device", tmp_path / "uncut"]):
         assert "has no weights of rank 0" in refused(*words, "-o", tmp_path / "new")
     assert "exists already" in refused("reshard", two, "--tp", 3, "-o", tmp_path / "uncut")
     assert "does not exist" in refused("reshard", tmp_path / "none", "--tp", 3, "-o", tmp_path / "new")
     assert not (tmp_path / "new").exists()
     (two / "model.pt2").rename(tmp_path / "kept")
     try:
-        assert "model.pt2 is missing" in refused("merge", two, "-o", tmp_path / "new")
+        assert "model.pt2 is missing" in refused("reshard", "--single-device", two, "-o", tmp_path / "new")
         (two / "model.pt2").write_bytes((tmp_path / "kept").read_bytes()[:-1] + b"x")
-        assert "has SHA-256" in refused("merge", two, "-o", tmp_path / "new")
+        assert "has SHA-256" in refused("reshard", "--single-device", two, "-o", tmp_path / "new")
     finally:
         os.replace(tmp_path / "kept", two / "model.pt2")
     with pytest.raises(ArtifactError, match="cannot write"):
@@ -161,7 +161,7 @@ def test_verify_and_check_with_the_checkpoint(tmp_path: Path) -> None:
     tpcompiler.cut_checkpoint(out, checkpoint)
     assert uncut == right("verify", out, "--checkpoint", checkpoint)
     assert "the weights are the ranks' own" in right("verify", out)
-    assert "pass --original" not in right("check", out, "--checkpoint", checkpoint)
+    assert "pass --against" not in right("check", out, "--checkpoint", checkpoint)
     manifest = read_manifest(out)
     tpcompiler.save_weightless(read_original(out, manifest), tmp_path / "model.pt2")
     assert uncut == right("verify", out, "--against", tmp_path / "model.pt2", "--checkpoint", checkpoint)

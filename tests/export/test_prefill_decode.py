@@ -68,7 +68,7 @@ def test_two_ranks_generate_as_transformers(model_type: str, tmp_path: Path, mon
     if model_type != "mamba":
         return
     other = {"input_ids": torch.full((2, 9), 7)}  # negative control: of another prompt there are other tokens
-    made = hf_table._written("generate", tmp_path / "out", other, "--tokens", 18)
+    made = hf_table._written("run", tmp_path / "out", other, "--tokens", 18)
     asked = {"input_ids": torch.full((2, 9), 8)}
     monkeypatch.setattr(hf_table, "_written", lambda *_: made)
     assert hf_table.check_tokens(row("mamba"), tmp_path, tmp_path / "out", asked) == "NOT the tokens of transformers"
@@ -206,7 +206,7 @@ def test_what_has_no_steps(model_type: str, said: str, tmp_path: Path) -> None:
 
 
 def test_generate_is_for_sets(tmp_path: Path) -> None:
-    said = refused("generate", tmp_path, "--inputs", "prompt.safetensors").splitlines()
+    said = refused("run", tmp_path, "--inputs", "prompt.safetensors", "--tokens", 3).splitlines()
     assert said == [
         f"{tmp_path} has no programs called prefill and decode",
         "  help: export with --prefill-decode, and convert its files together",

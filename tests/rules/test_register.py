@@ -244,7 +244,7 @@ def test_the_command_line_imports_ops_and_rules(tmp_path: Path, monkeypatch: pyt
     assert "all_reduce" in said
     assert "all_gather" not in said
     assert call("verify", out, "--against", model, "--import", "toy_rules").exit_code == 0
-    assert " gate " in right("show", out, "--import", "toy_rules")
+    assert " gate " in right("inspect", out, "--rank", 0, "--import", "toy_rules")
 
 
 def test_a_variant_of_ones_own() -> None:

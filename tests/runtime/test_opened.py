@@ -99,7 +99,9 @@ def test_what_is_kept_is_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("words", ["inspect {0}", "convert {0} --tp 2 --plan {1} --dry-run", "check {2}", "show {2}"])
+@pytest.mark.parametrize(
+    "words", ["inspect {0}", "convert {0} --tp 2 --plan {1} --dry-run", "check {2}", "inspect {2} --rank 0"]
+)
 def test_a_pipe_is_no_file(words: str, tmp_path: Path) -> None:
     """Whoever opens one waits for a writer."""
     pipe, out = tmp_path / "pipe", tmp_path / "out"
@@ -142,7 +144,7 @@ def test_a_plan_from_a_pipe_of_the_shell(tmp_path: Path) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("command", ["check", "show"])
+@pytest.mark.parametrize("command", ["check", "inspect"])
 @pytest.mark.parametrize(
     "graph", [b"[]", b"{}", b"null", b"7", b"[" * 100_000, b'{"graph_module": {"graph": {"nodes": 3}}}', b"\xff", b""]
 )
@@ -151,7 +153,7 @@ def test_a_rank_whose_program_is_none(command: str, graph: bytes, out: Path, tmp
     path = copied(out, tmp_path) / "rank_1.pt2"
     zipped(path, [(f"rank_1/{n}", graph if n == "models/model.json" else c) for n, c in entries_of(path).items()])
     sign(path)
-    words = (command, path.parent, *(("--rank", 1) if command == "show" else ()))
+    words = (command, path.parent, *(("--rank", 1) if command == "inspect" else ()))
     assert refused(*words).startswith(f"{path} cannot be read by torch {torch.__version__}: ")
 
 

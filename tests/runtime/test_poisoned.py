@@ -167,12 +167,12 @@ def test_trust_on_the_command_line(poisoned: Path, tmp_path: Path) -> None:
     entries = entries_of(out / "rank_0.pt2")
     pickled_examples(entries, marker)
     write_entries(out / "rank_0.pt2", entries)
-    assert "has SHA-256" in refused("show", out)
+    assert "has SHA-256" in refused("inspect", out, "--rank", 0)
     manifest = json.loads((out / MANIFEST).read_text())
     manifest["files"]["rank_0.pt2"] = sha256(out / "rank_0.pt2")
     (out / MANIFEST).write_text(json.dumps(manifest))
     said = said.replace(str(poisoned), str(out / "rank_0.pt2"))
-    only_on_trust("show", out, said=said)
+    only_on_trust("inspect", out, "--rank", 0, said=said)
     only_on_trust("verify", out, "--against", tmp_path / "mlp.pt2", said=said)
     assert "--trust" in call("run", "--help").stdout
 

@@ -293,7 +293,7 @@ def test_show_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("tpcompiler.views.table.artifact_text", lambda *_, **__: "new")
     monkeypatch.setattr(Path, "write_bytes", full)
-    result = call("show", tmp_path, "-o", tmp_path / "out.txt")
+    result = call("inspect", tmp_path, "-o", tmp_path / "out.txt")
     monkeypatch.undo()
     assert (result.exit_code, result.stderr) == (
         2,

@@ -165,7 +165,7 @@ def test_ranks_hold_what_is_drawn(
     for name, weight in model.named_parameters():
         drawn = tpcompiler.visualize_sharding(program, name)
         assert max(map(len, drawn.splitlines())) <= WIDTH
-        assert right("show", tmp_path / "out", "--tensor", name) == drawn
+        assert right("inspect", tmp_path / "out", "--tensor", name) == drawn
         cells, held = grid(drawn, weight.shape), slices(drawn, weight.shape)
         for rank, state in enumerate(ranks):
             local, dims = held[rank]
@@ -244,4 +244,4 @@ def test_tensors_that_are_alike_are_drawn_once(tmp_path: Path) -> None:
     svg = ElementTree.fromstring(tpcompiler.visualize_sharding(program, format="svg"))
     assert [text.text for text in svg.iter(f"{SVG}text") if " on tp=2" in (text.text or "")] == heads
     program.save(tmp_path / "out")
-    assert right("show", tmp_path / "out", "--tensor", "a", "--format", "svg").startswith("<svg ")
+    assert right("inspect", tmp_path / "out", "--tensor", "a", "--format", "svg").startswith("<svg ")

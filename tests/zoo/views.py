@@ -31,8 +31,8 @@ def views_of(directory: Path) -> dict[str, bytes]:
     Raises:
         ValueError: it does not, or says something besides.
     """
-    show, found = ("show", directory, "-o"), dict[str, bytes]()
-    tensor = ("show", directory, "--tensor", read_manifest(directory).tensors[0].name, "-o")
+    show, found = ("inspect", directory, "-o"), dict[str, bytes]()
+    tensor = ("inspect", directory, "--tensor", read_manifest(directory).tensors[0].name, "-o")
     formats = {**dict.fromkeys(("txt", "dot", "svg", "png", "html"), show), "tensor.txt": tensor, "tensor.svg": tensor}
     for name, words in {**formats, "diff.html": ("diff", directory, directory, "--html")}.items():
         file = directory.with_name(f"{directory.name}.{name}")

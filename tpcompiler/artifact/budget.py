@@ -1,4 +1,4 @@
-"""What a program may send and hold, as CI says it, and where it does more."""
+"""Limits on the collectives that a program sends and the bytes that a rank holds, for CI."""
 
 from __future__ import annotations
 
@@ -15,17 +15,21 @@ from tpcompiler.ir.names import layer_around, split_layer
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.records import Collective
 from tpcompiler.terminal.printed import format_bytes, format_unequal_bytes
+from tpcompiler.yaml_file import YamlError, compose, plain, read_small_text
 
 MANY = ("collectives", "fallbacks")  # of all kinds
+BYTES = ("sent", "held")
+FILES = (".yaml", ".yml", ".json")
+FORMS = 'write "2 all_reduce/layer", "0 fallbacks", "1MB sent" (per rank and call) or "24GB held" (by a rank)'
 MOST_NAMED = 3  # collectives that an error names
 
 
 class Limit(NamedTuple):
-    """`2 all_reduce/layer`: the most collectives of a kind in the whole program, or in each repeated module."""
+    """The most collectives of a kind, in the program or in each layer (`2 all_reduce/layer`); or the most bytes."""
 
     most: int
     kind: str
-    by_layer: bool
+    by_layer: bool = False
 
     def __str__(self) -> str:
         return f"{self.most} {self.kind}{'/layer' if self.by_layer else ''}"
@@ -36,62 +40,87 @@ class Limit(NamedTuple):
 
 @dataclass(frozen=True)
 class Budget:
-    """What a program may send in one call, and what a rank may hold.
+    """Limits on a program's collectives in one call, and on the bytes that a rank sends and holds.
 
-    Attributes:
-        wire_bytes: that a rank sends.
-        memory: bytes of parameters, buffers (caches too) and constants. Activations do not count.
+    `held` counts parameters, buffers (caches too) and constants, not activations.
     """
 
     limits: tuple[Limit, ...] = ()
-    wire_bytes: int | None = None
-    memory: int | None = None
 
     @classmethod
     def read(cls, limits: Sequence[str] = (), wire_bytes: int | None = None, memory: int | str | None = None) -> Budget:
-        """A budget as people write it: `2 all_reduce/layer`, `1 all_gather`, `0 fallbacks`; memory as `24GB` or bytes.
+        """Read limits such as `2 all_reduce/layer`, `0 fallbacks`, `1MB sent` and `24GB held`, or YAML lists of them.
 
         Raises:
-            BudgetError: a text that says no limit, or a limit below 0.
+            BudgetError: a text that is not a limit, a file that cannot be read, or a limit below 0.
         """
-        if wire_bytes is not None and wire_bytes < 0:
-            raise BudgetError(f"a budget of {wire_bytes} wire bytes is below 0", help="give a number of bytes from 0")
-        return cls(tuple(map(_read_limit, limits)), wire_bytes, None if memory is None else read_bytes(memory))
+        read: list[Limit] = []
+        for text in limits:
+            read += _read_file(text) if text.endswith(FILES) else [_read_limit(text)]
+        if wire_bytes is not None:
+            read.append(_read_limit(f"{wire_bytes} sent"))
+        if memory is not None:
+            read.append(Limit(read_bytes(memory), "held"))
+        return cls(tuple(read))
 
     def check(self, manifest: Manifest, title: str = "the program") -> None:
-        """Raises BudgetError where a program does more than this: what, where, and by how much."""
-        if said := [*self._excesses(manifest)]:
+        """Raise BudgetError if a program exceeds a limit: which one, where, and by how much."""
+        if excesses := [*self._excesses(manifest)]:
             raise BudgetError(
-                f"{title} is over its budget: {'; '.join(said)}",
-                help="change the plan (tpcompiler explain says why each is there), or allow as much",
+                f"{title} is over its budget: {'; '.join(excesses)}",
+                help="change the plan (tpcompiler explain gives the reason for each), or allow as much",
             )
 
     def _excesses(self, manifest: Manifest) -> Iterator[str]:
         for limit in self.limits:
+            if limit.kind in BYTES:
+                yield from (_sent if limit.kind == "sent" else _held)(limit.most, manifest)
+                continue
             found = [record for record in manifest.collectives if limit.counts(record)]
             yield from _by_layer(limit, found) if limit.by_layer else _in_all(limit, found)
-        sent = sum(record.wire_bytes for record in manifest.collectives)
-        if self.wire_bytes is not None and sent > self.wire_bytes:
-            most = sorted(manifest.collectives, key=lambda record: -record.wire_bytes)
-            total, allowed = format_unequal_bytes(sent, self.wire_bytes)
-            over = f"{format_bytes(sent - self.wire_bytes)} more than {allowed}"
-            yield f"each rank sends {total}, {over} ({_named(most)})"
-        if self.memory is not None:
-            held = held_per_rank(manifest)
-            rank = max(range(len(held)), key=held.__getitem__)
-            if held[rank] > self.memory:
-                total, allowed = format_unequal_bytes(held[rank], self.memory)
-                over = f"{format_bytes(held[rank] - self.memory)} more than {allowed}"
-                yield f"rank {rank} holds {total} of parameters, buffers and constants, {over}"
 
 
-def _read_limit(text: str) -> Limit:
+def _sent(most: int, manifest: Manifest) -> Iterator[str]:
+    total = sum(record.wire_bytes for record in manifest.collectives)
+    if total > most:
+        largest = sorted(manifest.collectives, key=lambda record: -record.wire_bytes)
+        yield f"each rank sends {_more_than(most, total)} ({_named(largest)})"
+
+
+def _held(most: int, manifest: Manifest) -> Iterator[str]:
+    held = held_per_rank(manifest)
+    rank = max(range(len(held)), key=held.__getitem__)
+    if held[rank] > most:
+        yield f"rank {rank} holds {_more_than(most, held[rank], ' of parameters, buffers and constants')}"
+
+
+def _more_than(most: int, count: int, of: str = "") -> str:
+    total, allowed = format_unequal_bytes(count, most)
+    return f"{total}{of}, {format_bytes(count - most)} more than {allowed}"
+
+
+def _read_file(name: str) -> Iterator[Limit]:
+    try:
+        root = compose(read_small_text(name))
+        limits = None if root is None else plain(root)
+    except (YamlError, OSError, ValueError) as error:  # ValueError: a null character in the name
+        reason = getattr(error, "strerror", None) or str(error).removeprefix("is ")
+        line = f" line {error.line}" if isinstance(error, YamlError) and error.line else ""
+        help = error.help if isinstance(error, YamlError) else "check the path"
+        raise BudgetError(f"budget {name!r}{line} cannot be read: {reason}", help=help) from None
+    if not isinstance(limits, list) or not all(isinstance(limit, str) for limit in limits):
+        raise BudgetError(f"budget {name!r} is not a list of limits", help='write one limit per line: - "0 fallbacks"')
+    yield from (_read_limit(limit, f" in {name!r}") for limit in limits)
+
+
+def _read_limit(text: str, where: str = "") -> Limit:
+    amount, _, kind = text.strip().rpartition(" ")
+    if kind in BYTES:
+        return Limit(read_bytes(amount), kind)
     found = re.fullmatch(rf"\s*(\d{{1,9}})\s+({'|'.join((*KINDS, *MANY))})\s*(/\s*layer)?\s*", text, re.ASCII)
     if found is None:
-        raise BudgetError(
-            f"budget {text!r} says no limit",
-            help=f'write "2 all_reduce/layer", or "0 fallbacks" of the whole model; of {", ".join((*KINDS, *MANY))}',
-        )
+        kinds = ", ".join((*KINDS, *MANY))
+        raise BudgetError(f"budget {text!r}{where} is not a limit", help=f"{FORMS}; kinds are {kinds}")
     return Limit(int(found[1]), found[2], found[3] is not None)
 
 
@@ -101,7 +130,7 @@ def _in_all(limit: Limit, found: Sequence[Collective]) -> Iterator[str]:
 
 
 def _by_layer(limit: Limit, found: Sequence[Collective]) -> Iterator[str]:
-    """Layers alike are told once."""
+    """Yield one text for all layers that exceed the limit alike."""
     layers: dict[str, list[Collective]] = {}
     for record in found:
         if layer := layer_around(record.module):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 from msgspec import structs
@@ -17,6 +18,7 @@ from tpcompiler.runtime.records import BoundaryRecord, Collective, Note, Record,
 from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.terminal.tables import Part, Table
 
+NO_ADVICE: Mapping[str, str] = MappingProxyType({})
 MOST_RANKS = 16  # that a table lists one by one
 
 
@@ -153,8 +155,11 @@ def _by_cause(collectives: Iterable[Collective]) -> list[TrafficTotal]:
     ]
 
 
-def summary_parts(data: ArtifactSummary) -> Iterator[Part]:
-    """The report of a conversion: bytes per rank, collectives by cause, fallbacks, what nothing touches."""
+def summary_parts(data: ArtifactSummary, advice: Mapping[str, str] = NO_ADVICE) -> Iterator[Part]:
+    """Report a conversion: bytes per rank, collectives by cause, fallbacks with advice, and notes.
+
+    `advice`: the change of the plan that avoids a fallback, by the name of its reshard; empty for none.
+    """
     axes = ",".join(f"{axis}={degree}" for axis, degree in data.mesh.items())
     yield f"mesh {axes}, {len(data.bytes_per_rank)} ranks, {data.device_type}"
     whole = data.bytes
@@ -178,6 +183,8 @@ def summary_parts(data: ArtifactSummary) -> Iterator[Part]:
     for row in data.fallbacks:
         where = row.source or row.module or row.node
         lines.append(f"fallback: {row.kind} of {format_bytes(row.payload_bytes)} at {where}: {row.reason}")
+        if help := advice.get(row.reshard):
+            lines.append(f"  help: {help}")
     for kind, title in NOTE_TITLES.items():
         texts = [note.text for note in data.notes if note.kind == kind]
         if texts:

@@ -149,7 +149,7 @@ def explain_artifact(
 
     Args:
         directory: what `ParallelProgram.save` or `tpcompiler convert` wrote; of several programs, one's.
-        name: of a node of the single-device program (`tpcompiler show` and the reports name them), of a parameter, a
+        name: of a node of the single-device program (`tpcompiler inspect OUT --rank 0` names them), of a parameter, a
             buffer or an input, or of a module that has one weight; or of a collective: its node's, or its kind's
             (`all_gather`, `all_gather_1`).
         machine: the devices and links that prices are for, as of `parallelize`; by default those that it was
@@ -167,7 +167,7 @@ def explain_artifact(
         known = nearest_names(name, written.names())
         raise ArtifactError(
             f"{os.fspath(directory)} has no node, parameter or collective {name!r}",
-            help=f"did you mean {known}? tpcompiler show {os.fspath(directory)} shows all",
+            help=f"did you mean {known}? tpcompiler inspect {os.fspath(directory)} --rank 0 lists all",
         )
     name = found
     again = search_again(directory, described, trust=trust)

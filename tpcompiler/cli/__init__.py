@@ -1,4 +1,4 @@
-"""The command line, a file for each group of commands."""
+"""The command line: one file for each group of commands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tpcompiler.cli.interrupt import INTERRUPTED, watching
 
 
 def main() -> None:
-    """The entry point: commands are imported where Ctrl-C is no traceback."""
+    """Import and run the commands; Ctrl-C never prints a traceback."""
     with watching():
         try:
             from tpcompiler.cli.commands import main as run_commands

@@ -1,9 +1,9 @@
-"""Commands that ask the search before anything is converted: the plan that it finds, and what each degree costs."""
+"""Commands that prepare a conversion: `plan` searches for plans and numbers of ranks, `calibrate` measures."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from msgspec import convert
@@ -18,7 +18,9 @@ from tpcompiler.cli.options import (
     Machine,
     Memory,
     MeshOption,
+    Models,
     Optimize,
+    PlanFile,
     Tp,
     Trust,
     app,
@@ -26,54 +28,87 @@ from tpcompiler.cli.options import (
     refuse_two_meshes,
 )
 
-Model = Annotated[Path, typer.Argument(metavar="MODEL.pt2", help="What torch.export.save wrote.")]
-
 
 @app.command()
 def plan(
-    model: Model,
+    models: Models,
     tp: Tp = None,
     mesh: MeshOption = None,
-    memory: Memory = None,
-    machine: Machine = None,
-    optimize: Optimize = Goals.latency,
-    partial: Annotated[
-        Path | None,
-        typer.Option("--partial", metavar="PLAN.yaml", help="A plan for some layers; the search decides the rest."),
+    other_axes: Annotated[
+        str | None,
+        typer.Option(
+            "--other-axes",
+            metavar="AXIS=N,..",
+            help="Without --tp: mesh axes next to tp, such as dp=2.",
+            show_default=False,
+        ),
     ] = None,
+    plan: PlanFile = None,
+    inputs: Inputs = None,
+    outputs: Outputs = None,
+    machine: Machine = None,
+    memory: Memory = None,
+    optimize: Optimize = Goals.latency,
+    calls: Calls = None,
     out: Annotated[
-        Path | None, typer.Option("-o", "--out", metavar="PLAN.yaml", help="Write here, not to the terminal.")
+        Path | None, typer.Option("-o", "--out", metavar="PLAN.yaml", help="Write the plan here, not to the terminal.")
     ] = None,
     imports: Imports = None,
     trust: Trust = False,
     json: Json = False,
 ) -> None:
-    """Write the plan that the search finds.
+    """Search for a plan, or for the number of ranks.
 
-    `convert` makes of it what it makes of `--plan auto`, with the same options. Edit it: what no line names, the
-    search decides anew.
+    With --tp or --mesh: print the plan that the search finds, which `convert --plan auto` uses too. With --plan, the
+    search keeps the given entries and adds the others. Without --tp and --mesh: compare numbers of ranks by memory and
+    predicted time.
 
     \b
     Example:
+      tpcompiler plan model.pt2 --machine h100 --memory 24GB
+      tpcompiler plan prefill.pt2 decode.pt2 --other-axes dp=2 --input "decode.x=dp:S(0)"
       tpcompiler plan model.pt2 --tp 4 -o plan.yaml
-      tpcompiler plan model.pt2 --tp 4 --partial mine.yaml --memory 24GB
-      tpcompiler convert model.pt2 --tp 4 --plan plan.yaml -o out
+      tpcompiler plan model.pt2 --tp 4 --plan mine.yaml
     """
-    refuse_two_meshes(tp, mesh)
-    with progress(f"reading {model}", quiet=json) as status:
-        from tpcompiler.api import find_plan
-        from tpcompiler.ask.plan_text import plan_text
+    compares = tp is None and mesh is None
+    if compares:
+        for option, is_given in (("--plan", plan), ("--optimize", optimize is not Goals.latency), ("-o", out)):
+            if is_given:
+                raise typer.BadParameter("give the number of ranks too, with --tp or --mesh", param_hint=option)
+    else:
+        refuse_two_meshes(tp, mesh)
+        if other_axes is not None:
+            raise typer.BadParameter("leave it out with --tp and --mesh", param_hint="--other-axes")
+    with progress("reading", quiet=json) as status:
         from tpcompiler.cli import printing
         from tpcompiler.cli.answers import FoundPlan
-        from tpcompiler.frontend.plain_weights import with_plain_weights
-        from tpcompiler.plan import Plan
-        from tpcompiler.runtime.model_file import read_model
 
-        over, given = read_mesh(tp, mesh), Plan() if partial is None else Plan.of(partial)
-        program = read_model(model, imports or (), trust=trust)
-        status.update("searching")
-        found = find_plan(program, over, given, machine=machine, memory=memory, optimize=optimize.value)
-        text = plan_text(with_plain_weights(program), found)
+        axes = read_mesh(None, other_axes, "--other-axes").axes if other_axes is not None else ()
+        over = None if compares else read_mesh(tp, mesh)
+        given = read_programs(models, imports, trust, status)
+        options: dict[str, Any] = {
+            "inputs": given.placements(inputs, "--input"),
+            "outputs": given.placements(outputs, "--output"),
+            "machine": machine,
+            "memory": memory,
+            "weights": calls,
+        }
+        if over is None:
+            from tpcompiler.api.doctor import diagnose
+
+            status.update("placing the model on each number of ranks")
+            degrees = diagnose(given.programs, beside=dict(axes), **options)
+        else:
+            from tpcompiler.api import find_plan
+            from tpcompiler.ask.plan_text import plan_text
+            from tpcompiler.frontend.plain_weights import with_plain_weights
+
+            status.update("searching")
+            found = find_plan(given.programs, over, str(plan or "auto"), optimize=optimize.value, **options)
+            text = plan_text(with_plain_weights(given.first), found)
+    if over is None:
+        printing.print_answer(json, degrees, degrees.parts(), " ".join(map(str, models)))
+        return
     if out is not None:
         printing.write_content(out, text)
     if json:
@@ -85,83 +120,30 @@ def plan(
 
 
 @app.command()
-def doctor(
-    models: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="MODEL.pt2", help="What torch.export.save wrote; several share their weights and caches."
-        ),
-    ],
-    mesh: Annotated[
-        str | None,
-        typer.Option("--mesh", metavar="AXIS=N,..", help="Axes beside tp, whose degrees are tried, such as dp=2."),
-    ] = None,
-    inputs: Inputs = None,
-    outputs: Outputs = None,
-    machine: Machine = None,
-    memory: Memory = None,
-    calls: Calls = None,
-    imports: Imports = None,
-    trust: Trust = False,
-    json: Json = False,
-) -> None:
-    """Say on how many ranks a model fits, and what each number of them costs.
-
-    The search places it on every degree, as `convert --plan auto` would. Step times are the machine's by its file.
-
-    \b
-    Example:
-      tpcompiler doctor model.pt2
-      tpcompiler doctor model.pt2 --machine mine.yaml --memory 24GB
-      tpcompiler doctor model.pt2 --mesh dp=2 --input "x=dp:S(0)"
-      tpcompiler doctor prefill.pt2 decode.pt2
-    """
-    with progress("reading", quiet=json) as status:
-        from tpcompiler.api.doctor import diagnose
-        from tpcompiler.cli import printing
-
-        given = read_programs(models, imports, trust, status)
-        status.update("placing it on every number of ranks")
-        found = diagnose(
-            given.programs,
-            beside=None if mesh is None else dict(read_mesh(None, mesh).axes),
-            inputs=given.of_programs(inputs, "--input"),
-            outputs=given.of_programs(outputs, "--output"),
-            machine=machine,
-            memory=memory,
-            weights=calls,
-        )
-    if json:
-        printing.print_json(found)
-    else:
-        printing.print_titled(" ".join(map(str, models)), found.parts())
-
-
-@app.command()
 def calibrate(
     out: Annotated[Path, typer.Option("-o", "--out", metavar="machine.yaml", help="The file to write.")],
-    ranks: Annotated[int, typer.Option("--ranks", metavar="N", help="How many processes are started.")] = 2,
+    processes: Annotated[int, typer.Option("--processes", metavar="N", help="Number of processes to start.")] = 2,
     json: Json = False,
 ) -> None:
-    """Measure this machine, for --machine.
+    """Measure this machine, and write a file for --machine.
 
-    Starts processes of its own: with NCCL where each can have a GPU, otherwise with gloo, one thread each. Nothing else
-    should run meanwhile.
+    Starts processes that time kernels and collectives: over NCCL if each process can have a GPU, otherwise over gloo
+    with one thread each. Run nothing else at the same time.
 
     \b
     Example:
-      tpcompiler calibrate --ranks 2 -o here.yaml
-      tpcompiler doctor model.pt2 --machine here.yaml
+      tpcompiler calibrate --processes 2 -o here.yaml
+      tpcompiler plan model.pt2 --machine here.yaml
     """
-    if ranks < 2:
-        raise typer.BadParameter("between fewer than 2 ranks there is no link to measure", param_hint="--ranks")
+    if processes < 2:
+        raise typer.BadParameter("a link needs at least 2 processes", param_hint="--processes")
     with progress("measuring", quiet=json):
         from tpcompiler.api.calibrate import machine_data, measure_machine
         from tpcompiler.cli import printing
         from tpcompiler.cli.answers import Calibration
 
-        with printing.writing(out) as file:  # what cannot be written is refused before the minute that follows
-            text = measure_machine(ranks)
+        with printing.writing(out) as file:  # fails before the minute of measuring if the file cannot be written
+            text = measure_machine(processes)
             file.write_text(text, encoding="utf-8")
     if json:
         printing.print_json(convert({"out": str(out), **machine_data(text)}, Calibration, strict=False))

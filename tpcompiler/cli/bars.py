@@ -1,4 +1,4 @@
-"""What is shown of a command while it works: bars on a terminal, and elsewhere a line for a step that lasts."""
+"""Show progress: bars on a terminal, elsewhere one line for each long step."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from tpcompiler.errors import one_line
 from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.terminal.progress import listening
 
-# Seconds until a step has a line, and until it has another one. Who compares standard error may want none.
+# Seconds until the first line of a step, and between its lines. Tests that compare standard error want none.
 PATIENCE, AGAIN = float(os.environ.get("TPCOMPILER_PATIENCE", "2")), 30.0
 
 
 class Status(Protocol):
-    """Takes what a command does next."""
+    """A display of the current step."""
 
     def update(self, text: str) -> None: ...
 
 
 class _Amount(ProgressColumn):
-    """How much is done, and how fast; nothing of what is not counted."""
+    """Amount and rate; empty for a step that is not counted."""
 
     def render(self, task: Task) -> Text:
         if task.total is None:
@@ -51,7 +51,7 @@ class _Amount(ProgressColumn):
 
 
 class _Time(ProgressColumn):
-    """The time left; of what is not counted, how long it takes already."""
+    """The time left; for a step that is not counted, the time elapsed."""
 
     left, elapsed = TimeRemainingColumn(), TimeElapsedColumn()
 
@@ -60,7 +60,7 @@ class _Time(ProgressColumn):
 
 
 class Steps:
-    """A line for the command, and under it one for each step that is counted and under way."""
+    """A line for the command, and one below it for each counted step."""
 
     def __init__(self, bars: Progress, text: str) -> None:
         self._bars, self._counted = bars, dict[str, TaskID]()
@@ -82,12 +82,12 @@ class Steps:
 
 
 class Lines:
-    """A line on standard error for each step that lasts, as a log can hold it."""
+    """A line on standard error for each long step, for logs."""
 
     def __init__(self, text: str) -> None:
         self._ended = threading.Event()
-        self._next: dict[str, float] = {}  # step -> when it has its next line
-        self._under_way: dict[str, str] = {}  # step -> how far it is
+        self._next: dict[str, float] = {}  # step -> time of its next line
+        self._under_way: dict[str, str] = {}  # step -> its progress
         self.update(text)
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -102,7 +102,7 @@ class Lines:
             self._under_way.pop(step, None)
             return
         if step not in self._under_way:
-            # One that begins again and again, such as a search, has its next line when it is due.
+            # A step that starts again and again, such as a search, keeps the time of its next line.
             self._next[step] = max(self._next.get(step, 0.0), time.monotonic() + PATIENCE)
         self._under_way[step] = f": {format_bytes(done) if unit == 'bytes' else f'{done:,}'} of " + (
             format_bytes(total) if unit == "bytes" else f"{total:,} {unit}"
@@ -117,7 +117,7 @@ class Lines:
             for step, far in list(self._under_way.items()):
                 if time.monotonic() >= self._next[step]:
                     self._next[step] = time.monotonic() + AGAIN
-                    with suppress(OSError, ValueError, AttributeError):  # nobody reads it, or there is no such stream
+                    with suppress(OSError, ValueError, AttributeError):  # closed, or no such stream
                         print(one_line(step + far), file=sys.__stderr__, flush=True)
 
 
@@ -128,14 +128,11 @@ class _Nothing:
 
 @contextmanager
 def progress(text: str, *, quiet: bool = False) -> Iterator[Status]:
-    """Steps on standard error: on a terminal with their rate and the time left, elsewhere a line for each that lasts.
-
-    `quiet`: show nothing.
-    """
+    """Show steps on standard error in the block: bars on a terminal, elsewhere lines. `quiet` shows nothing."""
     if quiet:
         yield _Nothing()
         return
-    # To the terminal itself: bars are made of control characters. No markup: a path may have brackets.
+    # The terminal itself: the filter on sys.stderr escapes control characters. No markup: a path may have brackets.
     console = Console(file=sys.__stderr__)
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(16), _Amount()
     if not console.is_terminal:

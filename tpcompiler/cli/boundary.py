@@ -1,4 +1,4 @@
-"""The boundary of `run`: files hold whole tensors, of which the ranks take and make their shares."""
+"""Cut whole inputs into ranks' shares, and join ranks' outputs, for `run`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tpcompiler.runtime.records import is_whole
 def cut_inputs(
     tensors: Mapping[str, torch.Tensor], manifest: Manifest, rank: int, where: str
 ) -> dict[str, torch.Tensor]:
-    """Return the rank's shares of whole inputs; `where` names their origin in errors.
+    """Return a rank's shares of whole inputs; `where` names their file in errors.
 
     Raises:
-        InputsError: another shape than the whole input has, or a dynamic size that the ranks do not divide.
+        InputsError: a tensor with another shape than the whole input, or a dynamic size that ranks do not divide.
     """
     mesh, shares = Mesh.of(manifest.mesh), dict(tensors)
     for row in manifest.inputs:
@@ -47,7 +47,7 @@ def cut_inputs(
 
 
 def join_outputs(named: Mapping[str, torch.Tensor], manifest: Manifest) -> dict[str, torch.Tensor]:
-    """Return the whole outputs on rank 0, and on other ranks what they have. Every rank must call it."""
+    """Gather the whole outputs on rank 0; other ranks return their shares. Every rank must call it."""
     mesh, whole = Mesh.of(manifest.mesh), dict(named)
     for row in manifest.outputs:
         if is_whole(row.sharding):

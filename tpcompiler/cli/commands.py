@@ -1,4 +1,4 @@
-"""The command line: parse, call the library, print. torch is imported by a command, after its words were parsed."""
+"""Commands that show and convert: parse, call the library, print. A command imports torch once its words are parsed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import typer
 from msgspec.structs import asdict
 
 import tpcompiler.cli.ask
-import tpcompiler.cli.generate
 import tpcompiler.cli.judge
 import tpcompiler.cli.reasons
 import tpcompiler.cli.run
@@ -24,18 +23,19 @@ from tpcompiler.cli.given import Inputs, Outputs, read_programs
 from tpcompiler.cli.memory import return_freed_tensors
 from tpcompiler.cli.options import (
     DEFECT,
-    Artifact,
     Calls,
+    Checkpoint,
+    Force,
     Goals,
     Imports,
     Json,
     Limits,
     Machine,
-    MaxMemory,
-    MaxWireBytes,
     Memory,
     MeshOption,
+    Models,
     Optimize,
+    PlanFile,
     Tp,
     Trust,
     app,
@@ -43,7 +43,7 @@ from tpcompiler.cli.options import (
     refuse_two_meshes,
     report,
 )
-from tpcompiler.cli.weights import Partial
+from tpcompiler.cli.weights import IgnoreUnused
 from tpcompiler.errors import TpCompilerWarning, one_line, printable
 from tpcompiler.terminal.printed import mute_logs
 
@@ -72,8 +72,8 @@ class _Format(str, Enum):
     text = "text"
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
         from tpcompiler import __version__
 
         typer.echo(__version__)
@@ -91,8 +91,8 @@ def _options(
 ) -> None:
     """Turn a single-device torch.export program into one ordinary exported program per rank.
 
-    Exit codes: 0 right, 1 not equal (verify, diff) or not sound (check), 2 bad input or over a budget, 3 a defect of
-    tpcompiler, 130 interrupted.
+    Exit codes: 0 success, 1 not equal (verify, diff, package) or not sound (check), 2 bad input or over a budget,
+    3 a defect of tpcompiler, 130 interrupted.
 
     \b
     Example:
@@ -106,25 +106,50 @@ def _options(
 @app.command()
 def inspect(
     path: Annotated[Path, typer.Argument(metavar="MODEL.pt2|OUT", help="A model, or a converted directory.")],
+    rank: Annotated[int | None, typer.Option("--rank", metavar="N", help="Show the program of this rank.")] = None,
+    tensor: Annotated[
+        str | None,
+        typer.Option("--tensor", metavar="NAME", help="Show which ranks hold which slices of a tensor (text or svg)."),
+    ] = None,
+    format: Annotated[
+        _Format | None,
+        typer.Option(
+            "--format", help="Draw the program. Default: the format of FILE's suffix, or text.", show_default=False
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", metavar="FILE", help="Write the drawing here, not to the terminal.")
+    ] = None,
+    machine: Machine = None,
     imports: Imports = None,
     trust: Trust = False,
     json: Json = False,
 ) -> None:
-    """Show what is in a model or an artifact.
+    """Show what a model or an artifact holds.
 
-    For a model, also print a starter plan that lists every layer with a weight.
+    Of a model: layers, weights, inputs and outputs, and a starter plan that lists every layer with a weight. Of an
+    artifact: the report of its conversion, weights, inputs and outputs. With --rank, --format or -o: a rank's ops,
+    shardings and collectives.
 
     \b
     Example:
       tpcompiler inspect model.pt2
       tpcompiler inspect model.pt2 --json | jq -r .plan > plan.yaml
       tpcompiler inspect out
+      tpcompiler inspect out --rank 0
+      tpcompiler inspect out -o out.html
+      tpcompiler inspect out --tensor layers.0.up.weight
     """
+    if any(value is not None for value in (rank, tensor, format, out)):
+        _draw(path, rank, tensor, format, out, machine, imports, trust, json)
+        return
+    if machine is not None:
+        raise typer.BadParameter("only the page predicts times: --format html", param_hint="--machine")
     with progress(f"reading {path}", quiet=json):
-        is_artifact = os.path.isdir(path)  # where pathlib's may raise
+        is_artifact = os.path.isdir(path)  # pathlib's version may raise
         from tpcompiler.cli import printing
 
-        if is_artifact:  # which needs neither torch.export nor the search
+        if is_artifact:  # imports neither torch.export nor the search
             from tpcompiler.artifact.summary import summarize
             from tpcompiler.runtime.artifact import read_manifest
 
@@ -134,90 +159,106 @@ def inspect(
             from tpcompiler.runtime.model_file import read_model
 
             data = model_data(read_model(path, imports or (), trust=trust))
-    if json:
-        printing.print_json(data)
-    elif is_artifact:
-        printing.print_titled(str(path), printing.artifact_parts(data))
+    parts = (printing.artifact_parts if is_artifact else printing.model_parts)(data)
+    printing.print_answer(json, data, parts, str(path))
+
+
+def _draw(
+    path: Path,
+    rank: int | None,
+    tensor: str | None,
+    format: _Format | None,
+    out: Path | None,
+    machine: str | None,
+    imports: list[str] | None,
+    trust: bool,
+    json: bool,
+) -> None:
+    """Print or write the program of a rank, or the slices of a tensor."""
+    if json and (format, out, tensor) != (None, None, None):
+        raise typer.BadParameter("leave --format, -o and --tensor out", param_hint="--json")
+    by_suffix = {f".{kind.value}": kind for kind in _Format} | {".gv": _Format.dot}
+    kind = format or by_suffix.get(out.suffix if out else "", _Format.text)
+    if tensor is not None and kind not in (_Format.text, _Format.svg):
+        raise typer.BadParameter("a tensor is drawn as text or svg", param_hint="--format")
+    if kind is _Format.png and out is None:
+        raise typer.BadParameter("a png needs a file: give one with -o", param_hint="--format")
+    if machine is not None and (json or kind is not _Format.html):
+        raise typer.BadParameter("only the page predicts times: --format html", param_hint="--machine")
+    with progress(f"reading {path}", quiet=json):
+        from tpcompiler.cli import printing
+        from tpcompiler.runtime.model_file import import_modules
+        from tpcompiler.views.table import artifact_rows
+
+        import_modules(imports or ())
+        if json:
+            printing.print_json(artifact_rows(path, rank or 0, trust=trust))
+            return
+        picture = printing.picture(path, kind.value, out, rank or 0, tensor, machine=machine, trust=trust)
+    if picture.note:
+        typer.echo(picture.note, err=True)
+    if picture.file is None:
+        typer.echo(picture.content, nl=not str(picture.content).endswith("\n"))
     else:
-        printing.print_titled(str(path), printing.model_parts(data))
+        printing.write_content(picture.file, picture.content)
+        typer.echo(f"wrote {picture.file}", err=True)
 
 
 @app.command()
 def convert(
-    models: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="MODEL.pt2",
-            help="What torch.export.save wrote. Several, such as prefill and decode, share their weights and caches.",
-        ),
-    ],
-    plan: Annotated[
-        Path | None,
-        typer.Option(
-            "--plan",
-            metavar="PLAN.yaml",
-            help="Which layers are cut, and how; a Hugging Face config.json, for its own plan; or auto, the default: "
-            "find one.",
-            show_default=False,
-        ),
-    ] = None,
+    models: Models,
+    plan: PlanFile = None,
     tp: Tp = None,
     mesh: MeshOption = None,
     inputs: Inputs = None,
     outputs: Outputs = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", metavar="OUT", help="The directory to write.")] = None,
     skip_unsupported: Annotated[
-        bool, typer.Option("--skip-unsupported", help="Leave layers whole whose style is not supported yet.")
+        bool, typer.Option("--skip-unsupported", help="Replicate layers whose style is not supported yet.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only report: write nothing.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace an earlier artifact at OUT.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the report and write nothing.")] = False,
+    force: Force = False,
     layout: Annotated[
         _Layout | None,
         typer.Option(
             "--layout",
-            help="ranks: a file for each, which torch alone reads. shared: one program, and weights beside it.",
+            help="ranks: one file per rank, which torch alone can read. shared: one program and separate weights.",
             show_default=False,
         ),
     ] = None,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(
-            "--checkpoint", metavar="DIR", help="Of a model without weights: cut the ranks' out of these safetensors."
-        ),
-    ] = None,
-    partial: Partial = False,
+    checkpoint: Checkpoint = None,
+    ignore_unused: IgnoreUnused = False,
     imports: Imports = None,
     trust: Trust = False,
     keep_output_types: Annotated[
         bool, typer.Option("--keep-output-types", help="Return the model's own output classes, not plain dicts.")
     ] = False,
-    device_type: Annotated[
+    device: Annotated[
         _DeviceType | None,
-        typer.Option(
-            "--device", "--device-type", help="Where the programs run: it need not be here. By default as exported."
-        ),
+        typer.Option("--device", help="Device type of the ranks; this machine need not have it. Default: as exported."),
     ] = None,
     collectives: Annotated[
         _Collectives,
         typer.Option(
-            "--collectives", help="Collectives on GPUs: nccl; symm_mem wherever it fits; auto where it is faster."
+            "--collectives",
+            help="Collective backend on GPUs: nccl; symm_mem wherever supported; auto where expected to be faster.",
         ),
     ] = _Collectives.nccl,
     no_check_indices: Annotated[
-        bool, typer.Option("--no-check-indices", help="Assert nothing of computed indices where an indexed dim is cut.")
+        bool,
+        typer.Option("--no-check-indices", help="Leave out the assertions on computed indices into a sharded dim."),
     ] = False,
     machine: Machine = None,
     memory: Memory = None,
     optimize: Optimize = Goals.latency,
     calls: Calls = None,
     budget: Limits = None,
-    max_wire_bytes: MaxWireBytes = None,
-    max_memory: MaxMemory = None,
     json: Json = False,
 ) -> None:
     """Write one program per rank.
 
-    The weights are cut as the plan says, and the collectives that this needs stand in the programs.
+    Weights are sharded as the plan specifies; the programs contain the collectives. The report prints, next to each
+    fallback, the change of the plan that avoids it.
 
     \b
     Example:
@@ -236,12 +277,7 @@ def convert(
     with progress("reading the plan", quiet=json) as status:
         from tpcompiler.api import parallelize
         from tpcompiler.artifact.budget import Budget
-        from tpcompiler.artifact.summary import (
-            ConvertedArtifact,
-            ConvertedPrograms,
-            summarize,
-            summary_parts,
-        )
+        from tpcompiler.artifact.summary import ConvertedArtifact, ConvertedPrograms, summarize, summary_parts
         from tpcompiler.artifact.writing import writer_of
         from tpcompiler.checkpoint.cut import cut_checkpoint, refuse_other_checkpoint
         from tpcompiler.cli import printing
@@ -249,21 +285,20 @@ def convert(
         from tpcompiler.runtime.artifact import read_manifest
         from tpcompiler.runtime.target import free_target
 
-        over, allowed = read_mesh(tp, mesh), Budget.read(budget or (), max_wire_bytes, max_memory)
-        asked: Any = str(plan or "auto")
-        chosen = asked if asked in SEARCHES else Plan.of(asked, skip_unsupported=skip_unsupported)
+        over, limits = read_mesh(tp, mesh), Budget.read(budget or ())
+        source: Any = str(plan or "auto")
+        chosen = source if source in SEARCHES else Plan.of(source, skip_unsupported=skip_unsupported)
         if out is not None and not dry_run:
             free_target(out, force=force)  # before the minutes that follow
         given = read_programs(models, imports, trust, status)
-        names = given.names
-        status.update("placing and cutting")
+        status.update("placing and sharding")
         made: Any = parallelize(
             given.programs,
             over,
             chosen,
-            inputs=given.of_programs(inputs, "--input"),
-            outputs=given.of_programs(outputs, "--output"),
-            device_type=device_type.value if device_type else None,
+            inputs=given.placements(inputs, "--input"),
+            outputs=given.placements(outputs, "--output"),
+            device_type=device.value if device else None,
             collectives=collectives.value,
             check_indices=not no_check_indices,
             machine=machine,
@@ -271,105 +306,43 @@ def convert(
             optimize=optimize.value,
             weights=calls,
         )
-        each: dict[str, Any] = dict(made) if names else {"": made}
-        for name, one in each.items() if allowed != Budget() else ():
-            allowed.check(one.manifest(), name or str(models[0]))
+        programs: dict[str, Any] = dict(made) if given.names else {"": made}
+        for name, program in programs.items() if limits != Budget() else ():
+            limits.check(program.manifest(), name or str(models[0]))
         if out is not None and not dry_run:
             status.update(f"writing {over.world_size} ranks' programs to {out}")
             if checkpoint is not None:
-                described = [(writer_of(one, layout="shared").manifest, one.original) for one in each.values()]
-                refuse_other_checkpoint(described, checkpoint, partial)
-            files: Any = layout.value if layout else None
-            made.save(out, force=force, keep_output_types=keep_output_types, layout=files)
-            manifests = {name: read_manifest(out / name) for name in each}
+                described = [(writer_of(one, layout="shared").manifest, one.original) for one in programs.values()]
+                refuse_other_checkpoint(described, checkpoint, ignore_unused)
+            made.save(out, force=force, keep_output_types=keep_output_types, layout=layout.value if layout else None)
+            manifests = {name: read_manifest(out / name) for name in programs}
             if checkpoint is not None:
                 return_freed_tensors()
-                cut_checkpoint(out, checkpoint, partial=partial)
+                cut_checkpoint(out, checkpoint, partial=ignore_unused)
         else:
-            manifests = {name: one.manifest() for name, one in each.items()}
-    data = {name: summarize(manifest) for name, manifest in manifests.items()}
+            manifests = {name: program.manifest() for name, program in programs.items()}
+        summaries = {name: summarize(manifest) for name, manifest in manifests.items()}
+        if not json:
+            status.update("looking for changes of the plan that avoid fallbacks")
+            advice = {name: program.advice() for name, program in programs.items()}
+    where = None if dry_run else str(out)
     if json:
-        where = None if dry_run else str(out)
-        alone = data.get("")
+        alone = summaries.get("")
         printing.print_json(
-            ConvertedArtifact(**asdict(alone), out=where) if alone else ConvertedPrograms(programs=data, out=where)
+            ConvertedArtifact(**asdict(alone), out=where) if alone else ConvertedPrograms(programs=summaries, out=where)
         )
         return
-    for name, shown in data.items():
+    for name, summary in summaries.items():
         title = "nothing written (--dry-run)" if dry_run else str((out or Path()) / name)
-        printing.print_titled(title, summary_parts(shown))
-
-
-@app.command()
-def show(
-    directory: Artifact,
-    format: Annotated[
-        _Format | None,
-        typer.Option("--format", help="By default what FILE's suffix says, or text.", show_default=False),
-    ] = None,
-    file: Annotated[
-        Path | None, typer.Option("-o", "--out", metavar="FILE", help="Write here, not to the terminal.")
-    ] = None,
-    rank: Annotated[int, typer.Option("--rank", help="The rank whose program is shown.")] = 0,
-    tensor: Annotated[
-        str | None,
-        typer.Option("--tensor", metavar="NAME", help="Which ranks hold which slices of it, as text or svg, instead."),
-    ] = None,
-    machine: Machine = None,
-    imports: Imports = None,
-    trust: Trust = False,
-    json: Json = False,
-) -> None:
-    """Show the program of a rank, or who holds what of a tensor.
-
-    Its ops, shardings and collectives, and why each collective is there.
-
-    \b
-    Example:
-      tpcompiler show out
-      tpcompiler show out -o out.svg
-      tpcompiler show out -o out.html
-      tpcompiler show out --tensor layers.0.up.weight
-    """
-    if json and (format is not None or file is not None or tensor is not None):
-        raise typer.BadParameter("it prints a rank's program: leave --format, -o and --tensor out", param_hint="--json")
-    kind = _format(format, file)
-    if tensor is not None and kind not in (_Format.text, _Format.svg):
-        raise typer.BadParameter("a tensor is drawn as text or svg", param_hint="--format")
-    if kind is _Format.png and file is None:
-        raise typer.BadParameter("a png is no text: name its file with -o", param_hint="--format")
-    if machine is not None and (json or kind is not _Format.html):
-        raise typer.BadParameter("only the page predicts times: --format html", param_hint="--machine")
-    with progress(f"reading {directory}", quiet=json):
-        from tpcompiler.cli import printing
-        from tpcompiler.runtime.model_file import import_modules
-        from tpcompiler.views.table import artifact_rows
-
-        import_modules(imports or ())
-        if json:
-            printing.print_json(artifact_rows(directory, rank, trust=trust))
-            return
-        picture = printing.picture(directory, kind.value, file, rank, tensor, machine=machine, trust=trust)
-    if picture.note:
-        typer.echo(picture.note, err=True)
-    if picture.file is None:
-        typer.echo(picture.content, nl=not str(picture.content).endswith("\n"))
-    else:
-        printing.write_content(picture.file, picture.content)
-        typer.echo(f"wrote {picture.file}", err=True)
-
-
-def _format(asked: _Format | None, file: Path | None) -> _Format:
-    by_suffix = {f".{kind.value}": kind for kind in _Format} | {".gv": _Format.dot}
-    return asked or by_suffix.get(file.suffix if file else "", _Format.text)
+        printing.print_answer(False, summary, summary_parts(summary, advice[name]), title)
 
 
 def main() -> None:
-    """The entry point. A defect shows its traceback, and must not look like the answer 'not equal'."""
+    """Run the command line. A defect prints its traceback, and has another exit code than 'not equal'."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore")  # torch warns about its own deprecations
         warnings.simplefilter("once", TpCompilerWarning)
-    if not {"TORCH_LOGS", "TRANSFORMERS_VERBOSITY"} & os.environ.keys():  # with which a user asks for logs
+    if not {"TORCH_LOGS", "TRANSFORMERS_VERBOSITY"} & os.environ.keys():  # a user wants logs
         mute_logs()
     warnings.formatwarning = lambda message, *_, **__: f"warning: {one_line(str(message))}\n"
     try:

@@ -1,4 +1,4 @@
-"""What `tpcompiler inspect` says of a model, with a plan to begin with."""
+"""Describe a model for `tpcompiler inspect`, with a starter plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tpcompiler.plan import Plan
 
 
 def model_data(program: ExportedProgram) -> ModelSummary:
-    """Modules, parameters, inputs, outputs and a plan skeleton of a single-device program."""
+    """Return the modules, parameters, inputs, outputs and a starter plan of a single-device program."""
     program = with_plain_weights(program)
     read = Program(program, program.graph)
     kinds = {spec.target: spec.kind.name.lower() for _, spec in read.inputs()}
@@ -42,7 +42,7 @@ def model_data(program: ExportedProgram) -> ModelSummary:
 
 
 def _proposed(program: ExportedProgram) -> Plan:
-    """For 2 ranks; with every layer whole where the search finds none, for which `convert` gives the reason."""
+    """Return the plan that the search finds for 2 ranks; all layers replicated if it finds none."""
     try:
         return find_plan(program, 2)
     except TpCompilerError:
@@ -76,6 +76,6 @@ def _outputs(program: ExportedProgram) -> list[ModelValue]:
 
 def _described(value: Any) -> dict[str, Any]:
     if not isinstance(value, torch.Tensor):
-        return {"number": str(value)}  # one that the program takes or makes, maybe symbolic
+        return {"number": str(value)}  # maybe symbolic
     shape = [s if isinstance(s, int) else str(s) for s in value.shape]
     return {"shape": shape, "dtype": DTYPES.get(value.dtype, str(value.dtype))}

@@ -1,4 +1,4 @@
-"""The models that a command is given, and what is said of their boundary."""
+"""Exported programs and the placements of their inputs and outputs, as commands take them."""
 
 from __future__ import annotations
 
@@ -17,27 +17,50 @@ Inputs = Annotated[
     typer.Option(
         "--input",
         metavar="NAME=PLACEMENT",
-        help="How an input is cut: x=S(0), or by axis x=dp:S(0); of several models prefill.x=S(0).",
+        help="Sharding of an input: x=S(0), or by axis x=dp:S(0); with several models prefill.x=S(0).",
     ),
 ]
 Outputs = Annotated[
-    list[str] | None, typer.Option("--output", metavar="NAME=PLACEMENT", help="How an output is sharded.")
+    list[str] | None,
+    typer.Option("--output", metavar="NAME=PLACEMENT", help="Sharding of an output (same syntax as --input)."),
 ]
 
 
 class GivenPrograms(NamedTuple):
-    """One exported program, or several by their names."""
+    """One exported program, or several by name."""
 
     programs: Any
     names: list[str]
 
-    def of_programs(self, texts: list[str] | None, option: str) -> dict[str, Any] | None:
-        """Placements as `parallelize` takes them. Raises PlanError where a text says none."""
-        return _of_programs(_placements(texts, option), self.names)
+    @property
+    def first(self) -> Any:
+        return self.programs[self.names[0]] if self.names else self.programs
+
+    def placements(self, texts: list[str] | None, option: str) -> dict[str, Any] | None:
+        """Read placements for `parallelize`; with several programs `prefill.x` is the x of prefill.
+
+        Raises:
+            PlanError: a text that has another form, or names no program.
+        """
+        placements = _read_placements(texts, option)
+        if placements is None or not self.names:
+            return placements
+        by_program: dict[str, Any] = {}
+        for path, placement in placements.items():
+            program, _, name = path.partition(".")
+            if program not in self.names or not name:
+                help = f"write {self.names[0]}.{path.rpartition('.')[2]}=S(0)"
+                raise PlanError(f"{path!r} names no program", help=help)
+            by_program.setdefault(program, {})[name] = placement
+        return by_program
 
 
 def read_programs(models: Sequence[Path], imports: list[str] | None, trust: bool, status: Status) -> GivenPrograms:
-    """Models, of which several are called as their files. Raises PlanError where two are called alike."""
+    """Read model files; the name of a program is its file's, without the suffix.
+
+    Raises:
+        PlanError: two files with one name.
+    """
     from tpcompiler.runtime.model_file import read_model
 
     programs = {}
@@ -51,28 +74,15 @@ def read_programs(models: Sequence[Path], imports: list[str] | None, trust: bool
     return GivenPrograms(programs, list(programs)) if len(models) > 1 else GivenPrograms(programs[models[0].stem], [])
 
 
-def _placements(texts: list[str] | None, option: str) -> dict[str, Any] | None:
-    """`x=S(0)`, or by axis `x=dp:S(0),tp:R`."""
-    found: dict[str, Any] = {}
+def _read_placements(texts: list[str] | None, option: str) -> dict[str, Any] | None:
+    """Read `x=S(0)`, or by axis `x=dp:S(0),tp:R`."""
+    placements: dict[str, Any] = {}
     for text in texts or ():
-        name, _, said = text.partition("=")
-        pairs = [part.partition(":") for part in re.split(r",(?![^(]*\))", said)]  # not in S(0, unit 4)
+        name, _, value = text.partition("=")
+        pairs = [part.partition(":") for part in re.split(r",(?![^(]*\))", value)]  # not in S(0, unit 4)
         repeated = len({axis.strip() for axis, _, _ in pairs}) < len(pairs)
-        if not name or not said or repeated or (len(pairs) > 1 and not all(placement for _, _, placement in pairs)):
+        if not name or not value or repeated or (len(pairs) > 1 and not all(placement for _, _, placement in pairs)):
             raise PlanError(f"{option} {text} names no placement", help=f"write {option} x=S(0), or x=dp:S(0),tp:R")
         by_axis = {axis.strip(): placement.strip() for axis, _, placement in pairs}
-        found[name.strip()] = by_axis if pairs[0][2] else said.strip()
-    return found or None
-
-
-def _of_programs(placements: dict[str, Any] | None, names: list[str]) -> dict[str, Any] | None:
-    """Of several programs, `prefill.x` is the x of prefill."""
-    if placements is None or not names:
-        return placements
-    found: dict[str, Any] = {}
-    for said, placement in placements.items():
-        program, _, name = said.partition(".")
-        if program not in names or not name:
-            raise PlanError(f"{said!r} names no program", help=f"write {names[0]}.{said.rpartition('.')[2]}=S(0)")
-        found.setdefault(program, {})[name] = placement
-    return found
+        placements[name.strip()] = by_axis if pairs[0][2] else value.strip()
+    return placements or None

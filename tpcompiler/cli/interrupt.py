@@ -1,4 +1,4 @@
-"""Ctrl-C: one word and exit code 130, whatever the code that is interrupted makes of it."""
+"""Turn Ctrl-C into one word and exit code 130, even if the interrupted code raises another error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _seen = False
 
 
 def was_interrupted() -> bool:
-    """True once Ctrl-C was pressed: modules that are being imported may then raise other errors, or lack a part."""
+    """Return True after Ctrl-C: half-imported modules may raise other errors."""
     return _seen
 
 

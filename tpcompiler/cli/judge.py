@@ -1,4 +1,4 @@
-"""The commands that judge what was written: `verify` by running it, `check` without."""
+"""Commands that judge an artifact: `verify` runs it, `check` does not."""
 
 from __future__ import annotations
 
@@ -8,42 +8,27 @@ from typing import Annotated
 import typer
 
 from tpcompiler.cli.bars import progress
-from tpcompiler.cli.options import (
-    NOT_EQUAL,
-    Artifact,
-    Imports,
-    Json,
-    Limits,
-    MaxMemory,
-    MaxWireBytes,
-    Trust,
-    app,
-)
+from tpcompiler.cli.options import NOT_EQUAL, Artifact, Checkpoint, Imports, Json, Limits, Trust, app
 from tpcompiler.errors import InputsError
+
+Against = Annotated[
+    Path | None,
+    typer.Option("--against", metavar="MODEL.pt2", help="The single-device model to compare with."),
+]
 
 
 @app.command()
 def verify(
     directory: Artifact,
-    against: Annotated[
-        Path | None,
-        typer.Option(
-            "--against",
-            metavar="MODEL.pt2",
-            help="The model that was converted. By default as the artifact holds it, with the ranks' own weights.",
-        ),
-    ] = None,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option("--checkpoint", metavar="DIR", help="Its weights, where it was exported without: safetensors."),
-    ] = None,
+    against: Against = None,
+    checkpoint: Checkpoint = None,
     inputs: Annotated[
         list[Path] | None,
         typer.Option(
             "--inputs",
             metavar="FILE",
-            help="Inputs as safetensors; several times for several calls on the same caches. By default the example "
-            "inputs in the model.",
+            help="Inputs as safetensors; repeat it for further calls on the same caches. Default: the model's example "
+            "inputs.",
         ),
     ] = None,
     bisect: Annotated[
@@ -51,16 +36,17 @@ def verify(
         typer.Option(
             "--bisect",
             metavar="DIR",
-            help="Where they differ, convert anew, and write the smallest wrong piece there, with a script.",
+            help="If they differ, convert again and write the smallest wrong part of the model there, with a script.",
         ),
     ] = None,
     imports: Imports = None,
     trust: Trust = False,
     json: Json = False,
 ) -> None:
-    """Compare all ranks with the model.
+    """Run all ranks, and compare them with the model.
 
-    They run in lock step in this process. Exits with 1 when they differ.
+    The ranks run in lock step in this process. Without --against, the model is the artifact's copy, with the ranks' own
+    weights. Exits with 1 if outputs differ.
 
     \b
     Example:
@@ -87,21 +73,18 @@ def verify(
             raise InputsError(
                 f"{against or directory} was saved without example inputs", help="give inputs with --inputs FILE"
             )
-        if said := printing.cost_of_verifying(manifest):
-            typer.echo(said, err=True)
+        if cost := printing.cost_of_verifying(manifest):
+            typer.echo(cost, err=True)
         status.update("running the model and all ranks")
         report = verify_artifact(directory, original, *calls[0], then=calls[1:], checkpoint=checkpoint, trust=trust)
-    if json:
-        printing.print_json(report)
-    else:
-        typer.echo(str(report))
+    printing.print_answer(json, report, str(report).splitlines())
     if bisect is not None and not report.ok:
-        with progress("converting anew, and looking for the smallest wrong piece", quiet=json):
+        with progress("converting again, to find the smallest wrong part", quiet=json):
             from tpcompiler.api.bisect import bisect_artifact
 
             original = with_weights(original, directory, checkpoint, trust=trust)
-            said = bisect_artifact(directory, original, *calls[0], target=bisect)
-        typer.echo(said, err=True)
+            result = bisect_artifact(directory, original, *calls[0], target=bisect)
+        typer.echo(result, err=True)
     if not report.ok:
         raise typer.Exit(NOT_EQUAL)
 
@@ -109,30 +92,24 @@ def verify(
 @app.command()
 def check(
     directory: Artifact,
-    original: Annotated[
-        Path | None, typer.Option("--original", metavar="MODEL.pt2", help="Compare the weights with this model's too.")
-    ] = None,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option("--checkpoint", metavar="DIR", help="The same with the weights in these safetensors."),
-    ] = None,
+    against: Against = None,
+    checkpoint: Checkpoint = None,
     budget: Limits = None,
-    max_wire_bytes: MaxWireBytes = None,
-    max_memory: MaxMemory = None,
     imports: Imports = None,
     trust: Trust = False,
     json: Json = False,
 ) -> None:
-    """Check the written programs against what they claim.
+    """Check programs and tensors without running the model.
 
-    Nothing of the model is run: every op's share follows from its rule, what ranks do together is run on small
-    tensors, all ranks issue the same collectives, and the tensors are what the manifest says. Exits with 1 where
-    something does not hold. The weights are compared with the model's only where --original gives it.
+    Each op's shares must follow from its rule, changes of sharding are run on small tensors, all ranks must issue the
+    same collectives, and tensors must be those of the manifest. Exits with 1 otherwise. Weights are compared with the
+    model's only with --against or --checkpoint.
 
     \b
     Example:
       tpcompiler check out
-      tpcompiler check out --original model.pt2
+      tpcompiler check out --against model.pt2
+      tpcompiler check out --budget budget.yaml
     """
     with progress(f"reading {directory}", quiet=json) as status:
         from tpcompiler import api
@@ -142,16 +119,12 @@ def check(
 
         if not programs_in(directory):
             read_manifest(directory)  # its errors come before the model is read
-        api.check_budget(directory, budget or (), max_wire_bytes=max_wire_bytes, max_memory=max_memory)
+        api.check_budget(directory, budget or ())
         import_modules(imports or ())
-        model = read_model(original, trust=trust) if original else None
+        model = read_model(against, trust=trust) if against else None
         status.update("checking all ranks")
         report = api.check(directory, model, checkpoint=checkpoint, trust=trust)
-    if json:
-        printing.print_json(report)
-    else:
-        typer.echo(str(report))
-        if not report.weights_compared:
-            typer.echo("the weights were not compared with the model's: pass --original MODEL.pt2, or --checkpoint DIR")
+    note = "weights were not compared with the model's: pass --against MODEL.pt2, or --checkpoint DIR"
+    printing.print_answer(json, report, [*str(report).splitlines(), *([] if report.weights_compared else [note])])
     if not report.ok:
         raise typer.Exit(NOT_EQUAL)

@@ -1,4 +1,4 @@
-"""What the commands share: the app, its exit codes, and options that several have."""
+"""The app, its exit codes, and the options that several commands share."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from tpcompiler.cli.interrupt import INTERRUPTED, was_interrupted
+from tpcompiler.cli.old_spellings import replace_old_spellings
 from tpcompiler.cost.amounts import read_bytes
 from tpcompiler.cost.machine_file import DEFAULT, VARIABLE, shipped_machines
 from tpcompiler.errors import MeshError, TpCompilerError, naming_options, printable
@@ -27,14 +28,21 @@ if TYPE_CHECKING:
     from tpcompiler.ir.mesh import Mesh
 
 NOT_EQUAL, BAD_INPUT, DEFECT = 1, 2, 3
-_UsageError: Any = typer.BadParameter.__base__  # typer has its own since 0.20, and took click's before
+WORKFLOW = (
+    *("export", "inspect", "plan", "calibrate", "convert", "cut", "verify", "check"),
+    *("explain", "diff", "reshard", "package", "run"),
+)
+_UsageError: Any = typer.BadParameter.__base__  # from click before typer 0.20, from typer since
 
 
 class _Commands(TyperGroup):
-    """Prints errors of this package and of the command line as their text: what, where, the numbers, one action.
+    """A group that prints errors as text, filters all output, and takes old spellings."""
 
-    Whatever a command prints goes through one filter.
-    """
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(super().list_commands(ctx), key=WORKFLOW.index)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        return super().resolve_command(ctx, replace_old_spellings(args))
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -60,20 +68,22 @@ class _Commands(TyperGroup):
                 report(traceback.format_exc() if ctx.params.get("debug") else str(error), follows=error.follows)
             elif isinstance(error, _UsageError):
                 words = ["tpcompiler", *(error.ctx or ctx).command_path.split()[1:]]
-                report(f"{error.format_message()}\n  help: {' '.join(words)} --help shows what it takes")
+                report(f"{error.format_message()}\n  help: {' '.join(words)} --help lists the options")
             else:
                 raise
             raise typer.Exit(BAD_INPUT) from error
 
 
 def report(text: str, *, follows: bool = False) -> None:
-    """Print an error; under torchrun hand it over: torchrun prints the first one of all ranks at the end of its text.
+    """Print an error; under torchrun write it to torchrun's error file.
+
+    torchrun prints the first error of all ranks at the end of its own text.
 
     Args:
-        follows: whether it is of another rank, which has failed before.
+        follows: True if another rank failed first.
     """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # What torch's `record` writes, with the text in the place of the traceback.
+        # The record that torch's `record` writes, with the text instead of a traceback.
         more = {"py_callstack": printable(text), "timestamp": str(int(time.time()) + follows)}
         with contextlib.suppress(OSError):
             content = json.dumps({"message": {"message": printable(text), "extraInfo": more}})
@@ -92,24 +102,46 @@ app = typer.Typer(
 )
 
 
-Tp = Annotated[int | None, typer.Option("--tp", metavar="N", help="The number of ranks.")]
+Tp = Annotated[int | None, typer.Option("--tp", metavar="N", help="Number of ranks.")]
 MeshOption = Annotated[
-    str | None, typer.Option("--mesh", metavar="AXIS=N,..", help="The same with named axes: dp=2,tp=4.")
+    str | None, typer.Option("--mesh", metavar="AXIS=N,..", help="Mesh axes, instead of --tp: dp=2,tp=4.")
 ]
 Imports = Annotated[
     list[str] | None,
-    typer.Option("--import", metavar="MODULE", help="Import this first: what registers classes, ops or rules."),
+    typer.Option("--import", metavar="MODULE", help="Import this module first, to register classes, ops or rules."),
 ]
-Trust = Annotated[bool, typer.Option("--trust", help="Read files too that can run code: only from who you trust.")]
+Trust = Annotated[
+    bool, typer.Option("--trust", help="Also read files that can run code. Only for files from people you trust.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite files of an earlier run.")]
 Machine = Annotated[
     str | None,
     typer.Option(
         "--machine",
         metavar="NAME",
         autocompletion=shipped_machines,
-        help=f"What the devices can do: {', '.join(shipped_machines())}, or a YAML file. "
-        f"By default ${VARIABLE}, or {DEFAULT}; of an artifact, the one that it was converted for.",
+        help=f"Predict times for {', '.join(shipped_machines())}, or for a YAML file's machine. "
+        f"Default: ${VARIABLE}, or {DEFAULT}; for an artifact, the machine of its conversion.",
+    ),
+]
+_CHECKPOINT = typer.Option("--checkpoint", metavar="DIR", help="Read weights from a directory of *.safetensors files.")
+Checkpoint = Annotated[Path | None, _CHECKPOINT]
+RequiredCheckpoint = Annotated[Path, _CHECKPOINT]
+Models = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="MODEL.pt2",
+        help="Files written by torch.export.save. Several, such as prefill and decode, share weights and caches.",
+    ),
+]
+PlanFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--plan",
+        metavar="PLAN.yaml",
+        help="Styles of layers; a Hugging Face config.json, for its own plan; or auto (default): search for a plan.",
+        show_default=False,
     ),
 ]
 
@@ -118,7 +150,7 @@ def read_calls(text: str) -> dict[str, float]:
     """Read `prefill=1,decode=256`.
 
     Raises:
-        BadParameter: it is something else.
+        BadParameter: the text has another form.
     """
     pairs = [part.partition("=") for part in text.split(",")]
     try:
@@ -135,13 +167,13 @@ Calls = Annotated[
         "--calls",
         metavar="NAME=N,..",
         parser=read_calls,
-        help="How often each of several programs is called: prefill=1,decode=256. By default all as often.",
+        help="Calls of each program, for the search: prefill=1,decode=256. Default: equally many.",
     ),
 ]
 
 
 class Goals(str, Enum):
-    """As `Goal`."""
+    """The values of `Goal`."""
 
     latency = "latency"
     memory = "memory"
@@ -149,41 +181,37 @@ class Goals(str, Enum):
 
 Optimize = Annotated[
     Goals,
-    typer.Option("--optimize", help="latency: the fastest call that fits; memory: the fewest bytes held by a rank."),
+    typer.Option("--optimize", help="latency: the fastest call that fits; memory: the fewest bytes per rank."),
 ]
 Memory = Annotated[
     int | None,
     typer.Option(
-        "--memory", metavar="BYTES", parser=read_bytes, help="The most that a rank may hold: 24GB, 22.5GiB, or bytes."
+        "--memory",
+        metavar="BYTES",
+        parser=read_bytes,
+        help="Memory of a rank, which limits the search: 24GB, 22.5GiB, or bytes.",
     ),
 ]
 Limits = Annotated[
     list[str] | None,
-    typer.Option("--budget", metavar="LIMIT", help='The most that it may send: "2 all_reduce/layer", "0 fallbacks".'),
-]
-MaxWireBytes = Annotated[
-    int | None, typer.Option("--max-wire-bytes", metavar="N", help="The most bytes that a rank may send in a call.")
-]
-MaxMemory = Annotated[
-    int | None,
     typer.Option(
-        "--max-memory",
-        metavar="BYTES",
-        parser=read_bytes,
-        help="The most that a rank's parameters, buffers and constants may take, such as 24GB. Fails where it is more.",
+        "--budget",
+        metavar="LIMIT|FILE",
+        help='Fail above a limit: "2 all_reduce/layer", "0 fallbacks", "1MB sent" (per rank and call), "24GB held" (by '
+        "a rank, without activations); or above one of a YAML list of limits.",
     ),
 ]
-Artifact = Annotated[Path, typer.Argument(metavar="OUT", help="A directory that tpcompiler convert wrote.")]
+Artifact = Annotated[Path, typer.Argument(metavar="OUT", help="A directory written by tpcompiler convert.")]
 
 
 def refuse_two_meshes(tp: int | None, text: str | None) -> None:
-    """Raises BadParameter unless one of --tp and --mesh is given."""
+    """Raise BadParameter unless one of --tp and --mesh is given."""
     if (tp is None) == (text is None):
         raise typer.BadParameter("give exactly one of --tp and --mesh", param_hint="--tp / --mesh")
 
 
-def read_mesh(tp: int | None, text: str | None) -> Mesh:
-    """What --tp or --mesh says."""
+def read_mesh(tp: int | None, text: str | None, option: str = "--mesh") -> Mesh:
+    """Return the mesh of --tp or of an option such as --mesh dp=2,tp=4."""
     refuse_two_meshes(tp, text)
     from tpcompiler.ir.mesh import Mesh
 
@@ -193,6 +221,6 @@ def read_mesh(tp: int | None, text: str | None) -> Mesh:
     for part in text.split(","):
         axis, _, degree = part.partition("=")
         if not re.fullmatch(r"\s*\d{1,9}\s*", degree, re.ASCII):
-            raise MeshError(f"--mesh {text!r} is not a mesh", help="write axis=degree, such as --mesh tp=4")
+            raise MeshError(f"{option} {text!r} is not a mesh", help="write axis=degree, such as dp=2")
         axes.append((axis.strip(), int(degree)))
     return Mesh.of(Mesh(tuple(axes)))

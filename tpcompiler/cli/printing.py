@@ -1,18 +1,17 @@
-"""How the command line shows data: tables for people, one JSON object for programs."""
+"""Print tables for people and JSON for programs, and write pictures to files."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import math
+import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from rich.console import Console
-from rich.table import Table as RichTable
 
 from tpcompiler.artifact.summary import (
     ArtifactSummary,
@@ -30,18 +29,9 @@ from tpcompiler.runtime.records import BoundaryRecord
 from tpcompiler.runtime.run import ReturnedTensor
 from tpcompiler.runtime.target import replacing
 from tpcompiler.terminal.printed import format_bytes
-from tpcompiler.terminal.tables import Part, Table
+from tpcompiler.terminal.tables import WIDTH_OF_TEXT, Part, Table, text_of
 
-FEW = 1 << 30  # bytes of weights
-WIDTH_OF_A_FILE = 160  # rich takes a pipe for 80 columns, and folds names that programs look for
-
-
-def console() -> Console:
-    """Standard output. No markup: the brackets of a shape are not a style. No styles, which are control characters."""
-    width = None if sys.stdout.isatty() else WIDTH_OF_A_FILE
-    return Console(
-        file=sys.stdout, markup=False, highlight=False, emoji=False, width=width, color_system=None, no_color=True
-    )
+FEW = 1 << 30  # bytes of weights that are read in seconds
 
 
 def print_json(data: Any) -> None:
@@ -50,7 +40,7 @@ def print_json(data: Any) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinities: they are written as text."""
+    """Write infinities as text, which JSON lacks."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
@@ -58,37 +48,22 @@ def _finite(value: Any) -> Any:
     return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
-def print_parts(parts: Iterable[Part]) -> None:
-    for part in parts:
-        if isinstance(part, str):
-            print(one_line(part))  # not through rich, which folds long lines
-        else:
-            _print_table(part)
-
-
-def _print_table(table: Table) -> None:
-    out, drawn = console(), RichTable(box=None, pad_edge=False)
-    out.print(one_line(table.title) if table.rows else f"{one_line(table.title)}: none")
-    columns = table.columns()
-    for _, header, is_number in columns:
-        drawn.add_column(header, justify="right" if is_number else "left", overflow="fold")
-    for row in table.rows:
-        drawn.add_row(*(one_line(row[at]) for at, _, _ in columns))
-    if table.rows:
-        with out.capture() as text:
-            out.print(drawn)
-        print("\n".join(line.rstrip() for line in text.get().splitlines()))  # without the last column's padding
-    print()
-
-
-def print_titled(title: str, parts: Iterable[Part]) -> None:
-    """The same, with what is shown before the first line."""
-    print(f"{one_line(title)}: ", end="")
+def print_answer(is_json: bool, record: Any, parts: Iterable[Part], title: str = "") -> None:
+    """Print a record as JSON, or its lines and tables with a title in front of the first line."""
+    if is_json:
+        print_json(record)
+        return
+    print(f"{one_line(title)}: " if title else "", end="")
     print_parts(parts)
 
 
+def print_parts(parts: Iterable[Part]) -> None:
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH_OF_TEXT
+    print(text_of(parts, width), end="")
+
+
 def model_parts(data: ModelSummary) -> Iterator[Part]:
-    """What `inspect` shows of a model."""
+    """Yield the lines and tables of `inspect` for a model."""
     total = sum(row.bytes for row in data.parameters if row.tied_to is None)
     yield f"{len(data.parameters)} parameters, buffers and constants, {format_bytes(total)}"
     kinds = {row.name: row.type for row in data.modules}
@@ -96,11 +71,11 @@ def model_parts(data: ModelSummary) -> Iterator[Part]:
     yield Table("modules", ("name", "class", ""), rows)
     yield Table("parameters", ("name", "kind", "type", "bytes", ""), _folded_rows(data.parameters))
     yield from _boundary(data)
-    yield from ("a plan to begin with (save it as plan.yaml):", "", *data.plan.splitlines())
+    yield from ("a starter plan (save it as plan.yaml):", "", *data.plan.splitlines())
 
 
 def artifact_parts(data: ArtifactSummary) -> Iterator[Part]:
-    """What `inspect` shows of an artifact."""
+    """Yield the lines and tables of `inspect` for an artifact."""
     yield from summary_parts(data)
     headers = ("name", "kind", "type", "sharding", "bytes", "bytes on rank 0", "")
     yield Table("parameters", headers, _folded_rows(data.tensors))
@@ -111,7 +86,7 @@ def artifact_parts(data: ArtifactSummary) -> Iterator[Part]:
 
 
 def outputs_table(outputs: Sequence[ReturnedTensor]) -> Table:
-    """What `run` shows."""
+    """Return the table of `run`."""
     rows = [(each.name, str(each.shape), each.dtype, _number(each.mean), _number(each.largest)) for each in outputs]
     return Table("outputs", ("name", "shape", "dtype", "mean", "largest magnitude"), rows)
 
@@ -121,7 +96,7 @@ def _number(value: float | str | None) -> str:
 
 
 class Picture(NamedTuple):
-    """A view, the file it belongs in, and what to say when it is not of the kind that was asked for."""
+    """A drawing, its file, and a note if it has another format than requested."""
 
     content: str | bytes
     file: Path | None
@@ -138,8 +113,7 @@ def picture(
     machine: str | None,
     trust: bool = False,
 ) -> Picture:
-    """A tensor, or a rank's program, as text, html, dot, svg or png. Without Graphviz's `dot` the program's svg and png
-    become dot, with a note."""
+    """Draw a tensor or a rank's program. Without Graphviz's `dot`, svg and png of a program become dot, with a note."""
     if tensor is not None:
         from tpcompiler.views.tensor import visualize_sharding
 
@@ -167,27 +141,27 @@ def picture(
     except graphviz.ExecutableNotFound:
         target, source = ((file or Path("out")).with_suffix(suffix) for suffix in (f".{format}", ".dot"))
         note = (
-            f"Graphviz's program dot is not installed, so this is its source text and no {format.upper()}\n"
+            f"Graphviz's program dot is not installed, so this is its source text, not {format.upper()}\n"
             f"  help: install graphviz, then: dot -T{format} {source} -o {target}"
         )
         return Picture(str(graph.source), file and source, note)
-    except (graphviz.CalledProcessError, OSError) as error:  # OSError: it ended before it had read all
-        said = getattr(error, "stderr", b"").decode(errors="replace").strip()
-        line = (said or str(error)).splitlines()[0]
+    except (graphviz.CalledProcessError, OSError) as error:  # OSError: dot ended early
+        message = getattr(error, "stderr", b"").decode(errors="replace").strip() or str(error)
         raise ArtifactError(
-            f"Graphviz cannot draw {directory}: {line}", help="take its source text with --format dot, or --format text"
+            f"Graphviz cannot draw {directory}: {message.splitlines()[0]}",
+            help="use --format dot for its source text, or --format text",
         ) from error
 
 
 def write_content(file: Path, content: str | bytes) -> None:
-    """Raises ArtifactError where the file cannot be written."""
+    """Write a file. Raise ArtifactError if that fails."""
     with writing(file) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextlib.contextmanager
 def writing(file: Path) -> Iterator[Path]:
-    """What becomes the file when all is written. Raises ArtifactError where it cannot be."""
+    """Yield a temporary file that replaces `file` at the end. Raise ArtifactError if it cannot be written."""
     try:
         with replacing(file) as temporary:
             yield temporary
@@ -196,11 +170,11 @@ def writing(file: Path) -> Iterator[Path]:
 
 
 def cost_of_verifying(manifest: Manifest) -> str:
-    """How much of weights `verify` reads, and holds at a time: one in float64. Nothing where they are few."""
+    """Return the bytes of weights that `verify` reads and holds, as text; empty for small models."""
     leaves = leaves_of(manifest)
     counts = [math.prod(leaf.shape) for leaf in leaves]
     total = sum(count * leaf.dtype.itemsize for count, leaf in zip(counts, leaves, strict=True))
-    # One device, the same in float64, all ranks; and all of it once more in float32 where there is less.
+    # The model, the model in float64, and all ranks; half precision repeats all three in float32.
     passes = 6 if any(leaf.dtype.is_floating_point and leaf.dtype.itemsize < 4 for leaf in leaves) else 3
     if total < FEW:
         return ""

@@ -1,10 +1,10 @@
-"""The commands that say why a program communicates, what differs, and what it costs: `explain`, `diff`, `cost`."""
+"""Commands that explain an artifact: `explain` gives reasons and costs, `diff` compares two artifacts."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,55 +17,71 @@ from tpcompiler.errors import InputsError
 def explain(
     directory: Artifact,
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="A node of the single-device program, a parameter or a collective.")
-    ],
-    machine: Machine = None,
-    imports: Imports = None,
-    trust: Trust = False,
-    json: Json = False,
-) -> None:
-    """Say why a value is placed as it is.
-
-    What it is and which rank holds which part of it; the plan line, rule or search that placed it; what its operands
-    had to be; the collectives that it takes part in. Then every other choice with its price: what the cheapest program
-    with it costs above the cheapest of all.
-
-    \b
-    Example:
-      tpcompiler explain out layers.0.down.weight
-      tpcompiler explain out all_reduce --json
-    """
-    with progress(f"reading {directory}", quiet=json) as status:
-        from tpcompiler.ask.explanation import explain_artifact
-        from tpcompiler.cli import printing
-        from tpcompiler.runtime.model_file import import_modules
-
-        import_modules(imports or ())
-        status.update("searching again")
-        said = explain_artifact(directory, name, machine=machine, trust=trust)
-    if json:
-        printing.print_json(said)
-    else:
-        printing.print_parts(said.parts())
-
-
-@app.command()
-def diff(
-    first: Artifact,
-    second: Annotated[Path, typer.Argument(metavar="OUT2", help="Another one, of the same model.")],
-    html: Annotated[
-        Path | None,
-        typer.Option("--html", metavar="FILE", help="Write the page of OUT2 too, where what differs is marked."),
+        str | None,
+        typer.Argument(metavar="NAME", help="A node of the single-device program, a parameter or a collective."),
+    ] = None,
+    at: Annotated[
+        str | None,
+        typer.Option("--at", metavar="NAME=N,..", help="Without NAME: values of dynamic sizes: batch=8,sequence=4096."),
     ] = None,
     machine: Machine = None,
     imports: Imports = None,
     trust: Trust = False,
     json: Json = False,
 ) -> None:
-    """Show what differs between two artifacts of one model.
+    """Explain what collectives cost, or one placement.
 
-    Placements, collectives and their bytes, what ranks hold, and the time that the collectives take. Exits with 1
-    where something differs. Weights are not compared.
+    Without NAME: collectives by layer and kind, with wire bytes as a formula in the dynamic sizes, and seconds. With
+    NAME: the parts that ranks hold, the plan entry, rule or search that placed the value, its operands' shardings and
+    its collectives; then every other choice, with its extra cost for the whole program.
+
+    \b
+    Example:
+      tpcompiler explain out
+      tpcompiler explain out --at batch=8,sequence=4096 --machine my.yaml
+      tpcompiler explain out layers.0.down.weight
+      tpcompiler explain out all_reduce --json
+    """
+    if name is not None and at is not None:
+        raise typer.BadParameter(
+            "leave it out with NAME: choices are compared at the example's sizes", param_hint="--at"
+        )
+    sizes = _read_sizes(at)
+    with progress(f"reading {directory}", quiet=json) as status:
+        from tpcompiler.cli import printing
+        from tpcompiler.runtime.model_file import import_modules
+
+        import_modules(imports or ())
+        answer: Any
+        if name is None:
+            from tpcompiler.ask.costs import cost_artifact
+
+            answer = cost_artifact(directory, sizes, machine=machine, trust=trust)
+        else:
+            from tpcompiler.ask.explanation import explain_artifact
+
+            status.update("searching again")
+            answer = explain_artifact(directory, name, machine=machine, trust=trust)
+    printing.print_answer(json, answer, answer.parts())
+
+
+@app.command()
+def diff(
+    first: Artifact,
+    second: Annotated[Path, typer.Argument(metavar="OUT2", help="Another artifact of the same model.")],
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Also write the page of OUT2, with the differences marked."),
+    ] = None,
+    machine: Machine = None,
+    imports: Imports = None,
+    trust: Trust = False,
+    json: Json = False,
+) -> None:
+    """Compare two artifacts of one model.
+
+    Prints differences of placements, collectives, bytes per rank and predicted time. Exits with 1 if there are any.
+    Weights are not compared.
 
     \b
     Example:
@@ -85,48 +101,9 @@ def diff(
             page = difference_html(found, first, second, machine=machine, trust=trust)
             printing.write_content(html, page)
             typer.echo(f"wrote {html}", err=True)
-    if json:
-        printing.print_json(found)
-    else:
-        printing.print_parts(found.parts())
+    printing.print_answer(json, found, found.parts())
     if not found.equal:
         raise typer.Exit(NOT_EQUAL)
-
-
-@app.command()
-def cost(
-    directory: Artifact,
-    at: Annotated[
-        str | None,
-        typer.Option("--at", metavar="NAME=N,..", help="Dynamic sizes that numbers are for: batch=8,sequence=4096."),
-    ] = None,
-    machine: Machine = None,
-    imports: Imports = None,
-    trust: Trust = False,
-    json: Json = False,
-) -> None:
-    """Show what the collectives cost.
-
-    By layer and kind: how many, wire bytes as a formula in the dynamic sizes and at the values given, and the seconds
-    that they take.
-
-    \b
-    Example:
-      tpcompiler cost out
-      tpcompiler cost out --at batch=8,sequence=4096 --machine my.yaml
-    """
-    sizes = _read_sizes(at)
-    with progress(f"reading {directory}", quiet=json):
-        from tpcompiler.ask.costs import cost_artifact
-        from tpcompiler.cli import printing
-        from tpcompiler.runtime.model_file import import_modules
-
-        import_modules(imports or ())
-        table = cost_artifact(directory, sizes, machine=machine, trust=trust)
-    if json:
-        printing.print_json(table)
-    else:
-        printing.print_parts(table.parts())
 
 
 def _read_sizes(text: str | None) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The commands from a checkpoint to an artifact: `export` without weights, `cut` the ranks' out of a checkpoint."""
+"""Commands that move weights: `export` leaves them out, `cut` and `reshard` write them for ranks or one device."""
 
 from __future__ import annotations
 
@@ -10,41 +10,40 @@ import typer
 
 from tpcompiler.cli.bars import progress
 from tpcompiler.cli.memory import return_freed_tensors
-from tpcompiler.cli.options import Artifact, Json, MeshOption, Tp, Trust, app, read_mesh
+from tpcompiler.cli.options import Artifact, Force, Json, MeshOption, RequiredCheckpoint, Tp, Trust, app, read_mesh
 from tpcompiler.errors import ArtifactError, reason
 
-Checkpoint = Annotated[
-    Path, typer.Option("--checkpoint", metavar="DIR", help="The model's *.safetensors files, as Hugging Face has them.")
+IgnoreUnused = Annotated[
+    bool, typer.Option("--ignore-unused", help="Ignore checkpoint tensors that the program does not use.")
 ]
-Partial = Annotated[bool, typer.Option("--partial", help="Ignore checkpoint tensors that the program does not use.")]
 
 
 @app.command()
 def export(
     source: Annotated[
-        str, typer.Argument(metavar="DIR|module:factory", help="A Hugging Face directory, or a function of your own.")
+        str, typer.Argument(metavar="DIR|module:factory", help="A Hugging Face directory, or your own function.")
     ],
     out: Annotated[Path, typer.Option("-o", "--out", metavar="MODEL.pt2", help="The file to write.")],
-    batch: Annotated[int, typer.Option("--batch", metavar="N", help="Rows of the example.", min=1)] = 2,
-    length: Annotated[int, typer.Option("--length", metavar="N", help="Tokens of the example.", min=1)] = 16,
-    dtype: Annotated[str | None, typer.Option("--dtype", metavar="DTYPE", help="By default the config's.")] = None,
-    static: Annotated[bool, typer.Option("--static", help="Fix all sizes as in the example.")] = False,
+    batch: Annotated[int, typer.Option("--batch", metavar="N", help="Batch size of the example.", min=1)] = 2,
+    length: Annotated[int, typer.Option("--length", metavar="N", help="Tokens per row of the example.", min=1)] = 16,
+    dtype: Annotated[str | None, typer.Option("--dtype", metavar="DTYPE", help="Default: the config's.")] = None,
+    static: Annotated[bool, typer.Option("--static", help="Make all sizes static, as in the example.")] = False,
     prefill_decode: Annotated[
         bool,
         typer.Option(
             "--prefill-decode",
-            help="Write OUT/prefill.pt2 and OUT/decode.pt2 (and OUT/encoder.pt2), over one cache, for one batch.",
+            help="Write prefill.pt2, decode.pt2 (and encoder.pt2) that share a cache into the directory MODEL.pt2.",
         ),
     ] = False,
     max_length: Annotated[
-        int, typer.Option("--max-length", metavar="N", help="Tokens that this cache has room for.", min=3)
+        int, typer.Option("--max-length", metavar="N", help="Tokens per row that this cache can hold.", min=3)
     ] = 512,
     json: Json = False,
 ) -> None:
     """Export a model without its weights.
 
-    Of a Hugging Face directory, with any kind of model, the config is read and no weights. Prints which sizes are
-    dynamic. Convert the file as any other; then cut the ranks' weights out of the checkpoint.
+    For a Hugging Face directory only the config is read. Prints the dynamic sizes. Convert the file, then cut the
+    ranks' weights out of the checkpoint.
 
     \b
     Example:
@@ -82,29 +81,26 @@ def export(
                     f"cannot write {out}: {reason(error)}", help="check the path and the free space"
                 ) from error
     names = weightless_names(program)
-    if json:
-        printing.print_json(ExportedFiles(out=list(map(str, files)), weights=sorted(names), sizes=sizes))
-    else:
-        wrote = f"wrote {' and '.join(map(str, files))}"
-        typer.echo(f"{wrote}: the program, without its {len(names)} weights (convert --checkpoint adds them)")
-        if sizes:
-            typer.echo(sizes)
+    wrote = f"wrote {' and '.join(map(str, files))}"
+    lines = [f"{wrote}: the program without its {len(names)} weights (convert --checkpoint adds them)"]
+    answer = ExportedFiles(out=list(map(str, files)), weights=sorted(names), sizes=sizes)
+    printing.print_answer(json, answer, [*lines, *sizes.splitlines()])
 
 
 @app.command()
 def cut(
     directory: Artifact,
-    checkpoint: Checkpoint,
+    checkpoint: RequiredCheckpoint,
     ranks: Annotated[
-        str | None, typer.Option("--ranks", metavar="N,..", help="Of these ranks only: one machine's, such as 0,1.")
+        str | None, typer.Option("--ranks", metavar="N,..", help="Only these ranks, such as one machine's: 0,1.")
     ] = None,
-    partial: Partial = False,
-    force: Annotated[bool, typer.Option("--force", help="Write weights again, or begin another cut anew.")] = False,
+    ignore_unused: IgnoreUnused = False,
+    force: Force = False,
     json: Json = False,
 ) -> None:
     """Cut the ranks' weights out of a checkpoint.
 
-    Of an artifact that was converted without weights. One tensor is read at a time; an interrupted cut goes on.
+    Fills an artifact that was converted without weights, one tensor at a time; an interrupted cut resumes.
 
     \b
     Example:
@@ -121,73 +117,54 @@ def cut(
 
         return_freed_tensors()
         only = [int(word) for word in words] if words else None
-        cut_checkpoint(directory, checkpoint, only, partial=partial, force=force)
-    if json:
-        printing.print_json(CutWeights(out=str(directory), ranks=only))
-    else:
-        typer.echo(f"wrote the weights of {'all ranks' if not words else 'rank ' + ', '.join(words)} into {directory}")
+        cut_checkpoint(directory, checkpoint, only, partial=ignore_unused, force=force)
+    whose = "all ranks" if not words else f"rank {', '.join(words)}"
+    answer = CutWeights(out=str(directory), ranks=only)
+    printing.print_answer(json, answer, [f"wrote the weights of {whose} into {directory}"])
 
 
 @app.command("reshard")
 def reshard_artifact(
     directory: Artifact,
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="The directory to write.")],
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="The directory, or file, to write.")],
     tp: Tp = None,
     mesh: MeshOption = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an earlier artifact at OUT.")] = False,
+    single_device: Annotated[
+        bool, typer.Option("--single-device", help="Write the single-device model, a .pt2 file, instead.")
+    ] = False,
+    safetensors: Annotated[
+        bool, typer.Option("--safetensors", help="Write only the single-device weights, as a checkpoint, instead.")
+    ] = False,
+    force: Force = False,
     trust: Trust = False,
     json: Json = False,
 ) -> None:
-    """Write an artifact for another number of ranks.
+    """Write an artifact for other ranks or one device.
 
-    By the same plan, from an artifact with weights alone; the weights are the same bits, and are read one tensor at a
-    time.
+    Needs only the artifact, with weights. The plan stays, and the weights are the same bits, read one tensor at a time.
 
     \b
     Example:
       tpcompiler reshard out --tp 8 -o out8
+      tpcompiler reshard out --single-device -o model.pt2
+      tpcompiler reshard out --safetensors -o model.safetensors
     """
+    is_merged = single_device or safetensors
+    if is_merged and (tp, mesh) != (None, None):
+        raise typer.BadParameter("leave --tp and --mesh out: one device has no mesh", param_hint="--single-device")
     with progress(f"reading {directory}", quiet=json):
-        from tpcompiler.api.elastic import reshard
+        from tpcompiler.api.elastic import merge, reshard
         from tpcompiler.cli import printing
-        from tpcompiler.cli.answers import ReshardedArtifact
-
-        over = read_mesh(tp, mesh)
-        return_freed_tensors()
-        reshard(directory, over, out, force=force, trust=trust)
-    if json:
-        printing.print_json(ReshardedArtifact(out=str(out), mesh=dict(over.axes)))
-    else:
-        typer.echo(f"wrote {over.world_size} ranks to {out}")
-
-
-@app.command("merge")
-def merge_artifact(
-    directory: Artifact,
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="The file to write.")],
-    safetensors: Annotated[
-        bool, typer.Option("--safetensors", help="Write the weights alone, by name, as a checkpoint has them.")
-    ] = False,
-    trust: Trust = False,
-    json: Json = False,
-) -> None:
-    """Write the single-device model that an artifact was made from.
-
-    From an artifact with weights alone; they are the same bits. Or, with --safetensors, a checkpoint of them.
-
-    \b
-    Example:
-      tpcompiler merge out -o model.pt2
-      tpcompiler merge out --safetensors -o model.safetensors
-    """
-    with progress(f"putting {directory} together", quiet=json):
-        from tpcompiler.api.elastic import merge
-        from tpcompiler.cli import printing
-        from tpcompiler.cli.answers import MergedModel
+        from tpcompiler.cli.answers import MergedModel, ReshardedArtifact
 
         return_freed_tensors()
-        merge(directory, out, safetensors=safetensors, trust=trust)
-    if json:
-        printing.print_json(MergedModel(out=str(out)))
-    else:
-        typer.echo(f"wrote {out}")
+        answer: MergedModel | ReshardedArtifact
+        if is_merged:
+            merge(directory, out, safetensors=safetensors, trust=trust)
+            text, answer = f"wrote {out}", MergedModel(out=str(out))
+        else:
+            over = read_mesh(tp, mesh)
+            reshard(directory, over, out, force=force, trust=trust)
+            text = f"wrote {over.world_size} ranks to {out}"
+            answer = ReshardedArtifact(out=str(out), mesh=dict(over.axes))
+    printing.print_answer(json, answer, [text])

@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 
 from tpcompiler.artifact.counts import counted_kinds
 from tpcompiler.artifact.manifest import manifest_of, shardings_of
-from tpcompiler.artifact.report import Collective, report_text
+from tpcompiler.artifact.report import Collective
 from tpcompiler.artifact.summary import summarize, summary_parts
 from tpcompiler.artifact.writing import Files, writer_of
 from tpcompiler.cost.machine import Machine
@@ -33,7 +33,7 @@ from tpcompiler.plan import Plan
 from tpcompiler.runtime.artifact import Manifest, write_artifact
 from tpcompiler.runtime.records import Asked
 from tpcompiler.terminal.printed import format_bytes
-from tpcompiler.terminal.tables import Part, Report, Shown
+from tpcompiler.terminal.tables import Part, Report, Shown, text_of
 
 
 class ParallelProgram(Shown):
@@ -125,14 +125,14 @@ class ParallelProgram(Shown):
         }
 
     def report(self) -> Report:
-        """Return the parameters and bytes per rank, collectives, fallbacks, and ops without a rule, as text."""
-        notes = (*self.notes, *([Note("search", self._searches)] if self._searches else []))
-        text = report_text(self.mesh, *self.parameter_bytes(), self.collectives(), notes, self.advice())
-        return Report(text)
+        """Return the text that `tpcompiler convert` prints: bytes of a rank, collectives, fallbacks with advice, notes."""
+        return Report(text_of(self.parts()).rstrip())
 
     def parts(self) -> Iterator[Part]:
-        """Return the summary of `tpcompiler convert`, for a notebook."""
-        return summary_parts(summarize(self.manifest()))
+        """Return the same as lines and tables, which a notebook shows."""
+        yield from summary_parts(summarize(self.manifest()), self.advice())
+        if self._searches:
+            yield self._searches
 
     @cached_property
     def notes(self) -> tuple[Note, ...]:

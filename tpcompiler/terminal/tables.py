@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from io import StringIO
+
+from rich.console import Console
+from rich.table import Table as RichTable
 
 from tpcompiler.errors import one_line, printable
 
+WIDTH_OF_TEXT = 160  # narrower tables would fold names that programs look for
 NUMBERS = ("count", "us", "share", "mean", "largest magnitude")  # columns of numbers
 
 
@@ -45,6 +50,26 @@ class Shown:
 
 class Report(Shown, str):
     """Text that a notebook shows line by line."""
+
+
+def text_of(parts: Iterable[Part], width: int = WIDTH_OF_TEXT) -> str:
+    """Return lines and tables as text; cells that a table has no room for are folded."""
+    return "".join(f"{one_line(part)}\n" if isinstance(part, str) else _table_text(part, width) for part in parts)
+
+
+def _table_text(table: Table, width: int) -> str:
+    title = one_line(table.title)
+    if not table.rows:
+        return f"{title}: none\n\n"
+    columns, drawn = table.columns(), RichTable(box=None, pad_edge=False)
+    for _, header, is_number in columns:
+        drawn.add_column(header, justify="right" if is_number else "left", overflow="fold")
+    for row in table.rows:
+        drawn.add_row(*(one_line(row[at]) for at, _, _ in columns))
+    text = StringIO()
+    # No markup: the brackets of a shape are not a style. No colours, which are control characters.
+    Console(file=text, markup=False, highlight=False, emoji=False, width=width, no_color=True).print(drawn)
+    return "\n".join([title, *(line.rstrip() for line in text.getvalue().splitlines()), "\n"])
 
 
 def _html(parts: Iterable[Part]) -> Iterator[str]:
