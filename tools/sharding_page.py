@@ -141,7 +141,8 @@ print(tpcompiler.visualize_sharding(program, "weight"))
 OWN = """## Your own program
 
 `tpcompiler.visualize_sharding` draws the tensors of a program or of an artifact's files. `format="svg"` makes a
-picture, and so does `tpcompiler show OUT --tensor weight -o weight.svg`. Pieces that the same ranks hold are one cell.
+picture, and so does `tpcompiler inspect OUT --tensor weight -o weight.svg`. Pieces that the same ranks hold are one
+cell.
 """
 
 BOTTOM = """## Reshards

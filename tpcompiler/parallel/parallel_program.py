@@ -125,7 +125,7 @@ class ParallelProgram(Shown):
         }
 
     def report(self) -> Report:
-        """Return the text that `tpcompiler convert` prints: bytes of a rank, collectives, fallbacks with advice, notes."""
+        """Return the text that `tpcompiler convert` prints: bytes, collectives, fallbacks with advice, notes."""
         return Report(text_of(self.parts()).rstrip())
 
     def parts(self) -> Iterator[Part]:
