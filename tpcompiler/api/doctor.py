@@ -96,7 +96,7 @@ class Degree(Record, frozen=True, kw_only=True):
     remarks: list[str]
 
     def limits(self, name: str) -> Iterator[str]:
-        """The largest part of a call's time, and its collectives."""
+        """Yield the largest part of a call's time, and its collectives."""
         call, ranks, of = self.calls[name], _named(self.asked), f" of {name}" if name else ""
         time = call.seconds
         parts = {"work": time.work, "kernels": time.kernels, "network": time.network, "host": time.host}
@@ -106,7 +106,7 @@ class Degree(Record, frozen=True, kw_only=True):
         yield from (f"{ranks}: {each.text}" for each in call.sends)
 
     def spoken(self) -> tuple[str, ...]:
-        """What is shown of a prefill and a decode: the time to the first token, then tokens of all rows and of each."""
+        """Return the generation speed as table cells: time to the first token, tokens of all rows and of each."""
         prefill, decode = self.calls["prefill"], self.calls["decode"]
         rate = 1 / decode.seconds.total if decode.seconds.total else math.inf
         rates = (f"{rows * rate:,.0f}" for rows in (decode.rows, 1))
@@ -136,7 +136,7 @@ class Diagnosis(Record, Shown, frozen=True, kw_only=True):
     untried: list[Stop]  # those that do not divide what is cut
 
     def parts(self) -> Iterator[Part]:
-        """A line for each degree; then what stops degrees, or costs."""
+        """Yield a line for each degree, then the obstacles and costs."""
         yield f"on {self.machine} a rank may hold {format_bytes(self.limit)}"
         ranks = "ranks" if [*self.degrees[0].asked] == [AXIS] else "mesh"
         held = (ranks, "weights", "caches", "at peak", "in all")
@@ -163,7 +163,7 @@ class Diagnosis(Record, Shown, frozen=True, kw_only=True):
         yield f"the smallest that fits: {f'--tp {self.least}' if ranks == 'ranks' else f'--mesh {_named(least)}'}"
 
     def _limits(self) -> Iterator[str]:
-        """What takes the time on the smallest degree that fits and on the fastest, and where more ranks stop to pay."""
+        """Yield the bottlenecks of the smallest degree that fits and of the fastest, and the degree where gains end."""
         fitting = [each for each in self.degrees if each.fits]
         for name in fitting[0].calls:
             of = f" of {name}" if name else ""
@@ -259,7 +259,7 @@ class _Examined:
         return Mesh(tuple((axis, tp if axis == AXIS else degree) for axis, degree in first.axes))
 
     def degree(self, tp: int) -> Degree:
-        """Without a limit, and where that is too much, within it if that can be.
+        """Place the programs without a limit; if that is too large, within the limit if possible.
 
         Raises:
             ShardingError, UnsupportedError: no placement suits the degree.
@@ -292,6 +292,7 @@ class _Examined:
         uneven = (text for text in notes if "largest share" in text)
         undivided = filter(None, [_undivided(self.obstacles, tp)])
         held = measure_memory(found)
+        self.least[asked.world_size] = least
         return Degree(
             ranks=asked.world_size,
             asked=dict(asked.axes),

@@ -95,9 +95,9 @@ class Conversion:
         return self.plan.completed(found.styles, names_of(self.program)) if self.plan.searches else self.plan
 
     def asked(self, plan: Plan, aim: Aim) -> Asked:
-        """Return the caller's other arguments; `plan`: completed."""
+        """Return the caller's other arguments, as `Manifest.asked`; `plan`: completed."""
         inputs, outputs = map(_said, self.boundary)
-        given = self.plan.to_data() if self.plan.searches and len(self.plan.entries) > 1 else plan.to_data()
+        is_partial = self.plan.searches and len(self.plan.entries) > 1 and self.plan.to_data() != plan.to_data()
         return Asked(
             mesh=dict(self.mesh.axes),
             inputs=inputs,
@@ -105,7 +105,7 @@ class Conversion:
             machine=basename(aim.machine.name),
             collectives=self.collectives,
             check_indices=self.check_indices,
-            plan="auto:free" if aim.gathers else given if given != plan.to_data() else None,
+            plan="auto:free" if aim.gathers else self.plan.to_data() if is_partial else None,
         )
 
 

@@ -71,12 +71,12 @@ def pieces_of(slices: Slices, dim: int) -> list[DimPiece]:
     """Split a dim wherever a rank's run begins or ends; the slices must have all of their runs."""
     holders = [(frozenset(holder.ranks), holder.runs[dim]) for holder in slices.holders]
     ends = sorted({end for _, runs in holders for run in runs for end in run})
-    held: list[set[int]] = [set() for _ in ends]
+    holders_at: list[set[int]] = [set() for _ in ends]
     for ranks, runs in holders:
         for start, stop in runs:
             for at in range(bisect_left(ends, start), bisect_left(ends, stop)):
-                held[at] |= ranks
-    return [DimPiece(*both, frozenset(ranks)) for both, ranks in zip(pairwise(ends), held, strict=False)]
+                holders_at[at] |= ranks
+    return [DimPiece(*both, frozenset(ranks)) for both, ranks in zip(pairwise(ends), holders_at, strict=False)]
 
 
 def _local(shape: Sequence[int | str], counts: Sequence[int], runs: Sequence[Sequence[Run]]) -> list[int | str]:

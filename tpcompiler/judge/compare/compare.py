@@ -202,7 +202,7 @@ class _Trial:
         self.held: list[dict[str, torch.Tensor]] = [{} for _ in subject.programs]
 
     def share(self, other: _Trial) -> None:
-        """Go on with what the other program's calls write."""
+        """Share the buffers of another program's trial."""
         self.known, self.precise, self.held = other.known, other.precise, other.held
 
     def call(self, flat: Sequence[Any], shares: Sequence[Sequence[Any]]) -> list[Difference]:
@@ -220,7 +220,7 @@ class _Trial:
             raise InputsError(
                 f"a rank's program does not run on these inputs: {error}", help="check shapes and dtypes"
             ) from error
-        best = self.best if _drew_alike(self.best, self.expected) else self.expected  # whose noise means nothing
+        best = self.best if _drew_alike(self.best, self.expected) else self.expected  # its noise means nothing
         single = (self.reference, self.known, flat, self.expected), (self.exact, self.precise, flat, best)
         ranks = zip(self.programs, self.held, shares, self.got, strict=True)
         runs = [*single, *ranks]
@@ -249,19 +249,19 @@ class _Trial:
         return [replace(d, name=f"{d.name} in float32") for d in found] if self.dtype is not None else found
 
     def _check_at_door(self, shares: Sequence[Sequence[Any]]) -> None:
-        """Refuse what `load` refuses.
+        """Reject inputs that `load` rejects.
 
         Raises:
-            InputsError: an index that is beyond.
+            InputsError: an index is out of range.
         """
         for share in shares:
             tensors = [value for value in share if isinstance(value, torch.Tensor)]
             check_values(dict(zip(self.input_names, tensors, strict=True)), self.indices)
 
     def _refused(self, error: Exception, shares: Sequence[Sequence[Any]]) -> Exception:
-        """What to raise where the single device does: a rank must, which ends the others.
+        """Return the error to raise if the single device raises: a rank must raise too, which stops the others.
 
-        A rank whose part is right may answer, if nothing that it returns waits for the rank that raises.
+        A rank with correct inputs may answer, if its results do not depend on the rank that raises.
         """
         line = reason(error)
         failed: dict[int, Exception] = {}
@@ -280,7 +280,7 @@ class _Trial:
         )
 
     def remember(self) -> None:
-        """Let the next call start from what the last one wrote."""
+        """Make the next call start from the buffers that the last one wrote."""
         self.known.update(self.expected.mutated)
         self.precise.update(self.best.mutated)
         for before, result in zip(self.held, self.got, strict=True):
@@ -290,12 +290,12 @@ class _Trial:
         return [promoted(v, self.dtype) for v in values] if self.dtype is not None else list(values)
 
     def first_diverging(self, flat: Sequence[Any], shares: Sequence[Sequence[Any]]) -> str | None:
-        """The first value whose claim (origin and sharding) does not hold, by name and source."""
+        """Return the first value whose claim (origin and sharding) is wrong, by name and source."""
         if (intermediate := self.intermediate) is None:
             return None
         flat, shares = self._cast(flat), [self._cast(share) for share in shares]
         wanted: dict[str, torch.Tensor] = {}
-        found: dict[str, tuple[float, float]] = {}
+        errors: dict[str, tuple[float, float]] = {}
 
         def keep(_: int, node: fx.Node, value: Any) -> None:
             if isinstance(value, torch.Tensor) and node.op == "call_function":
@@ -305,11 +305,12 @@ class _Trial:
 
         def measure(_: int, node: fx.Node, value: Any) -> None:
             if node.name in wanted and is_rounded(wanted[node.name]):
-                found[node.name] = scale_and_noise(wanted[node.name], value.cpu())
+                errors[node.name] = scale_and_noise(wanted[node.name], value.cpu())
 
         exact = Promoted(intermediate, torch.float64)
         simulate([exact], [[promoted(v, torch.float64) for v in flat]], state=[self.precise], seen=measure)
-        # What pads uneven shards is in some graphs only, so that the nodes behind it bear other names; claims do not.
+        # Padding of uneven shards appears in some graphs only and shifts the names of later nodes; claims stay the
+        # same.
         names = [_claimed(program.graph) for program in self.programs]
         parts: dict[Any, dict[int, Any]] = {}
 
@@ -332,7 +333,7 @@ class _Trial:
                 return f"'{node.name}' ({node.target}, claimed {text}) has shapes that do not fit together"
             if not want.numel():
                 continue
-            scale, noise = found.get(origin, (1.0, 0.0))
+            scale, noise = errors.get(origin, (1.0, 0.0))
             limit = max(SPREAD * noise, FLOOR * 1.2e-7)
             if any(largest_difference(w, want) / scale > limit for w in whole):
                 reason = claim.reshard_reason or claim.reason or ""
@@ -376,12 +377,12 @@ def _refuse_nothing_finite(outputs: Sequence[Any], names: Sequence[str]) -> None
 
 def _claimed(graph: fx.Graph) -> dict[fx.Node, Any]:
     """Return every node that claims a sharding, with a name that is the same in the graphs of all ranks."""
-    seen: Counter[Any] = Counter()
-    found = {}
+    counts: Counter[Any] = Counter()
+    names = {}
     for node in graph.nodes:
         claim = read_claim(node)
         if claim.sharding:
-            said = (claim.origin, claim.reshard, *claim.sharding)
-            found[node] = (*said, seen[said])
-            seen[said] += 1
-    return found
+            key = (claim.origin, claim.reshard, *claim.sharding)
+            names[node] = (*key, counts[key])
+            counts[key] += 1
+    return names
