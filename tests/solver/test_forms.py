@@ -207,7 +207,7 @@ def test_a_form_that_cannot_be_had_is_reported(monkeypatch: pytest.MonkeyPatch) 
     assert forms_of(auto) == NORMS
     (declined,) = [line for line in auto.report().splitlines() if "attend_in_turns" in line]
     assert declined.startswith("  attend_in_turns was tried, and cannot be had: style 'attend_in_turns' does not fit ")
-    assert "  searched 4 times (1 with simpler ops, 2 in other forms)" in auto.report().splitlines()
+    assert "searched 4 times (1 with simpler ops, 2 in other forms)" in auto.report().splitlines()
 
 
 @pytest.mark.parametrize(("tokens", "own_rows", "chosen"), [(6, 6, 2 * (1 - 0.5**6)), (1, 1, 1.0)])

@@ -168,6 +168,9 @@ def take_forms(task: Task, best: Solution, again: Again) -> Solution:
                 continue
             with no_new_guards(*(program.graph for program in programs)):
                 found = again(replace(task, programs=programs))
+                if not found.rank < best.rank:  # a smaller problem, of which fewer choices may have been left out
+                    kept = [_keeping(program, best) for program in programs]
+                    found = min(found, again(replace(task, programs=kept)), key=lambda each: each.rank)
         except TpCompilerError as error:
             best = replace(best, declined=(*best.declined, _declined(styles, error.message)))
             continue

@@ -66,9 +66,8 @@ def find_uncut(found: Solution, objective: Objective) -> list[Uncut]:
     programs = [replace(program, kept={}) for program in found.programs]
     is_asked = any(program.kept for program in found.programs)
     read = Known()
-    least = _search(found, programs, objective, (), read) if is_asked else found
-    if least is None:
-        return []
+    freed = _search(found, programs, objective, (), read) if is_asked else None
+    least = found if freed is None or found.seconds <= freed.seconds else freed
     together: dict[frozenset[str], tuple[list[str], Solution]] = {}
     for group in counted(largest, "cutting what stays whole", "groups of layers"):
         cut = _search(found, programs, objective, groups[group], read)
