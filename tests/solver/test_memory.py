@@ -126,7 +126,7 @@ def test_what_the_report_says_of_the_search() -> None:
     assert lines[0] == "  one call takes 0.934 ns (work 0.65 ns, network 0.284 ns) on ideal"
     assert lines[1] == "  that is the least of all choices that were compared"
     assert lines[2].startswith("  a rank holds about ")
-    assert "  searched once" in lines
+    assert "searched once" in lines
 
 
 def test_weights_are_gathered_where_that_is_asked_for() -> None:

@@ -115,7 +115,7 @@ def parallelize(
             from each other, wherever supported; "auto", only where expected to be faster (docs/gpu.md).
         check_indices: if an indexed dim is cut, assert in the ranks' programs that computed indices are in the whole
             dim. Without it, indices out of range read zeros or write nothing, and do not raise.
-        machine: the YAML file that describes one device and its links (docs/auto.md), or the name of one in
+        machine: the YAML file that describes one device and its links (docs/machines.md), or the name of one in
             the package; by default that in the environment variable TPCOMPILER_MACHINE, or "h100".
         memory: limit on a rank's bytes: weights, caches, inputs, and activations at their estimated peak.
             By default 0.9 of the machine's, less 0.4 GB for NCCL; none if a plan names all layers and no machine

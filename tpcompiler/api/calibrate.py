@@ -25,7 +25,7 @@ FLOORS = {
 
 
 def measure_machine(ranks: int = 2, *, timeout: timedelta = LONGEST) -> str:
-    """Return the text of a machine file (docs/auto.md) for the devices and links here.
+    """Return the text of a machine file (docs/machines.md) for the devices and links here.
 
     Starts `ranks` processes, with NCCL if each can have a GPU, otherwise with gloo and one thread each. All of
     them multiply and copy at the same time. Collectives of 512 B to 64 MB are measured in groups of 2, 4, ... and all

@@ -37,7 +37,7 @@ from tpcompiler.solver.task import Aim
 class Price(NamedTuple):
     """A choice over the last of `axes`, and what the whole program comes to with it.
 
-    `wire_bytes` of a call and `held_bytes` of weights, of one rank, and `seconds` as docs/auto.md counts them. None of
+    `wire_bytes` of a call and `held_bytes` of weights, of one rank, and `seconds` as docs/search.md counts them. None of
     these where no placement has it, or where the one that the search finds cannot be used: why not is `failed`.
     """
 

@@ -49,7 +49,7 @@ class Alternative(Record, frozen=True):
     axis: str  # of the mesh, over which it is a choice, beside what was found over those before
     needs: tuple[str, ...]  # of an op, the shardings of its operands
     makes: tuple[str, ...]  # the sharding of the op's results, or of the parameter
-    # of a call on the machine, as docs/auto.md counts them. None where the plan, the boundary or the ops leave no
+    # of a call on the machine, as docs/search.md counts them. None where the plan, the boundary or the ops leave no
     # placement with this choice, or where the cheapest one cannot be carried out
     seconds: float | None
     wire_bytes: int | None  # that a rank sends in a call, above those of the artifact's choice or below
