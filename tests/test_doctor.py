@@ -183,7 +183,7 @@ def test_every_kind_of_obstacle(plan: dict[str, str], kind: str, count: int, lay
 
 
 def test_another_axis_beside() -> None:
-    found = tpcompiler.diagnose(mlp(), beside={"dp": 2}, inputs={"x": {"dp": "S(0)"}})
+    found = tpcompiler.diagnose(mlp(), other_axes={"dp": 2}, inputs={"x": {"dp": "S(0)"}})
     assert [each.mesh for each in found.degrees] == [{"dp": 2, "tp": n} for n in (1, 2, 3, 4, 6, 8, 12, 16)]
     for each in found.degrees:
         made = tpcompiler.parallelize(mlp(), each.mesh, "auto", inputs={"x": {"dp": "S(0)"}})
@@ -194,7 +194,7 @@ def test_another_axis_beside() -> None:
         )
         assert format_bytes(each.bytes.total) == held(made)
     with pytest.raises(MeshError, match="the degrees of tp are tried"):
-        tpcompiler.diagnose(mlp(), beside={"tp": 2})
+        tpcompiler.diagnose(mlp(), other_axes={"tp": 2})
 
 
 def test_several_programs() -> None:

@@ -186,7 +186,7 @@ class Diagnosis(Record, Shown, frozen=True, kw_only=True):
 def diagnose(
     exported_program: ExportedProgram | Programs,
     *,
-    beside: Mapping[str, int] | None = None,
+    other_axes: Mapping[str, int] | None = None,
     inputs: Given = None,
     outputs: Given = None,
     machine: str | os.PathLike[str] | None = None,
@@ -197,7 +197,7 @@ def diagnose(
 
     Args:
         exported_program: one program, or several that share their weights, as in `parallelize`.
-        beside: the other axes of the mesh, such as `{"dp": 2}`, before `tp`, whose degrees are tried.
+        other_axes: the other axes of the mesh, such as `{"dp": 2}`, before `tp`, whose degrees are tried.
         inputs: as in `parallelize`, like `outputs`: `{"x": {"dp": "S(0)"}}`.
         machine: the machine to predict step times for: a YAML file that describes one device and its links, or "h100".
         memory: limit on a rank's bytes; by default 0.9 of the machine's, less 0.4 GB for NCCL.
@@ -205,14 +205,14 @@ def diagnose(
 
     Raises:
         ShardingError: no degree fits, with the excess and the smallest degree that does.
-        MeshError: `beside` has the axis `tp`, or is not a mesh.
+        MeshError: `other_axes` has the axis `tp`, or is not a mesh.
         MachineError, PlanError, ProgramError, UnsupportedError: as `parallelize`.
     """
     described = read_machine(machine)
     limit = described.usable_memory if memory is None else memory
-    if beside and AXIS in beside:
+    if other_axes and AXIS in other_axes:
         raise MeshError(f"the degrees of {AXIS} are tried, and none is given", help="give the other axes, such as dp=2")
-    one = Mesh.of({**(beside or {}), AXIS: 1})
+    one = Mesh.of({**(other_axes or {}), AXIS: 1})
     conversions = conversions_of(exported_program, one, read_plan("auto"), inputs, outputs)
     examined = _Examined(conversions, described, limit, read_calls(weights, conversions))
     degrees, stopped = {1: examined.degree(1)}, list[Stop]()

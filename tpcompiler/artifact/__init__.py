@@ -1,1 +1,1 @@
-"""What an artifact records, and how it is written."""
+"""The records of an artifact and their writer."""

@@ -1,4 +1,4 @@
-"""What an artifact's manifest says of a converted program, as plain data."""
+"""Describe a converted program in an artifact's manifest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a parallel program costs, as records and as text for people."""
+"""Collectives of a parallel program, as records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a conversion comes to: bytes per rank, collectives by cause, fallbacks and notes, as data and as tables."""
+"""Summary of a conversion: bytes per rank, collectives by cause, fallbacks and notes, as data and as tables."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a conversion did, why, and what would be cheaper."""
+"""Questions about a conversion: its result, the reasons, and cheaper alternatives."""

@@ -35,10 +35,10 @@ from tpcompiler.solver.task import Aim
 
 
 class Price(NamedTuple):
-    """A choice over the last of `axes`, and what the whole program comes to with it.
+    """A choice over the last of `axes`, and the totals of the whole program with it.
 
-    `wire_bytes` of a call and `held_bytes` of weights, of one rank, and `seconds` as docs/search.md counts them. None of
-    these where no placement has it, or where the one that the search finds cannot be used: why not is `failed`.
+    `wire_bytes` of a call and `held_bytes` of weights are of one rank, `seconds` as in docs/search.md: None if no
+    placement has the choice, or if the one that the search finds cannot be used; `failed` is the reason.
     """
 
     axes: tuple[str, ...]
@@ -52,7 +52,7 @@ class Price(NamedTuple):
 
 @dataclass(frozen=True)
 class Again:
-    """What the search finds for an artifact, with the programs beside it that share its weights.
+    """The search's result for an artifact, together with the programs that share its weights.
 
     `at`: which of the programs the artifact's is. `free`: what no plan says was for the search. `gathers`: as of `Aim`.
     """
@@ -73,7 +73,7 @@ class Again:
         return seed.asked_by if seed else ""
 
     def prices(self, value: fx.Node, layers: Collection[str]) -> list[Price]:
-        """Of every choice of a call or a leaf, all else free to follow; of these `layers` a plan says nothing then."""
+        """Price every choice of a call or a leaf, with all else free to follow, and without a plan for `layers`."""
         programs = [
             _without(program, layers) if self.free else _opened(program, self.found.model, layers)
             for program in self.found.programs
@@ -95,7 +95,7 @@ class Again:
 
 
 def search_again(directory: str | os.PathLike[str], machine: Machine, *, trust: bool = False) -> Again:
-    """Convert the program in an artifact, and those beside it, up to the placements.
+    """Convert the program in an artifact, and its sibling programs, up to the placements.
 
     Raises:
         ArtifactError: no artifact, a damaged one, or, without `trust`, one whose files could run code.
@@ -130,7 +130,7 @@ def advise_artifact(
 
 
 def _conversions(directory: str | os.PathLike[str], trust: bool) -> tuple[list[Conversion], int, bool]:
-    """What the programs in an artifact, and those beside it, were asked for; which is its own; and `Aim.gathers`."""
+    """Return the conversions of an artifact and of its sibling programs, its own index, and `Aim.gathers`."""
     path = Path(directory).resolve()
     names = programs_in(path.parent) if path.parent != path else []
     paths = [path.parent / name for name in names] if path.name in names else [path]
@@ -158,7 +158,7 @@ def _without(program: PlannedProgram, layers: Collection[str]) -> PlannedProgram
 
 
 def _opened(program: PlannedProgram, model: tuple[str, ...], layers: Collection[str]) -> PlannedProgram:
-    """The program with the weights of these layers cut along any dim, or whole; what lies beside them follows."""
+    """The program with the weights of these layers sharded along any dim, or whole; other values follow."""
     seeds = dict[str, Seed]()
     for node, fqn in program.leaves():
         if (seed := program.seeds.get(node.name)) is None:

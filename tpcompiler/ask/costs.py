@@ -1,4 +1,4 @@
-"""What the collectives of an artifact cost, as formulas in its dynamic sizes, and at sizes that are named."""
+"""Cost of an artifact's collectives: formulas in its dynamic sizes, and figures at given sizes."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def cost_artifact(
 
 
 def count_costs(written: Written, at: Mapping[str, int], machine: Machine) -> CostTable:
-    """As `cost_artifact`, of an artifact that was read.
+    """Return the costs of an artifact that was read, as `cost_artifact`.
 
     Raises:
         InputsError: as `cost_artifact`.

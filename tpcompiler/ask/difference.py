@@ -1,4 +1,4 @@
-"""What differs between two artifacts of one model."""
+"""Differences between two artifacts of one model."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ArtifactDifference(Record, Shown, frozen=True, kw_only=True):
     steps: tuple[StepTime, StepTime]  # of the whole call
 
     def totals(self) -> list[tuple[str, str, str]]:
-        """What both come to, as text: what it is, in the first, in the second."""
+        """Return rows of text: the name of a total, its value in the first artifact and in the second."""
         axes = [",".join(f"{axis}={degree}" for axis, degree in mesh.items()) for mesh in self.meshes]
         held = format_unequal_bytes(*map(max, self.held_bytes))
         sent = format_unequal_bytes(*self.wire_bytes)
@@ -75,13 +75,13 @@ class ArtifactDifference(Record, Shown, frozen=True, kw_only=True):
         ]
 
     def placements_alike(self) -> list[tuple[str, list[str], Placement]]:
-        """Those of repeated layers in one row: the pattern of their names, these, and the first of them."""
+        """Fold placements of repeated layers into rows: the pattern of the names, the names, the first placement."""
         named = {each.name: each for each in self.placements}
         alike = folded({name: structs.astuple(each)[1:] for name, each in named.items()})
         return [(pattern, names, named[names[0]]) for pattern, names in alike]
 
     def collectives_alike(self) -> list[tuple[str, list[str], Traffic]]:
-        """The same of collectives: the pattern of their modules, these, and one of the first of them."""
+        """Fold collectives of repeated layers into rows: the pattern of the modules, the modules, the first traffic."""
         of_module: dict[str, list[Traffic]] = defaultdict(list)
         for each in self.collectives:
             of_module[each.module].append(each)
@@ -186,7 +186,7 @@ def _refuse_other_model(
 
 
 def _described(manifest: Manifest) -> dict[str, str]:
-    """What a model takes, holds and returns; a dynamic size is `*`, for what ranks divide has another symbol."""
+    """Describe a model's inputs, leaves and outputs; a dynamic size is `*`, since a divided size has another symbol."""
     return {f"{what} '{row.name}'": f"{row.dtype}[{', '.join(map(_size, row.shape))}]" for what, row in _rows(manifest)}
 
 

@@ -1,4 +1,4 @@
-"""What differs between two artifacts, as the page of the second."""
+"""Show the differences of two artifacts on the page of the second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a value, a parameter or a collective of an artifact is what it is, and what else it could have been."""
+"""Explain a value, a parameter or a collective of an artifact: its placement, the reason and the alternatives."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Alternative(Record, frozen=True):
     failed: str  # why the cheapest placement with it cannot be carried out; empty where it can, or there is none
 
     def row(self) -> tuple[str, ...]:
-        """What is shown of it."""
+        """Return the table cells."""
         notes = {(True, False): "the artifact's", (False, True): "a tie"}
         return (
             ", ".join(self.makes),
@@ -74,7 +74,7 @@ class Alternative(Record, frozen=True):
 
 
 class Explanation(Record, Shown, frozen=True, kw_only=True):
-    """What an artifact does with one value, and why."""
+    """The treatment of one value in an artifact, with its reasons."""
 
     name: str  # of the node of the single-device program, the parameter or the collective
     kind: Kind  # `op`, `parameter`, `collective` or `input`
@@ -140,12 +140,11 @@ def explain_artifact(
 ) -> Explanation:
     """Say why a value, a parameter or a collective of an artifact is placed as it is, and price what else it could be.
 
-    What is said of the artifact is read from its files. The prices come of the search, posed again from the `model.pt2`
-    in it with every choice of this op or parameter in turn, and everything else free to follow. What a plan pins stays
-    so, but for a layer whose weights are asked about (themselves or by their op). A price is the least total with that
-    choice, minus the least of all; that of the artifact's own is above 0 where a plan, another machine or a limit on
-    memory decided. Of a mesh of several axes every one has its choices, as they are solved: beside what was found over
-    the axes before, while those after follow.
+    Facts of the artifact are read from its files. Prices come from the search, repeated from its `model.pt2` with every
+    choice of this op or parameter in turn, and everything else free to follow. Pins of a plan hold, except on the layer
+    whose weights are asked about (directly or by their op). A price is the least total with that choice minus the least
+    of all; the artifact's own is above 0 if a plan, another machine or a memory limit decided. Every axis of a mesh has
+    its own choices, in the order of solving: axes before it keep their solution, axes after it follow.
 
     Args:
         directory: what `ParallelProgram.save` or `tpcompiler convert` wrote; of several programs, one's.

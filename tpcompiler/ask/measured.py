@@ -1,4 +1,4 @@
-"""The collectives that a rank calls while it runs, beside those that its files say."""
+"""Collectives that a running rank calls, compared with those that its files state."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def watched_collectives() -> Iterator[list[Call]]:
 
 
 def counts_table(rows: Sequence[CountedCollectives]) -> Table:
-    """What a terminal shows of these."""
+    """Return the counts as a table."""
     layers: dict[str, tuple[tuple[str, ...], ...]] = {}
     for each in rows:
         pair = (f"{each.count} / {each.called}", " / ".join(format_unequal_bytes(each.wire_bytes, each.called_bytes)))
@@ -80,7 +80,7 @@ def counts_table(rows: Sequence[CountedCollectives]) -> Table:
 def compare_counts(
     directory: str | os.PathLike[str], calls: Sequence[Call], inputs: Mapping[str, torch.Tensor], *, trust: bool = False
 ) -> list[CountedCollectives]:
-    """What rank 0 called, by layer and kind, beside what its files say of inputs of these sizes.
+    """Compare rank 0's calls, by layer and kind, with the collectives that its files state for these input sizes.
 
     The n-th call is taken for the n-th collective of the manifest, which says the layer.
 

@@ -1,4 +1,4 @@
-"""A plan as a file to read and to edit: each line beside the layers that it is for."""
+"""A plan as a file to read and to edit: each line with the layers that it matches."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ Trace = dict[str, Any]  # as torch writes it: `traceEvents`, at microseconds aft
 
 
 class _Spans:
-    """What a program calls between its ops to tell the profiler where it is."""
+    """Calls between a program's ops that mark its position for the profiler."""
 
     def __init__(self) -> None:
         self.around: list[record_function] = []
@@ -46,7 +46,7 @@ class _Spans:
 
 @contextmanager
 def traced(module: fx.GraphModule, manifest: Manifest) -> Iterator[Trace]:
-    """What this rank does meanwhile: one call of what `load` returned. The trace is there in the end.
+    """Trace one call of a loaded module on this rank; the trace is complete when the block ends.
 
     Beside torch's own events it has a span around the ops of each module, and one around each collective and its wait,
     with what the manifest says of it and the bytes that were sent.
@@ -142,7 +142,7 @@ def _label(record: Collective) -> str:
 
 
 def _told(record: Collective, sent: Mapping[str, int]) -> Collective:
-    """What the manifest says of a collective, at the sizes that it had."""
+    """Return the manifest's facts of a collective, at the sizes of the call."""
     payload = sent.get(_label(record), record.payload_bytes)
     wire = wire_bytes(record.kind, payload, record.group_size)
     return replace(record, payload_bytes=payload, wire_bytes=wire)

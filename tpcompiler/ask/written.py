@@ -1,4 +1,4 @@
-"""What the files of an artifact say of one value: how it is placed and why, what is read for it and what is sent."""
+"""The facts in an artifact's files about one value: its placement and reason, its operands and its collectives."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Written:
 
     @classmethod
     def read(cls, directory: str | os.PathLike[str], *, trust: bool = False) -> Written:
-        """From the files of an artifact, whose weights need not be there.
+        """Read the files of an artifact; its weights need not exist.
 
         Raises:
             ArtifactError: no artifact, a damaged one, or, without `trust`, one whose files could run code.
@@ -104,7 +104,7 @@ class Written:
         return claim.sharding or [], claim.reason or ""
 
     def operands(self, name: str) -> list[Operand]:
-        """What an op reads that is placed, once each."""
+        """Return the placed operands of an op, once each."""
         own = self.ops(name)
         read = (value for node in own for value in node.all_input_nodes if value not in own)
         return list(dict.fromkeys(each for value in read for each in self._operand(value)))

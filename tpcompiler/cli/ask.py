@@ -97,7 +97,7 @@ def plan(
             from tpcompiler.api.doctor import diagnose
 
             status.update("placing the model on each number of ranks")
-            degrees = diagnose(given.programs, beside=dict(axes), **options)
+            degrees = diagnose(given.programs, other_axes=dict(axes), **options)
         else:
             from tpcompiler.api import find_plan
             from tpcompiler.ask.plan_text import plan_text

@@ -77,7 +77,7 @@ class _Commands(TyperGroup):
 def report(text: str, *, follows: bool = False) -> None:
     """Print an error; under torchrun write it to torchrun's error file.
 
-    torchrun prints the first error of all ranks at the end of its own text.
+    torchrun prints the first error of all ranks at the end of its text.
 
     Args:
         follows: True if another rank failed first.

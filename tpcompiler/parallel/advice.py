@@ -47,7 +47,7 @@ class Adviser:
     known: dict[Any, Advice | None] = field(default_factory=dict)
 
     def advise_error(self, error: ShardingError) -> ShardingError:
-        """The error with the cheapest change of the plan that avoids it as its help; itself where there is none."""
+        """Return the error with the cheapest change of the plan that avoids it as its help, or unchanged."""
         found = self._styled(error.leaves) or self._best(_concerning(self.plan, error.leaves))
         if found is None:
             return error
@@ -112,7 +112,7 @@ class Adviser:
         return Advice(said, place(program, solution))
 
     def _best(self, entries: tuple[PlanEntry, ...], alone: bool = False) -> Advice | None:
-        """What the search makes of these entries, where that is one change in a few words: as it is then compiled.
+        """Return the search's change of these entries, as compiled, if it can be named in a few words.
 
         A byte of weights counts as one that is sent, for layers that are whole send nothing; not at all if `alone`.
         """
@@ -184,13 +184,13 @@ def _cut_dims(sharding: Sharding) -> list[int]:
 
 
 def _asked_dims(program: PlannedProgram, entry: PlanEntry) -> dict[str, list[int]]:
-    """Which dims an entry cuts, by leaf."""
+    """Return the dims that an entry shards, by leaf."""
     cut = {name: _cut_dims(seed.sharding) for name, seed in program.seeds.items() if _asks(entry, seed)}
     return {name: dims for name, dims in cut.items() if dims}
 
 
 def _named(entry: PlanEntry, fqn: str) -> str:
-    """What a plan calls a leaf of all that the entry stands for."""
+    """Return the name in a plan for a leaf, among all that the entry matches."""
     return entry.pattern if entry.matches(fqn) else f"{entry.pattern}.{fqn.rpartition('.')[2]}"
 
 
@@ -216,13 +216,13 @@ def _concerning(plan: Plan, leaves: Iterable[str]) -> tuple[PlanEntry, ...]:
 
 
 def wire_bytes(program: PlacedProgram, machine: Machine) -> int:
-    """Of one call, where a value that several uses want alike is changed once."""
+    """Return the wire bytes of one call; a change that several uses share counts once."""
     once = {(change.value, change.to): change.wire_bytes for change in changes(program, machine) if change.wire_bytes}
     return sum(once.values())
 
 
 def held_bytes(program: PlacedProgram) -> int:
-    """Of the weights of one rank, the first."""
+    """Return the weight bytes of the first rank."""
     leaves = (node for node, _ in program.leaves())
     return sum(local_bytes(node.meta["val"], mark_of(node).shardings[0], program.mesh) for node in leaves)
 

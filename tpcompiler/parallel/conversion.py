@@ -35,7 +35,7 @@ P = TypeVar("P", bound=Program)
 
 
 class After(Protocol):
-    """What is done with the program that a pass has made; it is handed on."""
+    """A hook that receives each pass's result and returns it."""
 
     def __call__(self, program: P, name: str) -> P: ...
 

@@ -200,7 +200,7 @@ def _read_listing(path: Path, kind: type[Listing]) -> Listing:
     """Read a manifest, or a list of programs.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: there is none.
+        FileNotFoundError, NotADirectoryError: no such file.
         ArtifactError: unreadable, of another format version, or of another form.
     """
     again = f"convert the model{'s' * (kind is ProgramList)} again"
@@ -228,7 +228,7 @@ def _writer(data: Any) -> str:
 
 
 def read_programs(directory: str | os.PathLike[str]) -> ProgramList | None:
-    """Read the list of programs that `write_set` wrote there; None where there is none.
+    """Read the list of programs that `write_set` wrote there, or None.
 
     Raises:
         ArtifactError: a list that cannot be read, or a name that leads out of the directory.

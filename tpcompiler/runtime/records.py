@@ -126,7 +126,7 @@ class Collective(Transfer, frozen=True, kw_only=True):
 
 
 class Note(Record, frozen=True):
-    """What a pass declined, gave up or could not use."""
+    """A note of a pass: something that it declined, gave up or could not use."""
 
     # its subject
     kind: Literal[
@@ -151,7 +151,7 @@ class Note(Record, frozen=True):
 
 
 class Calling(Record, frozen=True, kw_only=True):
-    """How every rank's program is called."""
+    """The calling convention of every rank's program."""
 
     takes: str  # the pytree of its arguments
     returns: str  # the pytree of its results
@@ -172,7 +172,7 @@ class CallRecord(Record, frozen=True, kw_only=True):
 
 
 class Asked(Record, frozen=True, kw_only=True):
-    """How an artifact was converted."""
+    """The arguments of an artifact's conversion."""
 
     mesh: Mesh  # axis -> degree
     inputs: PlacedBoundary  # the placements that were given, or null

@@ -1,4 +1,4 @@
-"""What the changes of sharding between choices cost; changes that are alike in all that counts are priced once."""
+"""Price the changes of sharding between choices; equivalent changes are priced once."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _is_plain(cut: DimSharding) -> bool:
 def find_common(
     made: Sequence[Sharding], uses: Sequence[Sequence[Sharding]], most: int
 ) -> tuple[tuple[Sharding, ...], bool]:
-    """What a value may be turned into for all of its users, and whether there was more."""
+    """Return the shardings to which a value may change once for all users, and True if some were left out."""
     wanted = Counter(sharding for use in uses for sharding in use)
     first = [sharding for sharding in made if sharding in wanted and sharding.is_replicated]
     domain = tuple(dict.fromkeys([*first, *(sharding for sharding, _ in wanted.most_common())]))

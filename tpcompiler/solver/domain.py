@@ -1,4 +1,4 @@
-"""What every op may do: the choices among which the search takes one."""
+"""Choices of every op, from which the search takes one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Domain:
 
 
 def tensor_index(node: fx.Node, index: Any) -> int:
-    """Which of the tensors that a node makes one of its results is."""
+    """Return the index of a result among the tensors that a node makes."""
     return sum(isinstance(value, torch.Tensor) for value in node.meta["val"][:index])
 
 
@@ -52,7 +52,7 @@ def find_domain(program: PlannedProgram, stage: Stage, leaves: Mapping[str, Leaf
 
     The op whole; what its operands may be; and what its users want. With a plan, cuts and pending reductions come of
     what it cuts, of the inputs and of the pins; where an op cannot take a cut, also of the ways in which it can take
-    one of that dim. Without one, every factor of every rule is cut, but for samples and tokens of the inputs.
+    one of that dim. Without one, every factor of every rule is cut, except samples and tokens of the inputs.
     """
     domain = Domain(program, stage, leaves)
     domain.operands, domain.rules = stage.read.once(program.graph, partial(_read_calls, program.graph))
@@ -96,7 +96,7 @@ def _write_back(domain: Domain) -> None:
 
 
 def _find_tokens(domain: Domain) -> None:
-    """Which factors are samples or tokens of the inputs; False of those that are outermost in a dim of several."""
+    """Find the factors that are samples or tokens of the inputs; False for the outermost in a dim of several."""
     tokens: dict[fx.Node, dict[int, bool]] = {}
     for node in domain.program.user_inputs():
         value = node.meta["val"]
@@ -169,13 +169,13 @@ def _first_ways(domain: Domain, node: fx.Node) -> Ways:
 
 
 def _limits_of(domain: Domain, node: fx.Node, rule: Rule, own: bool = False) -> Limits:
-    """What the search may cut.
+    """Return the factors that the search may shard.
 
     Without a plan: no samples or tokens, nor what an op leaves out of its operand; what lies within each token may be
     cut, such as heads that are merged with samples. With one: nothing but what comes of what is cut.
 
     Args:
-        own: without a plan, by an op of its own accord. Where its neighbours are cut along tokens it may follow, unless
+        own: without a plan, by the op itself. Where its neighbours are cut along tokens it may follow, unless
             it multiplies with weights: these would be whole.
     """
     if domain.stage.free:
@@ -193,7 +193,7 @@ def _limits_of(domain: Domain, node: fx.Node, rule: Rule, own: bool = False) -> 
 
 
 def shardings_of(domain: Domain, value: fx.Node) -> tuple[Sharding, ...]:
-    """What a value may be made as, as far as is known yet."""
+    """Return the shardings in which a value may be produced, as far as known."""
     if value.op == "placeholder":
         leaf = domain.leaves.get(value.name)
         if leaf is not None:
@@ -216,7 +216,7 @@ def _pinned(domain: Domain, node: fx.Node) -> tuple[Sharding, ...]:
 
 
 def pin_choices(domain: Domain, node: fx.Node) -> list[Choice]:
-    """What a pin may be: what it asks for; over axes that it does not speak of, whatever its value is."""
+    """Return the shardings of a pin: the requested one; over other axes, any sharding of its value."""
     seed, stage, (value,) = node.meta[PIN], domain.stage, domain.operands[node]
     if not seed.axes:
         made = [stage.within(seed.sharding, value.meta["val"])]
@@ -291,7 +291,7 @@ def _ask(domain: Domain, value: fx.Node, wanted: Sequence[Sharding]) -> None:
 
 
 def find_shared_heads(domain: Domain) -> set[int]:
-    """How many ranks could cut dims that fewer than all ranks can: 2 of 4 ranks, for two heads of keys."""
+    """Return the degrees for dims that fewer than all ranks can shard: 2 of 4 ranks, for two key heads."""
     stage, found = domain.stage, set[int]()
     for node, ways in domain.ways.items():
         have = tuple(

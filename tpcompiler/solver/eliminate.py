@@ -188,7 +188,7 @@ def _find_order(tables: Tables, most: int) -> list[tuple[int, list[int]]]:
 
 
 def _cells(variables: Collection[int], sizes: Sequence[int]) -> int:
-    """Of a table over these variables."""
+    """Return the size of a table over these variables."""
     return math.prod(map(sizes.__getitem__, variables))
 
 

@@ -1,4 +1,4 @@
-"""What a rank holds while it runs a program as the search placed it: an estimate, of the rank that holds most."""
+"""Estimate the memory of the rank that holds most, while it runs a program as placed by the search."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Memory(NamedTuple):
 
 
 def measure_memory(found: Solution) -> Memory:
-    """Of programs that share their leaves, each of which runs by itself."""
+    """Estimate the memory of programs that share their leaves and run one at a time."""
     held: dict[str, int] = {}
     floats: set[str] = set()
     written: set[str] = set()
@@ -117,7 +117,7 @@ def _written_in_place(program: PlannedProgram) -> Iterator[fx.Node]:
 
 
 def _gathered_bytes(program: PlannedProgram, found: Solution, node: fx.Node) -> int:
-    """Of what is gathered of operands for this op alone."""
+    """Return the bytes of operands that are gathered for this op only."""
     total = 0
     if node in found.choices:
         for operand, want in zip(edit.operands(node), found.choices[node].wants, strict=True):
@@ -128,7 +128,7 @@ def _gathered_bytes(program: PlannedProgram, found: Solution, node: fx.Node) -> 
 
 
 def sharding_of(program: PlannedProgram, found: Solution, value: fx.Node) -> Sharding:
-    """Of one tensor as it is made."""
+    """Return the bytes of one tensor as it is produced."""
     if value in found.leaves:
         return found.leaves[value]
     source: Any = value.args[0] if value.target is operator.getitem else value

@@ -1,4 +1,4 @@
-"""What a number of ranks does not divide: heads, packed blocks, quantisation groups, the vocabulary, features."""
+"""Sizes that a number of ranks does not divide: heads, packed blocks, quantisation groups, vocabulary, features."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Obstacle:
 
 
 def find_obstacles(found: Solution) -> list[Obstacle]:
-    """What the search cuts over the axis of the model, in the order of `KINDS`."""
+    """Find the sizes that the search shards over the model's axis, in the order of `KINDS`."""
     heads = {each for program in found.programs for each in _heads(found, program)}
     most = {layer: max(count for count, other in heads if other == layer) for _, layer in heads}
     named = [(_kind_of_heads(count, most[layer]), count, layer) for count, layer in sorted(heads)]
@@ -76,7 +76,7 @@ def _heads(found: Solution, program: PlannedProgram) -> Iterator[tuple[int, str]
 
 
 def _cuts(found: Solution, program: PlannedProgram) -> Iterator[tuple[str, int, str]]:
-    """What is cut of weights, each with its layer."""
+    """Iterate over the sharded dims of weights, each with its layer."""
     caches = {name for _, name in program.written()}  # cut like the values that are written to them
     leaves = {node: fqn for node, fqn in program.leaves() if fqn not in caches}
     vocabularies = _vocabularies(program)
@@ -101,7 +101,7 @@ def _cuts(found: Solution, program: PlannedProgram) -> Iterator[tuple[str, int, 
 
 
 def _vocabularies(program: PlannedProgram) -> set[int]:
-    """How many rows those tables have in which the program looks up what it is given."""
+    """Return the row counts of the tables in which the program looks up its inputs."""
     inputs = set(program.user_inputs())
     for node in edit.calls(program.graph):
         target: Any = node.target

@@ -1,4 +1,4 @@
-"""What everything costs where one op, or one leaf, is otherwise."""
+"""Cost of the whole program with another choice for one op or leaf."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tpcompiler.terminal.progress import counted
 class Otherwise(NamedTuple):
     """One way in which a call may run, or one sharding of a leaf (`wants` is empty).
 
-    `axes`: it is a choice over the last of these, beside what was found over those before. `solution`: the cheapest of
-    all programs that has it; of infinite seconds where there is none.
+    `axes`: a choice over the last of these, given the solution over those before. `solution`: the cheapest of all
+    programs with it; of infinite seconds if none has it.
     """
 
     axes: tuple[str, ...]
@@ -75,7 +75,7 @@ def _of_call(problem: Problem, call: fx.Node) -> Iterator[_Option]:
 
 
 def _of_leaf(problem: Problem, leaf: fx.Node) -> Iterator[_Option]:
-    """Of one without a say: what its uses want, all of them alike."""
+    """Price a leaf without a plan entry by the shardings that its uses want, the same for all."""
     if (group := problem.groups[leaf]) in problem.leaves:
         variable, shardings = problem.leaves[group]
         for at, sharding in enumerate(shardings):

@@ -40,7 +40,7 @@ FREE = aten.sym_size.int  # it takes a value as it is
 
 
 class Values(NamedTuple):
-    """What a value may be: one sharding for each value of a variable, or one sharding."""
+    """The possible shardings of a value: one per value of a variable, or a single one."""
 
     variable: int | None
     shardings: tuple[Sharding, ...]
@@ -48,7 +48,7 @@ class Values(NamedTuple):
 
 @dataclass(frozen=True)
 class Layer:
-    """A module with a weight of its own, without a plan, or a weight among several.
+    """A module with one weight, without a plan, or a weight among several.
 
     `styles`: what a plan says of it -> the dim of the weight that is cut, or none.
     """
@@ -59,7 +59,7 @@ class Layer:
 
 
 class Choices(NamedTuple):
-    """Of an op: each of them, its own price, and by operand and by result what they need and make."""
+    """The choices of an op with their prices, and the shardings that they need and produce, by operand and result."""
 
     each: Sequence[Choice]
     units: numpy.ndarray
@@ -330,7 +330,7 @@ def _add_leaf(problem: Problem, node: fx.Node, leaf: Leaf) -> None:
 
 
 def _held_units(problem: Problem, node: fx.Node, shardings: Sequence[Sharding]) -> numpy.ndarray:
-    """What it costs to hold a leaf in each of these."""
+    """Return the price of holding a leaf in each of these shardings."""
     value, mesh, price = node.meta["val"], problem.stage.mesh, problem.objective.held_seconds
     known = "held", key(node), shardings
     return problem.known.once(  # type: ignore[no-any-return]
@@ -367,7 +367,7 @@ def _price_use(problem: Problem, leaf: fx.Node, fqn: str, wanted: Values, known:
 
 
 def _is_cut(sharding: Sharding, dim: int | None) -> bool:
-    """Whether a sharding cuts this dim alone, or none."""
+    """True if a sharding shards this dim only, or no dim."""
     dims = [] if dim is None else [dim]
     return [at for at, how in enumerate(sharding.dims) if how.axes] == dims and not sharding.partial
 

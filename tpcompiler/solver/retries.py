@@ -187,7 +187,7 @@ def _declined(styles: Styles, reason: str) -> str:
 
 
 def find_conflict(task: Task, best: Solution, again: Again) -> Solution:
-    """Where nothing can be placed, find entries of the plan that conflict: without any one, the others can hold.
+    """Find conflicting entries of a plan that nothing satisfies: without any one of them, the others can be satisfied.
 
     By a deletion filter (Chinneck and Dravnieks, "Locating minimal infeasible constraint sets in linear programs",
     1991).

@@ -139,7 +139,7 @@ def _read(
 def _layers(
     problem: Problem, before: Solution, groups: Mapping[str, Sharding], found: Sequence[int]
 ) -> dict[str, Layered]:
-    """What the search made of the layers, over two halves of an axis as the one that cuts a layer does.
+    """Return the search's styles of the layers; over two halves of an axis, the half that shards the layer decides.
 
     None of a layer that no style says: one that both halves cut along other dims, or a weight that is cut elsewhere
     than a plain placement does, or by one half alone.
@@ -204,7 +204,7 @@ def _wanted(domain: Domain, choices: Mapping[fx.Node, Choice]) -> Iterator[tuple
 
 
 def _comes_of(domain: Domain, value: fx.Node, paid: Set[fx.Node]) -> bool:
-    """Whether one of `paid` lies between a value and what the nearest planned weights are used with."""
+    """True if a paid-for change lies between `value` and the nearest op that uses a planned weight."""
     ahead, seen = [value], set[fx.Node]()
     while ahead:
         value = ahead.pop()

@@ -1,4 +1,4 @@
-"""What the search found."""
+"""The result of a search."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Layered(NamedTuple):
 
 @dataclass(frozen=True)
 class Solution:
-    """What every op and leaf of programs is, on a mesh of which axes may have become two.
+    """The choice of every op and leaf of the programs, on a mesh with axes that may have been split in two.
 
     Attributes:
         machine: by whose seconds.
@@ -82,7 +82,7 @@ class Solution:
 
     @property
     def above(self) -> float:
-        """By what share it may be above the least."""
+        """Return the largest relative distance from the optimum."""
         return max(0.0, self.seconds / self.bound - 1) if self.bound else 0.0
 
     @property
@@ -92,5 +92,5 @@ class Solution:
 
     @property
     def styles(self) -> dict[str, str]:
-        """Of every layer, or weight among several of a module."""
+        """Return the style of every layer, or of a weight that is one of several in a module."""
         return {own.name: own.style for own in self.layers.values()}

@@ -22,7 +22,7 @@ Both = tuple[tuple[Sharding, ...], tuple[Sharding, ...]]  # what an option needs
 
 
 class Known(dict[Any, Any]):
-    """What was found, by what it was found for. Keys are long: they are looked up once."""
+    """A memo of results by key. Keys are long, so each is looked up once."""
 
     def once(self, key: Any, find: Callable[[], Any]) -> Any:
         if (found := self.get(key, Known)) is Known:
@@ -82,12 +82,12 @@ class Stage:
         return tuple(part.axis for part in self.parts) or (self.axis,)
 
     def within(self, sharding: Sharding, value: torch.Tensor) -> Sharding:
-        """What of a sharding is over the axes so far. Equal ones are one object, which is compared at once."""
+        """Return the part of a sharding over the axes until now. Equal ones are one object, for quick comparison."""
         found = sharding.within(self.axes, value.shape, self.mesh)
         return self.known.setdefault(found, found)  # type: ignore[no-any-return]
 
     def base(self, node: fx.Node) -> Option:
-        """How an op runs over the axes before."""
+        """Return an op's option over the axes before."""
         return self.before[node].option if node in self.before else Option()
 
     def name(self, option: Option) -> Any:
@@ -134,7 +134,7 @@ class Stage:
         return found if self._is_inside(found, base, rule) else self.extended(base, restricted(found, self.axis))
 
     def _is_inside(self, option: Option, base: Option, rule: Rule) -> bool:
-        """Whether an option is this one over the axes before."""
+        """True if an option equals this one over the axes before."""
         through = {axis: passed for axis, passed in option.through.items() if axis != self.axis}
         earlier = self.axes[:-1]
         return through == base.through and all(
@@ -154,7 +154,7 @@ class Stage:
         return found
 
     def once(self, key: Any, find: Callable[[], Any]) -> Any:
-        """What was found under this key before."""
+        """Return the known result for this key, or find it."""
         return self.known.once(key, find)
 
 
@@ -212,7 +212,7 @@ class Leaf:
                 self.shardings.setdefault(sharding)
 
     def may_be(self, sharding: Sharding, stage: Stage) -> bool:
-        """Whether it is what is kept to: of a style the same dim cut, or none, by one half of an axis at least."""
+        """True if a sharding agrees with a kept one: for a style, the same dim or none, on a half of an axis."""
         if self.kept is None or not stage.free:
             return True
         asked, cut = self.kept.sharding, _cut_dims(sharding, stage.axis)

@@ -1,4 +1,4 @@
-"""How long one call takes on a machine, as the search sees it: before there is a program of a rank."""
+"""Time of one call on a machine as the search predicts it, before a rank's program exists."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def measure_step_time(found: Solution, collectives: Iterable[Sent], machine: Mac
 
 
 def seconds_of_ops(found: Solution, machine: Machine) -> Iterator[tuple[fx.Node, float]]:
-    """What each op of the programs takes, without floors."""
+    """Yield the seconds of each op of the programs, without floors."""
     objective = Objective.of(machine)
     for program in found.programs:
         for node, kernel in find_kernels(program.graph, machine.fuses).items():
@@ -53,7 +53,7 @@ def collectives_of(found: Solution) -> Iterator[Sent]:
 
 
 def sends_of(found: Solution) -> Iterator[tuple[fx.Node, Sent]]:
-    """The same, each with the value that is turned into another."""
+    """Yield the collectives, each with the value that it changes."""
     for value, steps in changes_of(found):
         for step in steps:
             if step.kind not in FREE:

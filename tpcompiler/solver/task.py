@@ -1,4 +1,4 @@
-"""What a search is given: the programs, their prices, and what it may change."""
+"""The input of a search: programs, prices, and freedom."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Aim:
 
     @property
     def objective(self) -> Objective:
-        """With the weights of calls so that they are as many as the programs."""
+        """Return a copy with one call weight per program."""
         share = sum(self.calls) / max(1, len(self.calls))
         calls = tuple(own / share for own in self.calls)
         return Objective.of(self.machine, LEAST if self.optimize == "memory" else None, calls)

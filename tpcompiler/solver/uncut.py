@@ -43,7 +43,7 @@ class Uncut:
     saved: int
 
     def text(self, at: int) -> str:
-        """What it means for a call of one of the programs."""
+        """Describe the cost for a call of one of the programs."""
         more = self.seconds[at]
         longer = f"{duration(abs(more))} {'more' if more >= 0 else 'less'}" if more else "as long"
         saved = f", and a rank holds {format_bytes(self.saved)} less" if self.saved > 0 else ""
@@ -134,7 +134,7 @@ def _name_of(layer: Layered) -> tuple[str, str]:
 
 
 def _bytes_of(found: Solution, weights: Collection[str]) -> int:
-    """Of all leaves of these layers that are whole."""
+    """Return the bytes of all replicated leaves of these layers."""
     owners, held = {layer_of(weight) for weight in weights}, dict[str, int]()
     for program in found.programs:
         for node, fqn in program.leaves():

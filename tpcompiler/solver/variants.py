@@ -46,7 +46,7 @@ def write_variants(
         bodies: what was traced before, for calls alike.
 
     Returns:
-        The program, and by the name of each call that was written anew what it is now.
+        The program, and the new ops by the name of the call that they replace.
     """
     graph, written = edit.copy_graph(program.graph), dict[str, list[str]]()
     for node in edit.calls(graph):
@@ -101,7 +101,7 @@ def find_needed(
     choices: Mapping[fx.Node, Choice],
     mesh: Mesh,
 ) -> Iterator[str]:
-    """Of the calls that were written as variants, those that take a cut in the solution that the op cannot.
+    """Return the calls, written as variants, that take a shard in the solution that the op itself cannot take.
 
     Args:
         program: as it was before.
@@ -169,7 +169,7 @@ def _order_of(value: torch.Tensor) -> list[int] | None:
 
 
 def _in_order(value: torch.Tensor, order: list[int] | None) -> torch.Tensor:
-    """With its dims in memory in this order."""
+    """Return a tensor with its dims in memory in this order."""
     if order is None or is_contiguous(value.permute(order)):
         return value
     return value.permute(order).contiguous().permute([order.index(dim) for dim in range(value.ndim)])

@@ -1,4 +1,4 @@
-"""How one op may run, as far as is known; ops that are alike in all that counts share what is found."""
+"""Ways in which one op may run, as far as known; equivalent ops share them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Way(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What the search may not cut: `barred` factors, those in `blocked` but in blocks, those that are `left_out` of the
-    result but beside others that are not; nothing of a closed op.
+    """Limits of the search: `barred` factors, those in `blocked` but in blocks, those `left_out` of the result
+    unless others are in it; nothing of a closed op.
     """
 
     barred: frozenset[str] = frozenset()
@@ -69,12 +69,12 @@ class Ways:
 
     @cached_property
     def wants(self) -> list[tuple[Sharding, ...]]:
-        """For each operand, what the ways need."""
+        """Return the shardings that the ways need, by operand."""
         return [tuple(way.wants[at] for way in self) for at in range(len(self.rule.pattern.inputs))]
 
     @cached_property
     def made(self) -> list[tuple[Sharding, ...]]:
-        """For each result, what the ways make."""
+        """Return the shardings that the ways produce, by result."""
         return [tuple(way.made[at] for way in self) for at in range(len(self.rule.pattern.outputs))]
 
     def adding(self, stage: Stage, options: Iterable[Option], limits: Limits | None = None) -> Ways:
@@ -100,7 +100,7 @@ class Ways:
 
 
 def _parts_of_others(axis: str, options: Sequence[Option]) -> Iterator[Option]:
-    """Those that cut some of the parts that another cuts, and these alike."""
+    """Return the options that shard a subset of another option's parts, in the same way."""
     pieces = [frozenset(_pieces(axis, option)) for option in options]
     for option, own in zip(options, pieces, strict=True):
         if own and any(own < other for other in pieces):
@@ -108,7 +108,7 @@ def _parts_of_others(axis: str, options: Sequence[Option]) -> Iterator[Option]:
 
 
 def _pieces(axis: str, option: Option) -> Iterator[tuple[str, int, int, DimSharding]]:
-    """What an option cuts over an axis: the factor, where in it, and how."""
+    """Return an option's shards over an axis: the factor, the position in it, and the manner."""
     for factor, cut in option.cuts.items():
         at = 0
         for length, how in cut.parts or [(0, cut)]:
@@ -143,7 +143,7 @@ def take_operands(stage: Stage, ways: Ways, have: Sequence[Sequence[Sharding]]) 
 
 def _merged(followed: Sequence[Sequence[Option]], most: int) -> Iterator[Option]:
     """One of each together: in every way where these are few, otherwise the newest and the oldest, and every other
-    beside them.
+    with them.
     """
     each: Iterable[Sequence[Option]] = itertools.product(*(reversed(own) for own in followed))
     if math.prod(map(len, followed)) > most:
@@ -178,7 +178,7 @@ def _other_cuts(rule: Rule, term: Term, sharding: Sharding, stage: Stage, base: 
 
 
 def made_of(stage: Stage, ways: Ways, have: Sequence[Sequence[Sharding]], at: int) -> tuple[Sharding, ...]:
-    """What a result may be over the axis, of an operand that is one of those that it may be."""
+    """Return the shardings of a result over the axis, for an operand in one of its possible shardings."""
     return tuple(
         made[at]
         for _, wants, made in ways
@@ -187,7 +187,7 @@ def made_of(stage: Stage, ways: Ways, have: Sequence[Sequence[Sharding]], at: in
 
 
 def can_take(stage: Stage, ways: Ways, index: int, touched: Sequence[bool], have: Sequence[Sequence[Sharding]]) -> bool:
-    """Whether an op that cuts its other operands can take this one as it may be cut."""
+    """True if an op that shards its other operands can take this one in one of its possible shardings."""
     cut = to_cut(stage, have[index])
     terms = enumerate(zip(touched, ways.rule.pattern.inputs, strict=True))
     others = {f for at, (is_touched, term) in terms if at != index and is_touched for dim in term for f in dim}
@@ -200,7 +200,7 @@ def can_take(stage: Stage, ways: Ways, index: int, touched: Sequence[bool], have
 
 
 def to_cut(stage: Stage, wanted: Sequence[Sharding]) -> list[Sharding]:
-    """Those that the axis cuts, with nothing pending."""
+    """Return the shardings that the axis shards, without pending reductions."""
     return [s for s in dict.fromkeys(wanted) if stage.axis in s.cut_axes and not s.partial]
 
 
@@ -243,7 +243,7 @@ def _pieces_together(stage: Stage, ways: Ways) -> Iterator[Option]:
 
 
 def shared_heads(stage: Stage, ways: Ways, have: Sequence[Sequence[Sharding]]) -> set[int]:
-    """How many ranks could cut a dim of fewer heads than ranks; for what the op cannot take as it may be cut."""
+    """Return the degrees for a dim with fewer heads than ranks, among shardings that the op cannot take."""
     found, rule, degree = set[int](), ways.rule, stage.mesh.degree(stage.axis)
     whole = rule.pattern.whole | ways.limits.barred | ways.limits.blocked
     for index, shardings in enumerate(have):

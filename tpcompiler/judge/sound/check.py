@@ -89,15 +89,17 @@ def check_artifact(
 
     if not names:
         manifest = read_manifest(directory)
-        beside, model = manifests_beside(directory, manifest), model_of(Path(directory), manifest)
-        return check_programs(read_ranks(directory, manifest, prepare, trust=trust), manifest, original, beside, model)
+        siblings, model = manifests_beside(directory, manifest), model_of(Path(directory), manifest)
+        return check_programs(
+            read_ranks(directory, manifest, prepare, trust=trust), manifest, original, siblings, model
+        )
     manifests = {name: read_manifest(Path(directory) / name) for name in names}
     programs, reports = {}, {}
     for name, manifest in manifests.items():
-        beside = manifests_beside(Path(directory) / name, manifest)
+        siblings = manifests_beside(Path(directory) / name, manifest)
         programs[name] = read_ranks(Path(directory) / name, manifest, prepare, trust=trust)
         model = model_of(Path(directory) / name, manifest)
-        reports[name] = check_programs(programs[name], manifest, original, beside, model)
+        reports[name] = check_programs(programs[name], manifest, original, siblings, model)
     findings = [f"{name}: {finding}" for name, report in reports.items() for finding in report.findings]
     if misfit := misfit_of(manifests):
         findings.append(misfit)
@@ -138,7 +140,7 @@ def check_programs(
     ranks: Sequence[WrittenRank],
     manifest: Manifest,
     original: ExportedProgram | None = None,
-    beside: Mapping[str, Manifest] | None = None,
+    siblings: Mapping[str, Manifest] | None = None,
     model: CanonicalProgram | None = None,
 ) -> CheckReport:
     """Check the programs of all ranks against their claims and the manifest.
@@ -150,7 +152,7 @@ def check_programs(
 
     Args:
         original: the single-device program, whose weights are compared with the ranks' shares.
-        beside: the manifests of other programs that store tensors of this one.
+        siblings: the manifests of other programs that store tensors of this one.
         model: the model in the artifact, in canonical form, to which all ranks must fold.
     """
     mesh = Mesh.of(manifest.mesh)
@@ -173,7 +175,7 @@ def check_programs(
     with _noting(findings, None):
         check_symmetric(ranks, manifest)
     with _noting(findings, None):
-        check_state(ranks, manifest, mesh, models, beside or {})
+        check_state(ranks, manifest, mesh, models, siblings or {})
         counts["tensors without values" if lacks_weights(manifest) else "tensors"] = len(manifest.tensors)
     return CheckReport(not findings, dict(counts), findings, original is not None)
 
