@@ -84,4 +84,4 @@ def test_the_documentation_is_built_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     reference = (tmp_path / "api/index.html").read_text(encoding="utf-8")
     assert 'id="tpcompiler.parallelize"' in reference
-    assert "the degree of the one axis" in reference
+    assert "the degree of a single axis" in reference

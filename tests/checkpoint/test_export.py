@@ -66,7 +66,7 @@ def test_a_command_prints_its_own_words_only(asked: bool, tmp_path: Path) -> Non
     kept = {name: value for name, value in os.environ.items() if name != "TORCH_LOGS"}
     env = {**kept, "PYTHONPATH": paths, **({"TORCH_LOGS": "export"} if asked else {})}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=env, check=True)
-    assert done.stdout == "wrote model.pt2: the program, without its 4 weights (convert --checkpoint adds them)\n"
+    assert done.stdout == "wrote model.pt2: the program without its 4 weights (convert --checkpoint adds them)\n"
     said = [line.rpartition("] ")[2] for line in done.stderr.splitlines()]
     names = ("other", "torch.utils._pytree")
     if asked:
@@ -80,7 +80,7 @@ def test_a_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert (
         right("export", "models_of_mine:build", "-o", "model.pt2")
-        == "wrote model.pt2: the program, without its 4 weights (convert --checkpoint adds them)\n"
+        == "wrote model.pt2: the program without its 4 weights (convert --checkpoint adds them)\n"
     )
     assert str(read_model(tmp_path / "model.pt2").range_constraints.values()).count("64") == 1
     said = refused("export", "models_of_mine:wrong", "-o", "other.pt2")

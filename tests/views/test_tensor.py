@@ -25,6 +25,7 @@ import tpcompiler
 from tests.runtime.commands import right
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import read_sharding
+from tpcompiler.runtime.records import BoundaryRecord
 from tpcompiler.views.slabs import WIDTH
 from tpcompiler.views.tensor import HasManifest
 
@@ -34,8 +35,8 @@ MESHES = {"tp": {"tp": 4}, "dp, tp": {"dp": 2, "tp": 3}}
 
 def described(mesh: dict[str, int], shape: list[int | str], sharding: str) -> HasManifest:
     """A program of one tensor."""
-    row = {"name": "w", "dtype": "f32", "shape": shape, "sharding": sharding}
-    manifest = SimpleNamespace(mesh=mesh, tensors=[row], inputs=[], outputs=[])
+    row = BoundaryRecord(name="w", shape=shape, dtype="f32", sharding=sharding)
+    manifest = SimpleNamespace(mesh=mesh, tensors=[row], placed=lambda: [(row.name, row)])
     return SimpleNamespace(manifest=lambda: manifest)
 
 

@@ -31,7 +31,7 @@ NEW_SPELLINGS = {  # of a command, or of an option of a command; {} is the optio
 def replace_old_spellings(words: Sequence[str]) -> list[str]:
     """Return a command and its arguments in today's spelling."""
     command, values = words[0], iter(words[1:])
-    replaced = _new_spelling(command, command).split()
+    replaced = _new_spelling(command, command).split() or [command]
     for word in values:
         option, is_joined, value = word.partition("=")
         new = _new_spelling(f"{command} {option}", option)
