@@ -41,7 +41,7 @@ def _uneven(program: PlacedProgram) -> Iterator[Any]:
         if node.target is reshard:
             change: Reshard = node.meta[RESHARD]
             (operand,) = edit.operands(node)
-            value = operand.meta["val"]
+            value = edit.fake(operand)
             if not all(state.is_even(value.shape, mesh) for state in change.states):
                 yield lambda rank, c=change, v=value: [
                     [line.shape, *line.local_shapes()] for line, _ in lines_of(c, v, mesh, rank)

@@ -104,7 +104,7 @@ def find_demand(
 
 def _changed(value: fx.Node, have: Sharding, asked: Seed, mesh: Mesh) -> int:
     """Return the bytes of a value that a pin changes."""
-    want, tensor = asked.over(have) if asked.axes else asked.sharding, value.meta["val"]
+    want, tensor = asked.over(have) if asked.axes else asked.sharding, edit.fake(value)
     return reshard_wire_bytes(have, want, tensor.shape, tensor.element_size(), mesh) if have.cut_axes else 0
 
 
@@ -136,5 +136,5 @@ def _kept(node: fx.Node, have: Sequence[Sharding], mesh: Mesh, *, despite: bool)
 
 
 def _wire_bytes(value: fx.Node, have: Sharding, want: Sharding, mesh: Mesh) -> int:
-    tensor = value.meta["val"]
+    tensor = edit.fake(value)
     return reshard_wire_bytes(have, want, tensor.shape, tensor.element_size(), mesh)

@@ -44,7 +44,7 @@ def find_regions(graph: fx.Graph) -> Iterator[Region]:
     """Yield the regions of grouped matmuls that follow one another row by row."""
     groups: dict[fx.Node, list[fx.Node]] = {}
     for node in edit.calls(graph):
-        if str(node.target) in GROUPED and [o.meta["val"].ndim for o in edit.operands(node)] == [2, 3, 1]:
+        if str(node.target) in GROUPED and [edit.ndim(o) for o in edit.operands(node)] == [2, 3, 1]:
             groups.setdefault(edit.operands(node)[2], []).append(node)
     for ends, calls in groups.items():
         if (region := _region(ends, calls)) is not None:

@@ -94,19 +94,19 @@ def find_experts(base: Base) -> Iterator[tuple[str, str]]:
             matrices = [leaf_behind(edit.operands(call)[1]) for call in region.calls]
             tables = [leaf_behind(table) for _, table, _ in region.tables()]
             weights = [leaf for leaf in matrices if leaf is not None and leaf in fqns]
-            if len(weights) < len(matrices) or any(leaf.meta["val"].shape[0] % ranks for leaf in weights):
+            if len(weights) < len(matrices) or any(edit.shape(leaf)[0] % ranks for leaf in weights):
                 continue
             if _is_paid_inside(region, weights, placed, mesh.size(tuple({axis, mesh.model_axis}))):
-                experts = weights[0].meta["val"].shape[0]
-                by_expert = [leaf for leaf in tables if leaf in fqns and leaf.meta["val"].shape[0] == experts]
+                experts = edit.shape(weights[0])[0]
+                by_expert = [leaf for leaf in tables if leaf in fqns and edit.shape(leaf)[0] == experts]
                 yield from ((fqns[leaf], style.name) for leaf in (*weights, *by_expert))
 
 
 def _is_paid_inside(region: Region, weights: Sequence[fx.Node], placed: _Placed, ranks: int) -> bool:
     inner = {node.name for node in region.inner}
-    shares = ((leaf.meta["val"], placed.sharding(leaf)) for leaf in weights)
+    shares = ((edit.fake(leaf), placed.sharding(leaf)) for leaf in weights)
     held = sum(local_bytes(value, own, placed.found.mesh) for value, own in shares if own is not None)
-    is_uneven = held * ranks > sum(leaf.meta["val"].numel() * leaf.meta["val"].element_size() for leaf in weights)
+    is_uneven = held * ranks > sum(edit.fake(leaf).numel() * edit.fake(leaf).element_size() for leaf in weights)
     return is_uneven or any(placed.is_changed_for(node, inner) for node in region.inner)
 
 
@@ -162,7 +162,7 @@ def _has_shares(members: Sequence[fx.Node], given: Set[fx.Node], ranks: int) -> 
     made = [node for node in members if any(user not in inside for user in node.users)]
     if not all(map(edit.is_tensor, (*given, *made))):
         return False
-    first, *others = (value.meta["val"].shape for value in (*given, *made))
+    first, *others = (edit.shape(value) for value in (*given, *made))
     return (
         len(first) == 3
         and sym_quotient(first[1], ranks) is not None

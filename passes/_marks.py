@@ -89,7 +89,7 @@ def mark_node(node: fx.Node, walk: Walk) -> Mark:
     elif not edit.outputs(node):
         operands = edit.operands(node)
         seen = tuple(walk.settled[o] for o in operands)
-        whole = tuple(Sharding.replicated(o.meta["val"].ndim) for o in operands)
+        whole = tuple(Sharding.replicated(edit.ndim(o)) for o in operands)
         mark = Mark((), seen if node.target is FREE else whole, "no tensor")
     elif node.target is pin:
         choice = walk.found.choices[node]
@@ -141,7 +141,7 @@ def _mark_op(node: fx.Node, walk: Walk) -> Mark:
     seen = [walk.settled[operand] for operand in operands]
     mesh, refusals, asked = walk.program.mesh, dict[int, str](), list[str]()
     for index, (operand, have, want) in enumerate(zip(operands, seen, choice.wants, strict=True)):
-        value = operand.meta["val"]
+        value = edit.fake(operand)
         sent = reshard_wire_bytes(have, want, value.shape, value.element_size(), mesh)
         if have == want or not sent:
             continue
@@ -227,7 +227,7 @@ def _refuse(node: fx.Node, leaf: fx.Node, sharding: Sharding, why: str, walk: Wa
     seed, fqns = walk.pinned[leaf], {node.name: fqn for node, fqn in walk.program.leaves()}
     leaf = _behind(leaf)
     fqn = fqns[leaf.name]
-    value = leaf.meta["val"]
+    value = edit.fake(leaf)
     help = f"pin '{fqn}' to R in the plan"
     what = f"cannot use '{fqn}' as {seed.sharding.text(walk.program.mesh)}: {node.target} says: {why}"
     for dim, cut in enumerate(seed.sharding.dims):

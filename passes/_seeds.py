@@ -36,19 +36,19 @@ def find_seeds(
     style = entry.style
     inside = dict(weight or owned)
     if not weight:
-        if style.cut is not None and not any(node.users and node.meta["val"].ndim > 1 for node in inside.values()):
+        if style.cut is not None and not any(node.users and edit.ndim(node) > 1 for node in inside.values()):
             inside |= _borrowed(name, leaves, constant, anywhere=not inside)
     seeds: dict[str, Seed] = {}
-    largest = max(weight, key=lambda fqn: weight[fqn].meta["val"].numel(), default="")
+    largest = max(weight, key=lambda fqn: edit.fake(weight[fqn]).numel(), default="")
     for fqn, node in inside.items():
-        ndim = node.meta["val"].ndim
+        ndim = edit.ndim(node)
         if style.placement is not None:
             axis = style.axis if style.axis in mesh.names else mesh.model_axis
             spec = style.placement if isinstance(style.placement, Mapping) else {axis: style.placement}
             if len(weight) > 1 and fqn != largest:
-                spec = _of_part(spec, node.meta["val"])
+                spec = _of_part(spec, edit.fake(node))
             sharding = Sharding.of(spec, mesh, ndim, f"'{fqn}'", entry.where)
-            sharding = fitted(sharding, node.meta["val"].shape, mesh, f"'{fqn}'", entry.where)
+            sharding = fitted(sharding, edit.shape(node), mesh, f"'{fqn}'", entry.where)
             seeds[node.name] = Seed(sharding, entry.where)
         elif style.whole:
             seeds[node.name] = Seed(Sharding.replicated(ndim), entry.where)
@@ -73,7 +73,7 @@ def find_seeds(
                 )
             for dim in features:
                 dims = list(Sharding.replicated(ndim).dims)
-                cut = _cut(fqn, dim, node.meta["val"].shape[dim], entry, mesh)
+                cut = _cut(fqn, dim, edit.shape(node)[dim], entry, mesh)
                 dims[dim] = cut if mesh.size(cut.axes) > 1 else WHOLE
                 unsaid = style.packed and not style.sizes
                 seeds[node.name] = Seed(Sharding(tuple(dims)), entry.where, loose=True, packed=unsaid)
@@ -138,7 +138,7 @@ def _of_part(spec: Mapping[str, Placement], part: torch.Tensor) -> Mapping[str, 
 
 def _long_dims(leaf: fx.Node) -> set[int]:
     """Return the dims of a leaf that have more than one element."""
-    return {dim for dim, size in enumerate(leaf.meta["val"].shape) if size != 1}
+    return {dim for dim, size in enumerate(edit.shape(leaf)) if size != 1}
 
 
 def _misfit(
@@ -161,7 +161,7 @@ def _misfit(
     if name in inside:
         return f"it has no {side} features", f"give the dim to cut, as in {_placements(name, inside[name][0])}"
     if inside:
-        fqn = max(inside, key=lambda fqn: inside[fqn][0].meta["val"].numel())
+        fqn = max(inside, key=lambda fqn: edit.fake(inside[fqn][0]).numel())
         help = f"use 'replicate', or give a dim of a parameter to cut, as in {_placements(fqn, inside[fqn][0])}"
         return f"no weight of it has {side} features", help
     within = dict.fromkeys(layer_of(fqn) for fqn in leaves if fqn.startswith(f"{name}."))

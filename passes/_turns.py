@@ -56,14 +56,14 @@ def dealt_out(node: fx.Node, axis: str, mesh: Mesh, device_type: str) -> Iterato
     ranks, args = mesh.degree(axis), edit.bound(node)
     queries, keys, _ = MULTIPLES[device_type]
     for what, operand, each in (("queries", args["query"], queries), ("keys", args["key"], math.lcm(ranks, keys))):
-        if operand.meta["val"].ndim == 4:
+        if edit.ndim(operand) == 4:
             yield what, operand, ranks * each
 
 
 def misfit(node: fx.Node, axis: str, mesh: Mesh, device_type: str, dynamic: bool = False) -> str:
     """Return why a call cannot be written in turns, or "". `dynamic`: such sizes will be divided later."""
     args = edit.bound(node)
-    q, k, v = (args[name].meta["val"].shape for name in ("query", "key", "value"))
+    q, k, v = (edit.shape(args[name]) for name in ("query", "key", "value"))
     if not len(q) == len(k) == len(v) == 4 or not all(map(statically_equal, (*k, q[0], q[3]), (*v, k[0], k[3]))):
         shapes = ", ".join(str(list(shape)) for shape in (q, k, v))
         return f"it takes {shapes}, and must take [batch, heads, steps, features] of as many samples and features"
@@ -74,7 +74,7 @@ def misfit(node: fx.Node, axis: str, mesh: Mesh, device_type: str, dynamic: bool
         (f"steps of {what}", each, STEPS, parts) for what, each, parts in dealt_out(node, axis, mesh, device_type)
     ]
     for what, operand, dim, multiple in sizes:
-        size = operand.meta["val"].shape[dim]
+        size = edit.shape(operand)[dim]
         if sym_quotient(size, multiple) is None and not (dynamic and not isinstance(size, int)):
             return f"{size} {what} are no multiple of {multiple}, as that many ranks on {device_type} need"
     return ""

@@ -143,7 +143,7 @@ def _pin(value: fx.Node, seed: Seed, before: fx.Node, owner: fx.Node) -> fx.Node
     node = edit.insert_before(before, pin, (value,), "pin")
     node.meta.clear()
     edit.inherit_meta(node, owner)
-    node.meta["val"] = value.meta["val"]
+    node.meta["val"] = edit.fake(value)
     node.meta[PIN] = seed
     return node
 
@@ -169,7 +169,7 @@ def _pin_module(graph: fx.Graph, name: str, entry: PlanEntry, static: Set[fx.Nod
             if spec is None:
                 continue
             spec = _over_axes(spec, mesh)
-            sharding = _sharding(spec, mesh, value.meta["val"], f"the {what} of '{name}'", entry.where)
+            sharding = _sharding(spec, mesh, edit.fake(value), f"the {what} of '{name}'", entry.where)
             users = [u for u in value.users if (u in members) == (what == "input")]
             before = min(users)
             seed = Seed(sharding, entry.where, () if len(mesh.axes) == 1 else tuple(spec))
@@ -247,9 +247,9 @@ def _input_shardings(program: CanonicalProgram, mesh: Mesh, given: Boundary) -> 
     nodes = {node.name: node for node in program.user_inputs()}
     specs = _boundary(given, list(nodes), "input")
     return {
-        name: _sharding(specs[name], mesh, node.meta["val"], f"input '{name}'", option("--input", "inputs="))
+        name: _sharding(specs[name], mesh, edit.fake(node), f"input '{name}'", option("--input", "inputs="))
         if name in specs
-        else Sharding.replicated(node.meta["val"].ndim)
+        else Sharding.replicated(edit.ndim(node))
         for name, node in nodes.items()
     }
 
@@ -265,10 +265,10 @@ def _pin_outputs(program: CanonicalProgram, mesh: Mesh, given: Boundary) -> None
     for position, name in zip(user, names, strict=True):
         value = values[position]
         asked_by = "outputs=" if name in requested else "outputs are R unless outputs= says otherwise"
-        sharding = Sharding.replicated(value.meta["val"].ndim)
+        sharding = Sharding.replicated(edit.ndim(value))
         if name in requested:
             source = option("--output", "outputs=")
-            sharding = _sharding(requested[name], mesh, value.meta["val"], f"output '{name}'", source)
+            sharding = _sharding(requested[name], mesh, edit.fake(value), f"output '{name}'", source)
         values[position] = _pin(value, Seed(sharding, asked_by), output, owner=value)
     output.args = (tuple(values),)
 
@@ -280,7 +280,7 @@ def _untouched(leaves: Mapping[str, fx.Node], placing: Set[str], seeds: Mapping[
         owner = fqn.rpartition(".")[0]
         parts = owner.split(".")
         around = {".".join(parts[: i + 1]) for i in range(len(parts))} | {fqn}
-        if node.meta["val"].ndim >= 2 and node.name not in seeds and not around & placing:
+        if edit.ndim(node) >= 2 and node.name not in seeds and not around & placing:
             key = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", owner)
             counts[key] = counts.get(key, 0) + 1
     return tuple(Note("untouched", f"{key} x {n}" if n > 1 else key) for key, n in counts.items())

@@ -102,18 +102,18 @@ class _Turns:
             rows = self(aten.unsqueeze.default, self.pin(self.places(args["query"]), 0), 1)
             for columns in self.parts(self.places(k), 0):
                 yield self(aten.le.Tensor, columns, rows)
-        elif mask is None or statically_equal(mask.meta["val"].shape[-1], 1):
+        elif mask is None or statically_equal(edit.shape(mask)[-1], 1):
             yield from itertools.repeat(mask, self.ranks)
         else:
-            yield from self.parts(mask, mask.meta["val"].ndim - 1)
+            yield from self.parts(mask, edit.ndim(mask) - 1)
 
     def places(self, value: fx.Node) -> fx.Node:
         """Return the position of each step: [steps]."""
-        return self(aten.arange.default, self.size(value, STEPS), device=value.meta["val"].device)
+        return self(aten.arange.default, self.size(value, STEPS), device=edit.fake(value).device)
 
     def for_heads_of(self, q: fx.Node, value: fx.Node) -> fx.Node:
         """Repeat each head of keys for its group of query heads."""
-        groups = sym_quotient(q.meta["val"].shape[HEADS], value.meta["val"].shape[HEADS])
+        groups = sym_quotient(edit.shape(q)[HEADS], edit.shape(value)[HEADS])
         if statically_equal(groups, 1):
             return value
         apart = self(aten.expand.default, self(aten.unsqueeze.default, value, STEPS), [-1, -1, groups, -1, -1])
@@ -121,19 +121,19 @@ class _Turns:
 
     def attend(self, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None) -> tuple[fx.Node, fx.Node]:
         """Return the kernel's result for some keys, and the scores' log-sum-exp: -inf if a query sees none of them."""
-        bias = None if mask is None else self.as_bias(mask, q.meta["val"].dtype)
+        bias = None if mask is None else self.as_bias(mask, edit.fake(q).dtype)
         whole = None if bias is None else self.expand(bias, q, k)
         both = self(ON_CPU, q, k, v, attn_mask=whole, scale=edit.bound(self.node)["scale"])
         result, scores = (self(operator.getitem, both, at) for at in (0, 1))
         if mask is None or bias is None:
             return result, scores
-        sees = mask if mask.meta["val"].dtype == torch.bool else self(aten.gt.Scalar, bias, -math.inf)
+        sees = mask if edit.fake(mask).dtype == torch.bool else self(aten.gt.Scalar, bias, -math.inf)
         blind = self(aten.logical_not.default, self(aten.any.dim, sees, -1))
         return result, self(aten.masked_fill.Scalar, scores, blind, -math.inf)  # kernels return 0 for such a query
 
     def as_bias(self, mask: fx.Node, dtype: torch.dtype) -> fx.Node:
         """Return the mask as the kernel takes it: -inf for hidden keys."""
-        value = mask.meta["val"]
+        value = edit.fake(mask)
         if value.dtype != torch.bool:
             return mask if value.dtype == dtype else self(aten._to_copy.default, mask, dtype=dtype)
         numbers = [self(aten.full.default, [], each, dtype=dtype, device=value.device) for each in (0.0, -math.inf)]
@@ -141,7 +141,7 @@ class _Turns:
 
     def expand(self, bias: fx.Node, q: fx.Node, k: fx.Node) -> fx.Node:
         """Expand the bias to all samples and heads: [batch, heads, steps of queries, steps of keys]."""
-        for _ in range(4 - bias.meta["val"].ndim):
+        for _ in range(4 - edit.ndim(bias)):
             bias = self(aten.unsqueeze.default, bias, 0)
         sizes = [*(self.size(q, dim) for dim in range(FEATURES)), self.size(k, STEPS)]
         return self(aten.expand.default, bias, sizes)
@@ -167,7 +167,7 @@ class _Turns:
 
     def as_made(self, value: fx.Node) -> fx.Node:
         """Return the value in the dtype and memory order of the call, because kernels choose their results' layout."""
-        original = self.node.meta["val"]
+        original = edit.fake(self.node)
         order = memory_order(original)
         value = self(aten.permute.default, value, order)
         value = self(aten._to_copy.default, value, dtype=original.dtype, memory_format=torch.contiguous_format)
@@ -175,7 +175,7 @@ class _Turns:
 
     def pin(self, value: fx.Node, dim: int | None) -> fx.Node:
         """Return the value, pinned to be sharded along a dim over the axis, or to be whole over it."""
-        dims = list(Sharding.replicated(value.meta["val"].ndim).dims)
+        dims = list(Sharding.replicated(edit.ndim(value)).dims)
         if dim is not None:
             dims[dim] = DimSharding.by(self.asked.axis)
         node = self(pin, value)
@@ -183,14 +183,14 @@ class _Turns:
         return node
 
     def size(self, value: fx.Node, dim: int) -> Any:
-        size = value.meta["val"].shape[dim]
+        size = edit.shape(value)[dim]
         return size if isinstance(size, int) else self(aten.sym_size.int, value, dim)
 
     def __call__(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Insert a call and compute its fake value."""
         node = edit.insert_before(self.node, op, args, op.__name__.partition(".")[0])
         node.kwargs = kwargs
-        values = fx.node.map_arg((args, kwargs), lambda each: each.meta["val"])
+        values = fx.node.map_arg((args, kwargs), lambda each: edit.fake(each))
         with fake_mode_of(self.node.graph), torch.no_grad(), enable_python_dispatcher():
             node.meta["val"] = op(*values[0], **values[1])
         return node
@@ -201,7 +201,7 @@ def _before_repeat(k: fx.Node, v: fx.Node) -> tuple[fx.Node, fx.Node]:
     keys, values = _source_of_repeat(k), _source_of_repeat(v)
     if keys is None or values is None:
         return k, v
-    same = statically_equal(keys.meta["val"].shape[HEADS], values.meta["val"].shape[HEADS])
+    same = statically_equal(edit.shape(keys)[HEADS], edit.shape(values)[HEADS])
     return (keys, values) if same else (k, v)
 
 
@@ -214,6 +214,6 @@ def _source_of_repeat(value: fx.Node) -> fx.Node | None:
     if single is None or single.target is not aten.unsqueeze.default or single.args[1] != STEPS:
         return None
     few: fx.Node = single.args[0]
-    (b, h, s, d), groups = few.meta["val"].shape, expanded.meta["val"].shape[STEPS]
-    same = value.meta["val"].ndim == 4 and all(map(statically_equal, value.meta["val"].shape, (b, h * groups, s, d)))
+    (b, h, s, d), groups = edit.shape(few), edit.shape(expanded)[STEPS]
+    same = edit.ndim(value) == 4 and all(map(statically_equal, edit.shape(value), (b, h * groups, s, d)))
     return few if same else None

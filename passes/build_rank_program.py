@@ -88,12 +88,12 @@ def _read_numbers(graph: fx.Graph, signature: ExportGraphSignature, row: torch.T
     own = edit.insert_before(readers[0], aten.select.int, (node, 0, 0), name)
     root = next((list(stack.items())[:1] for n in graph.nodes if (stack := n.meta.get("nn_module_stack"))), [])
     with mode:
-        own.meta["val"] = node.meta["val"][0]
+        own.meta["val"] = edit.fake(node)[0]
     for index, each in enumerate(readers):
         each.target, each.args = aten.select.int, (own, 0, index)
-        each.meta["val"] = own.meta["val"].select(0, 0)
+        each.meta["val"] = edit.fake(own).select(0, 0)
     for each in (own, *readers):
-        each.meta = {"val": each.meta["val"], ORIGIN: name, "nn_module_stack": dict(root)}
+        each.meta = {"val": edit.fake(each), ORIGIN: name, "nn_module_stack": dict(root)}
 
 
 def _plain(node: fx.Node) -> None:
@@ -118,7 +118,7 @@ def _of_kind(signature: ExportGraphSignature, program: ShardedProgram, constant:
 def _local_examples(program: ShardedProgram) -> Any:
     """Return the rank's part of the export's example inputs; None if a dynamic dim has no even parts there."""
     examples = program.source.example_inputs
-    inputs = [(node.meta["val"], node.meta[MARK].shardings[0]) for node in program.user_inputs()]
+    inputs = [(edit.fake(node), node.meta[MARK].shardings[0]) for node in program.user_inputs()]
     if examples is None or all(sharding.is_replicated for _, sharding in inputs):
         return examples
     flat, spec = tree_flatten(examples)

@@ -129,7 +129,7 @@ def _attention(q: Any, k: Any, v: Any, mask: Any = None, dropout: float = 0.0, *
 def _join_extrema(graph: fx.Graph) -> None:
     """Join the least and the greatest of the same numbers, as quantisers need, so that one collective serves both."""
     for least in edit.calls(graph):
-        if least.target is not aten.amin.default or not least.meta["val"].is_floating_point():
+        if least.target is not aten.amin.default or not edit.fake(least).is_floating_point():
             continue
         (value,), arguments = edit.operands(least), edit.bound(least)
         same = (u for u in value.users if u.target is aten.amax.default and {**edit.bound(u)} == arguments)
@@ -138,10 +138,10 @@ def _join_extrema(graph: fx.Graph) -> None:
             continue
         both = edit.insert_before(min(least, greatest), aten.aminmax.default, (value,), "aminmax")
         both.kwargs = {"dim": arguments["dim"][0], "keepdim": arguments["keepdim"]}
-        both.meta["val"] = (least.meta["val"], greatest.meta["val"])
+        both.meta["val"] = (edit.fake(least), edit.fake(greatest))
         for part, node in enumerate((least, greatest)):
             part_of_both = edit.insert_before(node, operator.getitem, (both, part), node.name)
-            part_of_both.meta["val"] = node.meta["val"]
+            part_of_both.meta["val"] = edit.fake(node)
             edit.replace_uses(node, part_of_both)
             edit.erase(node)
 
@@ -156,22 +156,22 @@ def _draw_whole(graph: fx.Graph) -> None:
             continue
         if node.target is aten.native_dropout.default:
             (x,) = edit.operands(node)
-            edit.replace_operand(node, 0, _ones(node, x, x.meta["val"]))
+            edit.replace_operand(node, 0, _ones(node, x, edit.fake(x)))
             for part in list(node.users):
                 if part.target is operator.getitem and part.args[1] == 0:
                     drawn = edit.insert_before(part, operator.getitem, (node, 0), "drawn")
-                    drawn.meta["val"] = part.meta["val"]
+                    drawn.meta["val"] = edit.fake(part)
                     part.target, part.args = aten.mul.Tensor, (x, drawn)
         elif draws_for_a_shape(node):
-            ones = _ones(node, edit.operands(node)[0], node.meta["val"])
+            ones = _ones(node, edit.operands(node)[0], edit.fake(node))
             edit.replace_operand(node, 0, ones)
             with fake_mode_of(graph):  # a slice that is drawn into has gaps, and the drawn value has none
-                node.meta["val"] = torch.empty_like(ones.meta["val"], dtype=node.meta["val"].dtype)
+                node.meta["val"] = torch.empty_like(edit.fake(ones), dtype=edit.fake(node).dtype)
 
 
 def _ones(node: fx.Node, like: fx.Node, layout: torch.Tensor) -> fx.Node:
     """Return ones with the shape and dtype of `like` and the memory order of `layout`, in which numbers are drawn."""
-    value = like.meta["val"]
+    value = edit.fake(like)
     order = memory_order(layout)
     sizes = [_size(node, like, dim) for dim in order]
     options = {"dtype": value.dtype, "device": value.device}
@@ -183,12 +183,12 @@ def _ones(node: fx.Node, like: fx.Node, layout: torch.Tensor) -> fx.Node:
         return ones
     back = [order.index(dim) for dim in range(value.ndim)]
     permuted = edit.insert_before(node, aten.permute.default, (ones, back), "ones_as_they_lie")
-    permuted.meta["val"] = ones.meta["val"].permute(back)
+    permuted.meta["val"] = edit.fake(ones).permute(back)
     return permuted
 
 
 def _size(node: fx.Node, value: fx.Node, dim: int) -> int | fx.Node:
-    size = value.meta["val"].shape[dim]
+    size = edit.shape(value)[dim]
     if isinstance(size, int):
         return size
     size_node = edit.insert_before(node, aten.sym_size.int, (value, dim), "size")
@@ -206,8 +206,8 @@ def _slice_by_constants(program: CanonicalProgram) -> None:
         ((dim, rows), *others) = [(d, index) for d, index in enumerate(indices) if index is not None]
         while rows.target in (aten.clone.default, aten.lift_fresh_copy.default, aten.detach.default):
             (rows,) = edit.operands(rows)
-        size = value.meta["val"].shape[dim]
-        if others or rows not in names or not isinstance(size, int) or not is_contiguous(node.meta["val"]):
+        size = edit.shape(value)[dim]
+        if others or rows not in names or not isinstance(size, int) or not is_contiguous(edit.fake(node)):
             continue
         positions = program.state(str(names[rows]))
         if isinstance(positions, FakeTensor) or positions.ndim != 1 or not positions.numel():
@@ -218,7 +218,7 @@ def _slice_by_constants(program: CanonicalProgram) -> None:
         if first >= 0 and first + len(rest) < size and rest == list(range(first + 1, first + 1 + len(rest))):
             part = edit.insert_before(node, aten.slice.Tensor, (value, dim, first, first + 1 + len(rest)), "rows")
             with fake_mode_of(program.graph):
-                part.meta["val"] = value.meta["val"].narrow(dim, first, 1 + len(rest))
+                part.meta["val"] = edit.fake(value).narrow(dim, first, 1 + len(rest))
             node.target, node.args = aten.clone.default, (part,)
             node.kwargs = {"memory_format": torch.contiguous_format}
 
@@ -229,13 +229,13 @@ def _count_by_dims(graph: fx.Graph) -> None:
         if node.target is not aten.sym_numel.default:
             continue
         (value,) = edit.operands(node)
-        shape = value.meta["val"].shape
+        shape = edit.shape(value)
         product: Any = math.prod(size for size in shape if isinstance(size, int))
         for dim, size in enumerate(shape):
             if not isinstance(size, int):
                 factor = edit.insert_before(node, aten.sym_size.int, (value, dim), "size")
                 factor.meta["val"] = size
-                count = size * (product.meta["val"] if isinstance(product, fx.Node) else product)
+                count = size * (edit.fake(product) if isinstance(product, fx.Node) else product)
                 product = edit.insert_before(node, operator.mul, (factor, product), "numel")
                 product.meta["val"] = count
         edit.replace_uses(node, product)
@@ -251,7 +251,7 @@ def _write_inferred_sizes(graph: fx.Graph) -> None:
     for node in edit.calls(graph):
         if node.target not in (aten.view.default, aten._unsafe_view.default, aten.view_copy.default):
             continue
-        sizes, inferred = edit.bound(node)["size"], node.meta["val"].shape
+        sizes, inferred = edit.bound(node)["size"], edit.shape(node)
         if any(isinstance(size, fx.Node) for size in sizes):
             explicit = [
                 new if old == -1 and isinstance(new, int) else old for old, new in zip(sizes, inferred, strict=True)

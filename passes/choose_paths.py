@@ -22,7 +22,7 @@ def choose_paths(program: PlacedProgram, machine: Machine) -> PlacedProgram:
     for node in edit.calls(graph):
         if node.target is reshard:
             change: Reshard = node.meta[RESHARD]
-            value = edit.operands(node)[0].meta["val"]
+            value = edit.fake(edit.operands(node)[0])
             ends = change.source, change.target
             steps = steps_between(*ends, value.shape, value.element_size(), program.mesh, machine)
             node.meta[RESHARD] = replace(change, via=tuple(step.target for step in steps[:-1]))

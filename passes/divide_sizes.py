@@ -44,7 +44,7 @@ def divide_sizes(program: PlannedProgram, device_type: str = "cpu") -> PlannedPr
     """
     parts: dict[Any, int] = {}
     ranges = program.source.range_constraints
-    symbols = symbols_of(node.meta["val"] for node in program.user_inputs())  # others depend on data
+    symbols = symbols_of(edit.fake(node) for node in program.user_inputs())  # others depend on data
     for what, value, dim, degree, asked_by in _divided(program, device_type):
         size = value.shape[dim]
         if isinstance(size, int) or sym_quotient(size, degree) is not None:
@@ -80,12 +80,12 @@ def divide_sizes(program: PlannedProgram, device_type: str = "cpu") -> PlannedPr
 
 def _substitute(node: fx.Node, mode: FakeTensorMode, standing: Mapping[Any, Any]) -> None:
     if "val" in node.meta:
-        node.meta["val"] = tree_map(lambda value: substituted(value, mode, standing), node.meta["val"])
+        node.meta["val"] = tree_map(lambda value: substituted(value, mode, standing), edit.fake(node))
 
 
 def _notes(before: PlannedProgram, after: PlannedProgram, parts: Mapping[Any, int]) -> Iterator[Note]:
     for old, new in zip(before.user_inputs(), after.user_inputs(), strict=True):
-        for dim, (size, divided) in enumerate(zip(old.meta["val"].shape, new.meta["val"].shape, strict=True)):
+        for dim, (size, divided) in enumerate(zip(edit.shape(old), edit.shape(new), strict=True)):
             if symbols_of([size]) & parts.keys():
                 multiple = sym_multiple(size)
                 must = f"a multiple of {multiple[1] * parts[multiple[0]]}" if multiple is not None else str(divided)
@@ -101,7 +101,7 @@ def _divided(program: PlannedProgram, device_type: str) -> Iterator[tuple[str, t
     for node in edit.calls(program.graph):
         if (turns := node.meta.get(IN_TURNS)) is not None:
             for _, operand, parts in dealt_out(node, turns.axis, program.mesh, device_type):
-                yield f"'{operand.name}'", operand.meta["val"], STEPS, parts, turns.asked_by
+                yield f"'{operand.name}'", edit.fake(operand), STEPS, parts, turns.asked_by
 
 
 def _placed(program: PlannedProgram) -> Iterator[tuple[str, torch.Tensor, Sharding, str]]:
@@ -109,7 +109,7 @@ def _placed(program: PlannedProgram) -> Iterator[tuple[str, torch.Tensor, Shardi
     for node in program.graph.nodes:
         if node.name in program.input_shardings:
             asked_by = option("--input", "inputs=")
-            yield f"input '{node.name}'", node.meta["val"], program.input_shardings[node.name], asked_by
+            yield f"input '{node.name}'", edit.fake(node), program.input_shardings[node.name], asked_by
         elif PIN in node.meta:
             (operand,) = edit.operands(node)
-            yield f"'{operand.name}'", node.meta["val"], node.meta[PIN].sharding, node.meta[PIN].asked_by
+            yield f"'{operand.name}'", edit.fake(node), node.meta[PIN].sharding, node.meta[PIN].asked_by

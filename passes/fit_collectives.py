@@ -55,7 +55,7 @@ class Fit:
 
     def buffer_for(self, node: fx.Node) -> Buffer:
         """Return the buffer that an all_reduce uses, made large enough."""
-        value, group = edit.operands(node)[0].meta["val"], str(node.args[-1])
+        value, group = edit.fake(edit.operands(node)[0]), str(node.args[-1])
         name = f"_symm_mem_{list(self.sizes).index(group)}_{DTYPES.index(value.dtype)}"  # the same on all ranks
         buffer = self.buffers.get(name, Buffer(name, group, value.dtype, 0))
         self.buffers[name] = replace(buffer, numel=max(buffer.numel, value.numel()))
@@ -110,7 +110,7 @@ def _fit_graph(graph: fx.Graph, fit: Fit, constant: Callable[[Buffer], fx.Node])
         if not (collectives := [node for node in nodes if edit.is_collective(node)]) or not edit.operands(nodes[0]):
             continue  # a slice, or a change that begins with one
         (source, *_), value = edit.operands(nodes[0]), edit.outputs(nodes[-1])[0]
-        is_static = all(isinstance(size, int) for size in (*source.meta["val"].shape, *value.shape))
+        is_static = all(isinstance(size, int) for size in (*edit.shape(source), *value.shape))
         if not is_static or not all(map(fit.wanted, collectives)):
             continue
         if kinds == [ALL_REDUCE, WAIT] and _fits_one_shot(nodes[0], fit):
@@ -121,7 +121,7 @@ def _fit_graph(graph: fx.Graph, fit: Fit, constant: Callable[[Buffer], fx.Node])
         elif kinds in _forms(ALL_GATHER, fit.sizes):
             _fit_gather(source, nodes)
     for first, wait in one_shots:  # now that the buffers have their sizes
-        value = wait.meta["val"]
+        value = edit.fake(wait)
         part = insert_call(wait, aten.slice.Tensor, (constant(fit.buffer_for(first)), 0, 0, value.numel()))
         room = insert_call(wait, aten.view.default, (part, list(value.shape)))
         _stand_for([first, wait], ONE_SHOT, (room, *first.args))
@@ -137,7 +137,7 @@ def _forms(kind: Any, sizes: Mapping[str, int]) -> list[list[Any]]:
 
 
 def _fits_one_shot(node: fx.Node, fit: Fit) -> bool:
-    value = edit.operands(node)[0].meta["val"]
+    value = edit.fake(edit.operands(node)[0])
     count = value.numel() * value.itemsize
     return (
         node.args[1] == "sum"
@@ -151,7 +151,7 @@ def _fits_one_shot(node: fx.Node, fit: Fit) -> bool:
 
 def _fit_scatter(source: fx.Node, nodes: list[fx.Node]) -> None:
     """Fuse a linear with the reduce_scatter after it."""
-    before, after = source.meta["val"], nodes[-1].meta["val"]
+    before, after = edit.fake(source), edit.fake(nodes[-1])
     (collective,) = (node for node in nodes if node.target is REDUCE_SCATTER)
     dim = _changed_dim(before, after)
     if collective.args[1] == "sum" and dim is not None and _fits_matmul(source, before) and len(source.users) == 1:
@@ -163,17 +163,17 @@ def _fit_scatter(source: fx.Node, nodes: list[fx.Node]) -> None:
 def _fit_gather(source: fx.Node, nodes: list[fx.Node]) -> None:
     """Fuse an all_gather with every linear that takes its result and whose weight exists by then."""
     last, group = nodes[-1], next(node.args[-1] for node in nodes if node.target is ALL_GATHER)
-    dim = _changed_dim(last.meta["val"], source.meta["val"])
+    dim = _changed_dim(edit.fake(last), edit.fake(source))
     if dim is None:
         return
     order = {node: at for at, node in enumerate(last.graph.nodes)}
-    fits = [user for user in last.users if _fits_matmul(user, last.meta["val"]) and user.args[0] is last]
+    fits = [user for user in last.users if _fits_matmul(user, edit.fake(last)) and user.args[0] is last]
     fits = [user for user in fits if order[user.args[1]] < order[last]]
     if not fits:
         return
     is_also_used = len(fits) < len(last.users)
     turned = [insert_call(last, aten.permute.default, (user.args[1], [1, 0])) for user in fits]
-    value = (last.meta["val"] if is_also_used else None, [user.meta["val"] for user in fits])
+    value = (edit.fake(last) if is_also_used else None, [edit.fake(user) for user in fits])
     fused = insert_call(last, GATHER_MATMUL, (source, turned, dim, group), {"return_A": is_also_used}, value)
     fused.meta["custom"] = {CLAIM: {"stands_for": [_record(node) for node in (*nodes, *fits)]}}
     results = insert_call(last, operator.getitem, (fused, 1), value=value[1])
@@ -207,7 +207,7 @@ def _record(node: fx.Node) -> list[Any]:
 def _stand_for(nodes: Sequence[fx.Node], target: Any, args: tuple[Any, ...]) -> None:
     """Replace nodes, only the last of which is used elsewhere, by one call that records what it stands for."""
     last = nodes[-1]
-    call = insert_call(last, target, args, value=last.meta["val"])
+    call = insert_call(last, target, args, value=edit.fake(last))
     if target is not operator.getitem:
         call.meta["custom"] = {CLAIM: {"stands_for": [_record(node) for node in nodes]}}
     _take_place(call, last)

@@ -58,7 +58,7 @@ def flatten_branches(program: CanonicalProgram, plan: Plan, mesh: Mesh) -> Canon
                 branches.drop()
                 node.meta[UNCUT] = why
             else:
-                largest = max(planned_operands, key=lambda used: used.meta["val"].numel())
+                largest = max(planned_operands, key=lambda used: edit.fake(used).numel())
                 weight_name = leaves.get(largest, largest.name)
                 branches.choose(f"the plan cuts '{weight_name}'")
                 inserted.update(branches.nodes)
@@ -92,7 +92,7 @@ class _Branches:
             ]
 
     def _copy(self, name: str, named: Any, operands: Any) -> list[Any]:
-        body: fx.GraphModule = named.meta["val"]
+        body: fx.GraphModule = edit.fake(named)
         inner_graph = edit.copy_graph(body.graph)
         read_bodies(inner_graph, body)
         feed, copies = iter(operands), dict[fx.Node, Any]()
@@ -119,7 +119,7 @@ class _Branches:
         if "unbacked_bindings" in inner.meta:
             node.meta["unbacked_bindings"] = inner.meta["unbacked_bindings"]
         elif isinstance(inner.target, OpOverload) and inner.target._schema.returns:
-            values, keyword_values = fx.node.map_arg((args, kwargs), lambda used: used.meta["val"])
+            values, keyword_values = fx.node.map_arg((args, kwargs), lambda used: edit.fake(used))
             node.meta["val"] = inner.target(*values, **keyword_values)
         return node
 
@@ -133,7 +133,7 @@ class _Branches:
             ends = [result[user.args[1]] for result in self.results]  # type: ignore[index]
             if not all(map(edit.is_tensor, ends)):
                 return "its branches return what is no tensor"
-            values = [end.meta["val"] for end in ends]
+            values = [edit.fake(end) for end in ends]
             if not _alike(*values):
                 return f"its branches return {' and '.join(map(value_text, values))}"
         return ""
@@ -149,7 +149,7 @@ class _Branches:
             alternatives = [result[index] for result in self.results]
             selected = self._add(aten.where.self, (self.predicate, *alternatives), f"{self.node.name}_chosen_{index}")
             selected.meta[BOTH] = note
-            if selected.meta["val"].stride() != user.meta["val"].stride() and user.meta["val"].is_contiguous():
+            if edit.fake(selected).stride() != edit.fake(user).stride() and edit.fake(user).is_contiguous():
                 selected = self._add(
                     aten.clone.default, (selected,), selected.name, memory_format=torch.contiguous_format
                 )
@@ -165,7 +165,7 @@ class _Branches:
         node = edit.insert_before(self.node, target, args, name)
         node.kwargs = kwargs
         with fake_mode_of(self.node.graph), torch.no_grad(), enable_python_dispatcher():
-            node.meta["val"] = target(*fx.node.map_arg(args, lambda used: used.meta["val"]), **kwargs)
+            node.meta["val"] = target(*fx.node.map_arg(args, lambda used: edit.fake(used)), **kwargs)
         return node
 
     def drop(self) -> None:
@@ -176,9 +176,9 @@ class _Branches:
 
 def _as_scalar(predicate: fx.Node) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """Yield the calls that turn a predicate of one element into a bool without dims."""
-    if predicate.meta["val"].dtype != torch.bool:
+    if edit.fake(predicate).dtype != torch.bool:
         yield aten.ne.Scalar, (0,)
-    if predicate.meta["val"].ndim:
+    if edit.ndim(predicate):
         yield aten.view.default, ([],)
 
 

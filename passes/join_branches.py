@@ -45,7 +45,7 @@ def join_branches(program: PlannedProgram) -> PlannedProgram:
 
 def _join(cat: fx.Node) -> None:
     branches = edit.operands(cat)
-    dim = edit.bound(cat)["dim"] % cat.meta["val"].ndim
+    dim = edit.bound(cat)["dim"] % edit.ndim(cat)
     columns = _columns(branches)
     if columns is None:
         return
@@ -58,7 +58,7 @@ def _join(cat: fx.Node) -> None:
     in_dims: list[int | None] = []
     for column, source in zip(columns, sources, strict=True):
         if source is not None:
-            part = column[0].meta["val"].shape[dim]
+            part = edit.shape(column[0])[dim]
             inputs.append(_insert(cat, aten.unflatten.int, (source, dim, [count, part]), "parts"))
             in_dims.append(dim)
         elif len(set(column)) == 1:
@@ -67,7 +67,7 @@ def _join(cat: fx.Node) -> None:
         else:
             inputs.append(_insert(cat, aten.stack.default, (list(column),), "of_all"))
             in_dims.append(0)
-    first, dense = branches[0], cat.meta["val"].is_contiguous()
+    first, dense = branches[0], edit.fake(cat).is_contiguous()
 
     def one(*values: Any) -> Any:
         args, kwargs = edit.map_operands(first, lambda i, _: values[i])
@@ -78,7 +78,7 @@ def _join(cat: fx.Node) -> None:
         return joined.contiguous() if dense else joined  # keep the strides of the concatenation
 
     with fake_mode_of(cat.graph), torch.no_grad():
-        values = [torch.empty_like(i.meta["val"]) for i in inputs]
+        values = [torch.empty_like(edit.fake(i)) for i in inputs]
         try:
             traced = trace_ops(body, *values)
         except RuntimeError:
@@ -107,24 +107,24 @@ def _fits(branch: fx.Node, first: fx.Node) -> bool:
 
 
 def _alike(values: Sequence[fx.Node]) -> bool:
-    shapes = {(tuple(map(str, v.meta["val"].shape)), v.meta["val"].dtype) for v in values}
+    shapes = {(tuple(map(str, edit.shape(v))), edit.fake(v).dtype) for v in values}
     return len(shapes) == 1
 
 
 def _split_source(values: Sequence[fx.Node], dim: int) -> fx.Node | None:
     """Return the value whose parts, in order, a split of `dim` yields as `values`."""
     split = values[0].args[0] if values[0].target is operator.getitem else None
-    if not isinstance(split, fx.Node) or split.target not in SPLITS or len(split.meta["val"]) != len(values):
+    if not isinstance(split, fx.Node) or split.target not in SPLITS or len(edit.fake(split)) != len(values):
         return None
     if any(v.target is not operator.getitem or v.args != (split, i) for i, v in enumerate(values)):
         return None
     (source,) = edit.operands(split)
-    return source if edit.bound(split)["dim"] % source.meta["val"].ndim == dim else None
+    return source if edit.bound(split)["dim"] % edit.ndim(source) == dim else None
 
 
 def _insert(before: fx.Node, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
     node = edit.insert_before(before, target, args, name)
-    values = fx.node.map_arg(args, lambda n: n.meta["val"])
+    values = fx.node.map_arg(args, lambda n: edit.fake(n))
     with fake_mode_of(before.graph), torch.no_grad():
         node.meta["val"] = target(*values)
     return node

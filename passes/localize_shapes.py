@@ -66,7 +66,7 @@ def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
             if mark is not None and mark.local is not None:
                 parts = list(node.users) if isinstance(whole, (tuple, list)) else [node]
                 replaced.update(parts)
-                wholes = [part.meta["val"] for part in parts]
+                wholes = [edit.fake(part) for part in parts]
                 wholes_of = dict(zip(_put_in_body(node, parts, program, mode, call), wholes, strict=True))
             elif lowered or resized or not local.isdisjoint(node.all_input_nodes):
                 if mark is not None and mark.skips_empty and not lowered:
@@ -82,7 +82,7 @@ def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
             mark = result.meta.get(MARK)
             if mark is not None and mark.shardings:
                 _check(result, mark, whole, program)
-                if result.meta["val"] is not whole and key(result) == key(whole):
+                if edit.fake(result) is not whole and key(result) == key(whole):
                     result.meta["val"] = whole
             if result.op != "output" and result.meta.get("val") is not whole:
                 local.add(result)
@@ -135,8 +135,8 @@ def _multiply(node: fx.Node, degree: int) -> None:
     """Multiply a size read off a shard by the degree, because sizes keep their global meaning."""
     whole = edit.insert_after(node, operator.mul, (node, degree), "global_size")
     edit.replace_uses(node, whole, keep=[whole])
-    whole.meta["val"] = node.meta["val"]
-    node.meta["val"] = node.meta["val"] // degree
+    whole.meta["val"] = edit.fake(node)
+    node.meta["val"] = edit.fake(node) // degree
 
 
 def _divide(size: fx.Node, degree: int, user: fx.Node) -> fx.Node:
@@ -144,7 +144,7 @@ def _divide(size: fx.Node, degree: int, user: fx.Node) -> fx.Node:
         (local,) = size.all_input_nodes
         return local
     quotient = edit.insert_before(user, operator.floordiv, (size, degree), "local_size")
-    quotient.meta["val"] = size.meta["val"] // degree
+    quotient.meta["val"] = edit.fake(size) // degree
     return quotient
 
 
@@ -169,7 +169,7 @@ def _put_in_body(
 
     with mode, torch.no_grad():
         # A tracer identifies its inputs as objects, and slices of one shape may share their fake value.
-        values = [torch.empty_like(i.meta["val"]) if edit.is_tensor(i) else i.meta["val"] for i in inputs]
+        values = [torch.empty_like(edit.fake(i)) if edit.is_tensor(i) else edit.fake(i) for i in inputs]
         traced = trace_ops(body, torch.empty((), dtype=torch.int64), *values)
     traced.eliminate_dead_code()
     offset = None
@@ -210,10 +210,10 @@ def _read_size(size: Size, node: fx.Node) -> fx.Node:
     runs = (
         (operand, dims)
         for operand in edit.operands(node)
-        for dims in itertools.combinations(range(operand.meta["val"].ndim + 1), 2)
+        for dims in itertools.combinations(range(edit.ndim(operand) + 1), 2)
     )
     for operand, (start, end) in runs:
-        shape = operand.meta["val"].shape[start:end]
+        shape = edit.shape(operand)[start:end]
         over = sym_quotient(math.prod(shape), size)
         if not isinstance(over, int) or not over:
             continue
@@ -230,13 +230,13 @@ def _read_size(size: Size, node: fx.Node) -> fx.Node:
 
 def _number(node: fx.Node, target: Any, *args: Any) -> fx.Node:
     size = edit.insert_before(node, target, args, "size")
-    size.meta["val"] = target(*fx.node.map_arg(args, lambda n: n.meta["val"]))
+    size.meta["val"] = target(*fx.node.map_arg(args, lambda n: edit.fake(n)))
     return size
 
 
 def _allow_copy(node: fx.Node) -> None:
     """Replace a view by a reshape if the local operand is not dense, unlike the global one."""
-    if node.target is aten.view.default and not is_contiguous(edit.operands(node)[0].meta["val"]):
+    if node.target is aten.view.default and not is_contiguous(edit.fake(edit.operands(node)[0])):
         node.target = aten.reshape.default
 
 
@@ -244,7 +244,7 @@ def _run(node: fx.Node, mode: FakeTensorMode, results: Results) -> Any:
     """Return the node's local fake value: the op's result for its operands' local values."""
     cache_key = (node.target, key(node.args), key(node.kwargs))
     if cache_key not in results:
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: edit.fake(n))
         # As export does: some ops (padding) have kernels for plain sizes, which would bake in a symbol's example.
         with mode, torch.no_grad(), enable_python_dispatcher():
             results[cache_key] = node.target(*args, **kwargs)  # type: ignore[operator]
@@ -253,7 +253,7 @@ def _run(node: fx.Node, mode: FakeTensorMode, results: Results) -> Any:
 
 def _run_by_name(node: fx.Node, mark: Mark, program: LoweredProgram, mode: FakeTensorMode) -> torch.Tensor:
     """Return the local fake value of an op that creates data-dependent sizes, without creating new symbols."""
-    whole = node.meta["val"]
+    whole = edit.fake(node)
     assert mode.shape_env is not None
     with mode.shape_env.ignore_fresh_unbacked_symbols():
         value = _run(node, mode, {})

@@ -47,7 +47,7 @@ def lower_reshards(program: PlacedProgram, ranks: Sequence[int], traces: Traces)
             continue
         change: Reshard = node.meta[RESHARD]
         (value,) = edit.operands(node)
-        whole = value.meta.get(GLOBAL, value.meta["val"])  # the result of another reshard is already local
+        whole = value.meta.get(GLOBAL, edit.fake(value))  # the result of another reshard is already local
         alike = change.source, change.target, key(whole)
         if alike not in lowered:
             steps = lines_of(change, whole, program.mesh, ranks[0])

@@ -50,7 +50,7 @@ def move_device(program: ExportedProgram, device_type: str) -> ExportedProgram:
             _change_kernel(node, kernels[node], mode)
         elif "val" in node.meta:
             own_cache = {} if node.op == "placeholder" else cache  # two inputs that share one value would be aliases
-            node.meta["val"] = tree_map(functools.partial(_move, device_type, mode, own_cache), node.meta["val"])
+            node.meta["val"] = tree_map(functools.partial(_move, device_type, mode, own_cache), edit.fake(node))
 
     with no_new_guards(graph):
         # After all literals, because a node's tensor operands are recognised by their values.
@@ -64,7 +64,7 @@ def move_device(program: ExportedProgram, device_type: str) -> ExportedProgram:
 def _change_kernel(node: fx.Node, call: Call, mode: FakeTensorMode) -> None:
     _, sums = edit.outputs(node)[:2]
     node.target, node.args, node.kwargs = call
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: edit.fake(operand))
     with mode, torch.no_grad():
         results = list(call[0](*args, **kwargs))
         # torch does not prove that a dynamic size needs no padding

@@ -119,7 +119,7 @@ def _find_cause(node: fx.Node, made: Sharding, settled: Sharding, program: Plann
 
 
 def _put_change(made: fx.Node, change: Reshard) -> fx.Node:
-    made.meta["val"] = edit.operands(made)[0].meta["val"]
+    made.meta["val"] = edit.fake(edit.operands(made)[0])
     made.meta[MARK] = Mark((change.target,), (change.source,), change.reason, change.why)
     made.meta[RESHARD] = change
     return made

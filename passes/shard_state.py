@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tpcompiler._torch import FakeTensor
+from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import LocalProgram, ShardedProgram, mark_of, tied
 from tpcompiler.ir.sharding import Sharding
@@ -35,7 +36,7 @@ def shard_state(
         if first not in shares:
             value, sharding = program.state(fqn), mark_of(node).shardings[0]
             if isinstance(value, FakeTensor) and not sharding.is_replicated:
-                shares[first] = _hollow(fqn, value, node.meta["val"], hollow)
+                shares[first] = _hollow(fqn, value, edit.fake(node), hollow)
             else:
                 shares[first] = _plain(_share(value, sharding, program.mesh, rank))
         state[fqn] = shares[first]

@@ -51,7 +51,7 @@ def _blocks(program: PlannedProgram, weight: fx.Node) -> int:
     seed = None if leaf is None else program.seeds.get(leaf.name) or program.kept.get(leaf.name)
     if leaf is None or seed is None:
         return 1
-    count, experts = program.mesh.size(seed.sharding.dims[0].axes), leaf.meta["val"].shape[0]
+    count, experts = program.mesh.size(seed.sharding.dims[0].axes), edit.shape(leaf)[0]
     if experts % count:
         fqn = next(fqn for node, fqn in program.leaves() if node.name == leaf.name)
         fits = [str(degree) for degree in range(1, experts + 1) if experts % degree == 0]
@@ -90,7 +90,7 @@ class _Body:
         """Replace the last matmul by the body."""
         last = self.region.calls[-1]
         with fake_mode_of(last.graph), torch.no_grad():
-            values = [torch.empty_like(node.meta["val"]) for node in self.inputs]
+            values = [torch.empty_like(edit.fake(node)) for node in self.inputs]
             try:
                 body = trace_ops(self.run, *values)
             except RuntimeError:

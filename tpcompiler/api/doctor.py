@@ -19,6 +19,7 @@ from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.objective import local_bytes
 from tpcompiler.cost.timeline import StepTime, duration
 from tpcompiler.errors import MeshError, ShardingError, UnsupportedError
+from tpcompiler.ir import edit
 from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import fold_layers
@@ -314,7 +315,7 @@ def _sends(collectives: Sequence[Collective], mesh: Mesh, machine: Machine) -> l
 
 
 def _rows(program: PlannedProgram) -> int:
-    sizes = [node.meta["val"].shape for node in program.user_inputs()]
+    sizes = [edit.shape(node) for node in program.user_inputs()]
     return next((sym_hint(size[0]) for size in sizes if size), 1)
 
 
@@ -344,8 +345,8 @@ def _shared(found: Solution) -> Iterator[str]:
         first_of = tied(program)
         for node, fqn in program.leaves():
             shares = found.mesh.size(tuple(axis for axis in found.leaves[node].cut_axes if axis in found.model))
-            if 1 < shares < split and first_of[node.name] == node.name and node.meta["val"].ndim > 1:
-                held = local_bytes(node.meta["val"], found.leaves[node], found.mesh)
+            if 1 < shares < split and first_of[node.name] == node.name and edit.ndim(node) > 1:
+                held = local_bytes(edit.fake(node), found.leaves[node], found.mesh)
                 more[fqn] = shares, held - held * shares // split
     alike = Counter[tuple[str, int]]()
     for fqn, (shares, count) in more.items():

@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 from tpcompiler._torch import aten, fake_group, group_is_registered, sym_hint, tree_flatten, with_graph
 from tpcompiler.api.verify_files import verify_package
 from tpcompiler.errors import ArtifactError, UnsupportedError, reason
+from tpcompiler.ir import edit
 from tpcompiler.judge.compare.compare import VerifyReport
 from tpcompiler.runtime.artifact import (
     Manifest,
@@ -164,7 +165,7 @@ def _without_ops(program: ExportedProgram) -> ExportedProgram:
             if some is None:
                 raise UnsupportedError("a program that takes nothing has no package", help="give it an input")
             known[node] = graph.create_node("call_function", aten.alias.default, (some,), name=node.name)
-            known[node].meta["val"] = node.meta["val"]
+            known[node].meta["val"] = edit.fake(node)
     graph.output(fx.map_arg(old.args[0], lambda node: known[node]))
     hollow_program = with_graph(program, {}, graph)
     for name in weightless_names(hollow_program):

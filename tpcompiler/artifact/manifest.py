@@ -68,12 +68,12 @@ def manifest_of(converted: Converted) -> Manifest:
         BoundaryRecord(
             name=node.name,
             values=list(ranges[node.name]) if node.name in ranges else None,
-            **_described(node.meta["val"], mark_of(node).shardings[0], mesh),
+            **_described(edit.fake(node), mark_of(node).shardings[0], mesh),
         )
         for node in program.user_inputs()
     ]
     outputs = [
-        BoundaryRecord(name=name, **_described(value.meta["val"], mark_of(value).shardings[0], mesh))
+        BoundaryRecord(name=name, **_described(edit.fake(value), mark_of(value).shardings[0], mesh))
         for name, value in _outputs(program)
     ]
     first = partition.rank_program(0)

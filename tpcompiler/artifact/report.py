@@ -58,7 +58,7 @@ def transfer_of(node: fx.Node, mesh: Mesh) -> Transfer:
     """Count the bytes of a collective, with the sizes of the example."""
     kind = KIND_OF[str(node.target).split(".")[1]]
     axes = mesh.axes_of(str(node.args[-1]))
-    payload, size = _bytes(sent_value(node).meta["val"]), mesh.size(axes)
+    payload, size = _bytes(edit.fake(sent_value(node))), mesh.size(axes)
     wire = wire_bytes(kind, payload, size)
     return Transfer(kind=kind, axis=".".join(axes), payload_bytes=payload, group_size=size, wire_bytes=wire)
 

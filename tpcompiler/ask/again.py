@@ -17,6 +17,7 @@ from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.cost.objective import Objective
 from tpcompiler.errors import TpCompilerError
+from tpcompiler.ir import edit
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
@@ -163,7 +164,7 @@ def _opened(program: PlannedProgram, model: tuple[str, ...], layers: Collection[
     for node, fqn in program.leaves():
         if (seed := program.seeds.get(node.name)) is None:
             continue
-        ndim = node.meta["val"].ndim
+        ndim = edit.ndim(node)
         if layer_of(fqn) not in layers:
             seeds[node.name] = seed
         elif ndim > 1:

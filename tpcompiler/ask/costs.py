@@ -19,6 +19,7 @@ from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.cost.timeline import StepTime
 from tpcompiler.errors import InputsError, option
+from tpcompiler.ir import edit
 from tpcompiler.ir.claims import records_of
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import layer_around
@@ -130,7 +131,7 @@ def count_costs(written: Written, at: Mapping[str, int], machine: Machine) -> Co
     values = {sympy.Symbol(size.name): size.value for size in sizes}
     found: dict[tuple[str, str], list[tuple[Expr, int, float]]] = {}
     for node, record in records_of(written.exported.graph, written.manifest).items():
-        value: torch.Tensor = sent_value(node).meta["val"]
+        value: torch.Tensor = edit.fake(sent_value(node))
         payload = math.prod(map(sym_expr, value.shape)) * value.element_size()
         ranks, payload = record.group_size, sympy.sympify(payload).xreplace(meant)
         is_known = payload.free_symbols <= values.keys()  # what depends on data is as in the example

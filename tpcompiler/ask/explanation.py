@@ -183,7 +183,7 @@ def _of_collective(written: Written, again: Again, record: Any) -> Explanation:
     changed = written.change(record)
     node, leaves = _node(again, changed.name), dict(again.program.leaves())
     found = _of_leaf(written, again, node, leaves[node]) if node in leaves else _of_value(written, again, changed.name)
-    mesh, value = Mesh.of(written.manifest.mesh), node.meta["val"]
+    mesh, value = Mesh.of(written.manifest.mesh), edit.fake(node)
     return replace(
         found,
         name=record.node,
@@ -215,7 +215,7 @@ def _of_value(written: Written, again: Again, name: str) -> Explanation:
     is_call = node in again.found.choices
     prices = again.prices(node, layers) if is_call else []
     wants = again.found.choices[node].wants if is_call else ()
-    reads = [operand.meta["val"] for operand in edit.operands(node)]
+    reads = [edit.fake(operand) for operand in edit.operands(node)]
     made, taken = list(zip(placed, tensors, strict=False)), list(zip(wants, reads, strict=False))
     alternatives = _priced(prices, made, taken, again.found.mesh)
     return Explanation(
@@ -239,7 +239,7 @@ def _of_value(written: Written, again: Again, name: str) -> Explanation:
 
 
 def _of_leaf(written: Written, again: Again, node: fx.Node, name: str) -> Explanation:
-    mesh, value = Mesh.of(written.manifest.mesh), node.meta["val"]
+    mesh, value = Mesh.of(written.manifest.mesh), edit.fake(node)
     row = next(row for row in written.manifest.tensors if row.name == name)
     placed, users = read_claimed(row.sharding, mesh, value), written.users(name)
     sent = {record.node: record for user in users for record in written.sent(user)}

@@ -75,7 +75,7 @@ class Written:
         rows, mesh = {row.name: row for row in self.manifest.inputs}, Mesh.of(self.manifest.mesh)
         for node in self.exported.graph.nodes:
             if node.op == "placeholder" and node.name in rows:
-                yield node.name, node.meta["val"], read_claimed(rows[node.name].sharding, mesh, node.meta["val"])
+                yield node.name, edit.fake(node), read_claimed(rows[node.name].sharding, mesh, edit.fake(node))
 
     def ops(self, name: str) -> list[fx.Node]:
         """The nodes that do a rank's share of an op."""

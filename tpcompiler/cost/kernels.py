@@ -87,7 +87,7 @@ def _multiplied(node: fx.Node, rule: Rule | None) -> tuple[list[tuple[fx.Node, f
     terms, dealt = list[tuple[fx.Node, frozenset[str]]](), set[str]()
     for at, (term, operand) in enumerate(zip(rule.pattern.inputs, edit.operands(node), strict=True)):
         own = frozenset(factor for dim in term for factor in dim)
-        if operand.meta["val"].dtype in INDICES:
+        if edit.fake(operand).dtype in INDICES:
             dealt |= own
         elif at not in rule.pattern.addends:
             terms.append((operand, own))
@@ -100,7 +100,7 @@ def rows_share(node: fx.Node) -> float:
     """Return the share of its rows that an op multiplies: in blocks of experts, each block has equally many rows."""
     if node.target is not BY_BLOCK:
         return 1.0
-    blocks, rows = (sym_hint(size) for size in edit.operands(node)[0].meta["val"].shape[:2])
+    blocks, rows = (sym_hint(size) for size in edit.shape(edit.operands(node)[0])[:2])
     return math.ceil(rows / blocks) / max(1, rows)
 
 
@@ -175,7 +175,7 @@ class _Fusion:
             is_product = user in self.alone and _floor(user) == "product"
             share = sum(map(_bytes, inputs)) / max(1, _bytes(results[0]))
             if is_product and share < 1 and all(self.of(operand).op == "placeholder" for operand in inputs):
-                yield own, (share, max(inputs, key=_bytes).meta["val"].dtype)
+                yield own, (share, edit.fake(max(inputs, key=_bytes)).dtype)
 
     def kernels(self) -> dict[fx.Node, Kernel]:
         kernel_of, floors_charged, read = dict[fx.Node, Kernel](), set[fx.Node](), set[tuple[fx.Node, fx.Node]]()
@@ -214,7 +214,7 @@ class _Fusion:
         names = []
         for operand, _ in operands:
             widened = self.widened.get(self.root(self.of(operand)))
-            dtype = operand.meta["val"].dtype if widened is None else widened[1]
+            dtype = edit.fake(operand).dtype if widened is None else widened[1]
             names.append(next((each for each in DTYPES if str(dtype).startswith(f"torch.{each}")), ""))
         narrow = max(names, default="")
         return narrow if names.count(narrow) == len(names) else f"{narrow}_weights"
@@ -268,11 +268,11 @@ def _share_of_experts(node: fx.Node) -> float:
     In blocks, the share is that of blocks as large as the largest one.
     """
     rows, matrices, ends = edit.operands(node)
-    if matrices.meta["val"].ndim != 3:
+    if edit.ndim(matrices) != 3:
         return 1.0
-    blocks = sym_hint(rows.meta["val"].shape[0]) if node.target is BY_BLOCK else 1
-    count = blocks * rows_share(node) * sym_hint(rows.meta["val"].shape[-2])
-    experts = sym_hint(matrices.meta["val"].shape[0])
+    blocks = sym_hint(edit.shape(rows)[0]) if node.target is BY_BLOCK else 1
+    count = blocks * rows_share(node) * sym_hint(edit.shape(rows)[-2])
+    experts = sym_hint(edit.shape(matrices)[0])
     each = min(_chosen_by_token(ends), experts)
     return float(1 - (1 - each / experts) ** (count / each))
 

@@ -31,7 +31,7 @@ def changes(program: PlacedProgram, machine: Machine) -> Iterator[Change]:
     for node in edit.calls(program.graph):
         if node.target is reshard:
             (operand,), change = edit.operands(node), node.meta[RESHARD]
-            value, ends = operand.meta["val"], (change.source, change.target)
+            value, ends = edit.fake(operand), (change.source, change.target)
             steps = steps_between(*ends, value.shape, value.element_size(), program.mesh, machine)
             yield Change(value_behind(operand), change.target, change.why, sum(step.wire_bytes for step in steps))
 

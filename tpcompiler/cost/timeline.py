@@ -105,7 +105,7 @@ def predict_times(graph: fx.Graph, sent: Mapping[str, float], machine: Machine, 
                 flops_of[call] = _flops(node)
             if (flops := flops_of[call]) is None:
                 uncounted[op_name(node)] += 1
-            values = [*(operand.meta["val"] for operand in edit.operands(node)), *edit.outputs(node)]
+            values = [*(edit.fake(operand) for operand in edit.operands(node)), *edit.outputs(node)]
             whole = [(value, Sharding.replicated(value.ndim)) for value in values]
             rule = rule_of(node) if edit.outputs(node) else None
             rows = local_work(node, rule, Option(), mesh).rows
@@ -148,10 +148,10 @@ def _flops(node: fx.Node) -> int | None:
     if not isinstance(op, OpOverload) or len(operands) < 2:
         return 0
     if op_name(node) in GROUPED:
-        rows, matrices = (_example(operand.meta["val"]) for operand in operands[:2])
+        rows, matrices = (_example(edit.fake(operand)) for operand in operands[:2])
         return int(2 * rows.numel() * matrices.shape[-1])
     if calls_others(op) or op.overloadpacket in flop_registry:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: _example(operand.meta["val"]))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: _example(edit.fake(operand)))
         try:
             with FlopCounterMode(display=False) as counter:
                 op(*args, **kwargs)
@@ -172,7 +172,7 @@ def _may_multiply(node: fx.Node) -> bool:
 
 
 def _holds_indices(operand: fx.Node) -> bool:
-    return operand.meta["val"].dtype in (torch.int64, torch.bool)
+    return edit.fake(operand).dtype in (torch.int64, torch.bool)
 
 
 def _example(value: Any) -> Any:

@@ -156,7 +156,7 @@ class _Writer:
             raise NotSimple(node.name)
         # The source has the same dtype and layout already (`spell_out`).
         result = env[node.args[1]] if op is aten.copy.default else self.decompose(node, op, env)  # type: ignore[index]
-        if not isinstance(result, fx.Node) or key(result.meta["val"]) != key(target.meta["val"]):
+        if not isinstance(result, fx.Node) or key(edit.fake(result)) != key(edit.fake(target)):
             raise NotSimple(node.name)
         env.update(dict.fromkeys(names, result))
         self.overwritten |= names
@@ -232,7 +232,7 @@ class _Writer:
         args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda used: ("node", number[used]))
         call = op, key(args), key(operands)
         if call not in self.bodies:
-            values = [each.meta["val"] for each in operands]
+            values = [edit.fake(each) for each in operands]
             self.bodies[call] = _trace_call(node, op, values, self.mode, self.table)
         return self.bodies[call]
 

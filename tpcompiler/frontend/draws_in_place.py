@@ -29,7 +29,7 @@ def refuse_dynamic_gaps(program: ExportedProgram) -> None:
     """
     for each in graph_modules(program.graph_module):
         for node in edit.calls(each.graph):
-            value = edit.operands(node)[0].meta["val"] if node.target is aten.normal_.default else None
+            value = edit.fake(edit.operands(node)[0]) if node.target is aten.normal_.default else None
             if value is not None and _has_gaps(value) and not isinstance(value.numel(), int):
                 raise UnsupportedError(
                     f"'{node.name}' ({node.target}) draws into a slice of {value.numel()} numbers: what it draws "
@@ -43,7 +43,7 @@ def is_dense_draw(node: fx.Node) -> bool:
     """Return True if a call draws for row-major memory although its operand's is not, so it is already functional."""
     if node.target not in AS_DRAWN:
         return False
-    value = edit.operands(node)[0].meta["val"]
+    value = edit.fake(edit.operands(node)[0])
     return not is_contiguous(value) and (node.target is aten.bernoulli.p or _has_gaps(value))
 
 

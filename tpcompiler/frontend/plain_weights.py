@@ -149,9 +149,9 @@ def _replaced(program: Program) -> Iterator[tuple[fx.Node, str]]:
     static = computed_from_leaves(program.graph, leaves.keys())
     takers = [n for n in edit.calls(program.graph) if n not in static and any(o in static for o in edit.operands(n))]
     weights = {weight_of(fqn) for fqn in used_leaves.values()}
-    own = {layer_of(fqn) for node, fqn in used_leaves.items() if node.meta["val"].ndim > 1}
+    own = {layer_of(fqn) for node, fqn in used_leaves.items() if edit.ndim(node) > 1}
     served = {path for node in takers for path in edit.module_paths(node)} - own  # served by weights of other layers
     for node, fqn in unused.items():
         is_part = weight_of(fqn) != fqn and weight_of(fqn) in weights
-        if is_part or (layer_of(fqn) in served and node.meta["val"].ndim > 1):
+        if is_part or (layer_of(fqn) in served and edit.ndim(node) > 1):
             yield node, fqn

@@ -89,7 +89,7 @@ def _check_state(node: fx.Node, spec: InputSpec, program: ExportedProgram) -> No
             f"the program has no value for {_named(node, {node.name: spec})}",
             help="export the model again: its state was taken apart",
         )
-    expected = node.meta["val"]
+    expected = edit.fake(node)
     if tuple(value.shape) != tuple(expected.shape) or value.dtype != expected.dtype:
         raise ProgramError(
             f"{_named(node, {node.name: spec})} is {value_text(value)}, the graph was exported with "

@@ -64,7 +64,7 @@ def _spell_out_zeros(node: fx.Node) -> None:
         return
     edit.set_argument(node, "dropout_p", 0.0)
     zeros = edit.insert_after(node, aten.mul.Tensor, (node, 0), f"{node.name}_dropped")
-    zeros.meta["val"] = node.meta["val"]
+    zeros.meta["val"] = edit.fake(node)
     edit.replace_uses(node, zeros, keep=[zeros])
 
 
@@ -74,19 +74,19 @@ def _spell_out_memory(node: fx.Node) -> None:
     dense = edit.insert_before(node, aten.clone.default, (value,), f"{node.name}_memory")
     dense.kwargs = {"memory_format": torch.contiguous_format}
     with fake_mode_of(node.graph):
-        dense.meta["val"] = value.meta["val"].clone(memory_format=torch.contiguous_format)
+        dense.meta["val"] = edit.fake(value).clone(memory_format=torch.contiguous_format)
     edit.replace_operand(node, 0, dense)
 
 
 def _spell_out_copy(node: fx.Node) -> None:
     target, source = edit.operands(node)
-    steps: list[tuple[Any, ...]] = [(aten.to.dtype, target.meta["val"].dtype), (aten.expand_as.default, target)]
-    if is_contiguous(target.meta["val"]):
+    steps: list[tuple[Any, ...]] = [(aten.to.dtype, edit.fake(target).dtype), (aten.expand_as.default, target)]
+    if is_contiguous(edit.fake(target)):
         steps.append((aten.contiguous.default,))
     for op, *rest in steps:
         call = edit.insert_before(node, op, (source, *rest), f"{node.name}_source")
         with fake_mode_of(node.graph):
-            call.meta["val"] = op(*(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in call.args))
+            call.meta["val"] = op(*(edit.fake(arg) if isinstance(arg, fx.Node) else arg for arg in call.args))
         source = call
     edit.replace_operand(node, 1, source)
 
@@ -94,6 +94,6 @@ def _spell_out_copy(node: fx.Node) -> None:
 def _is_another(node: fx.Node) -> bool:
     if node.target is not aten.copy_.default:
         return False
-    target, source = (each.meta["val"] for each in edit.operands(node))
+    target, source = (edit.fake(each) for each in edit.operands(node))
     same = target.ndim == source.ndim and all(map(statically_equal, target.shape, source.shape))
     return not same or target.dtype != source.dtype or (is_contiguous(target) and not is_contiguous(source))

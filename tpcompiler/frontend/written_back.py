@@ -116,7 +116,7 @@ def keep_old_values(program: ExportedProgram) -> ExportedProgram:
     output = program.graph.output_node()
     for position, value, _ in list(find_overwritten(program)):
         clone = edit.insert_before(output, aten.clone.default, (value,), f"old_{value.name}")
-        clone.meta["val"] = torch.clone(value.meta["val"])
+        clone.meta["val"] = torch.clone(edit.fake(value))
         values: Any = output.args[0]
         output.args = ((*values[:position], clone, *values[position + 1 :]),)
         program.graph_signature.output_specs[position].arg = TensorArgument(name=clone.name)
@@ -163,7 +163,7 @@ def hidden_bases(node: fx.Node) -> list[fx.Node]:
     if _says_that_it_shares(node) or not isinstance(node.target, OpOverload):
         return []
     try:
-        operands = {each: _without_memory(each.meta["val"]) for each in edit.operands(node)}
+        operands = {each: _without_memory(edit.fake(each)) for each in edit.operands(node)}
         args, kwargs = fx.node.map_arg(
             (node.args, node.kwargs),
             lambda each: operands[each] if each in operands else _example(each.meta.get("val")),

@@ -40,7 +40,7 @@ def root_of(graph: fx.Graph) -> torch.nn.Module:
     root = torch.nn.Module()
     for node in graph.nodes:
         if node.op == "get_attr":
-            setattr(root, str(node.target), node.meta["val"])
+            setattr(root, str(node.target), edit.fake(node))
     return root
 
 
@@ -59,15 +59,15 @@ def changed(body: fx.GraphModule, change: Callable[[fx.Node], None]) -> fx.Graph
 
 def change_bodies(graph: fx.Graph, change: Callable[[fx.Node], None]) -> None:
     for node in graph.nodes:
-        if node.op == "get_attr" and isinstance(node.meta["val"], fx.GraphModule):
-            node.meta["val"] = changed(node.meta["val"], change)
+        if node.op == "get_attr" and isinstance(edit.fake(node), fx.GraphModule):
+            node.meta["val"] = changed(edit.fake(node), change)
 
 
 def all_calls(graph: fx.Graph) -> Iterator[fx.Node]:
     """Yield the call nodes of the graph and of all bodies in it."""
     yield from edit.calls(graph)
     for node in graph.nodes:
-        if node.op == "get_attr" and isinstance(body := node.meta["val"], fx.GraphModule):
+        if node.op == "get_attr" and isinstance(body := edit.fake(node), fx.GraphModule):
             inner = edit.copy_graph(body.graph)
             read_bodies(inner, body)
             yield from all_calls(inner)

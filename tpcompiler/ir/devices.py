@@ -76,7 +76,7 @@ def _refuse_ops_of_one_device(program: Program, wanted: str) -> None:
                 help="convert the program as torch.export gives it, without run_decompositions()",
                 used_at=edit.source_line(node),
             )
-        if node.target is aten.as_strided.default and not is_contiguous(edit.operands(node)[0].meta["val"]):
+        if node.target is aten.as_strided.default and not is_contiguous(edit.fake(edit.operands(node)[0])):
             raise UnsupportedError(
                 f"'{node.name}' (as_strided) reads memory as a kernel of another device than {wanted} laid it out",
                 help=f"call contiguous() before as_strided, or export the model on {wanted}",

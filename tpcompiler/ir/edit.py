@@ -17,6 +17,19 @@ NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"  # torch.export's entry 
 KEPT_META = ("nn_module_stack", "stack_trace", "source_fn_stack")
 
 
+def fake(node: fx.Node) -> Any:
+    """Return the value that torch.export recorded for a node: fake tensors, or a number that may be symbolic."""
+    return node.meta["val"]
+
+
+def shape(node: fx.Node) -> Any:
+    return node.meta["val"].shape
+
+
+def ndim(node: fx.Node) -> int:
+    return node.meta["val"].ndim  # type: ignore[no-any-return]
+
+
 def is_tensor(node: object) -> bool:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
 

@@ -31,7 +31,7 @@ def check_invariants(program: Program) -> None:
         if isinstance(program, LoweredProgram):
             _require(node.target not in (pin, reshard), node, program, "is still a marker")
         if isinstance(program, LocalProgram) and node.op == "call_function" and edit.is_tensor(node):
-            sizes = (s for s in node.meta["val"].shape)
+            sizes = (s for s in edit.shape(node))
             _require(all(not isinstance(s, int) or s >= 0 for s in sizes), node, program, "has a negative size")
     program.graph.lint()
 

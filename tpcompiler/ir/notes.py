@@ -8,6 +8,7 @@ from typing import Literal
 from torch import fx
 from torch.export import ExportedProgram
 
+from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import all_calls
 from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.draws import draws
@@ -34,7 +35,7 @@ def _idle(program: PlacedProgram) -> tuple[Note, ...]:
     mesh = program.mesh
     marks = (mark_of(node) for node in program.graph.nodes if node.op != "output")
     active = {axis for mark in marks for each in (*mark.shardings, *mark.wants) for axis in each.axes}
-    batch = next((node.name for node in program.user_inputs() if node.meta["val"].ndim), None)
+    batch = next((node.name for node in program.user_inputs() if edit.ndim(node)), None)
     texts = []
     for axis in mesh.names:
         if mesh.degree(axis) > 1 and axis not in active:
@@ -63,7 +64,7 @@ def _cuts(program: PlacedProgram) -> tuple[Note, ...]:
     mesh, first_of = program.mesh, tied(program)
     counts: Counter[str] = Counter()
     for leaf, fqn in program.leaves():
-        sharding, value = mark_of(leaf).shardings[0], leaf.meta["val"]
+        sharding, value = mark_of(leaf).shardings[0], edit.fake(leaf)
         if first_of[leaf.name] != leaf.name:
             continue
         phrases = []
@@ -94,7 +95,7 @@ def whole_leaves(asked: PlannedProgram, program: PlacedProgram) -> tuple[Note, .
     """Note matrices that stay whole in layers that a style shards, such as scales looked up by group."""
     counts: Counter[str] = Counter()
     for leaf, fqn in program.leaves():
-        value = leaf.meta["val"]
+        value = edit.fake(leaf)
         is_matrix = sum(size != 1 for size in value.shape) > 1 and leaf.users
         if leaf.name in asked.unseeded and is_matrix and mark_of(leaf).shardings[0].is_replicated:
             counts[

@@ -50,7 +50,7 @@ def keeps_shares(program: PlannedProgram, axis: str, outer: int) -> bool:
     placed += [(node.meta[PIN].sharding, node) for node in edit.calls(program.graph) if node.target is pin]
     exact = {name: seed for own in (program.seeds, program.kept) for name, seed in own.items() if not seed.loose}
     placed += [(exact[node.name].sharding, node) for node, _ in program.leaves() if node.name in exact]
-    return all(_deals_alike(sharding, node.meta["val"].shape, program.mesh, axis, outer) for sharding, node in placed)
+    return all(_deals_alike(sharding, edit.shape(node), program.mesh, axis, outer) for sharding, node in placed)
 
 
 def _deals_alike(sharding: Sharding, shape: torch.Size, mesh: Mesh, axis: str, outer: int) -> bool:

@@ -64,7 +64,7 @@ def rooms_of(program: ExportedProgram) -> dict[str, Room]:
         if node.target is ONE_SHOT:
             with _explaining(node):
                 buffer = _buffer(node)
-                name, value, group = names[buffer.name], buffer.meta["val"], str(node.args[-1])
+                name, value, group = names[buffer.name], edit.fake(buffer), str(node.args[-1])
                 room = rooms.setdefault(name, Room(group, tuple(value.shape), value.dtype))
                 if room.group != group:
                     raise ValueError(f"memory of {room.group} and {group}")
@@ -132,7 +132,7 @@ def insert_call(before: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Any
     node.meta["val"] = value
     if value is None:
         with fake_mode_of(before.graph), torch.no_grad(), enable_python_dispatcher():
-            values, keyword_values = fx.node.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
+            values, keyword_values = fx.node.map_arg((node.args, node.kwargs), lambda used: edit.fake(used))
             node.meta["val"] = target(*values, **keyword_values)
     return node
 
@@ -190,8 +190,8 @@ def _expand_one_shot(calls: _Replacement) -> None:
 def _expand_scatter(calls: _Replacement) -> None:
     x, turned, op, dim, group = calls.args
     value = calls.call(aten.linear.default, x, _straight(turned))
-    size = value.meta["val"].shape[dim]
-    degree = size // calls.node.meta["val"].shape[dim]
+    size = edit.shape(value)[dim]
+    degree = size // edit.shape(calls.node)[dim]
     if dim:
         split = calls.call(aten.split.Tensor, value, size // degree, dim)
         value = calls.call(aten.cat.default, [calls.call(operator.getitem, split, at) for at in range(degree)])
@@ -201,7 +201,7 @@ def _expand_scatter(calls: _Replacement) -> None:
 
 def _expand_gather(calls: _Replacement) -> None:
     x, weights, dim, group = calls.args
-    before, (after, *_) = x.meta["val"].shape, calls.node.meta["val"][1]
+    before, (after, *_) = edit.shape(x), edit.fake(calls.node)[1]
     degree = after.shape[dim] // before[dim]
     value = x if dim == 0 else calls.call(aten.unsqueeze.default, x, 0)
     value = calls.call(WAIT, calls.call(ALL_GATHER, value, degree, group))

@@ -135,7 +135,7 @@ class Adviser:
         styles, pins = dict[PlanEntry, str](), dict[str, PlanEntry]()
         for entry in entries:
             changed = {
-                fqn: node.meta["val"].ndim
+                fqn: edit.ndim(node)
                 for program in now
                 for node, fqn in program.leaves()
                 if (seed := program.seeds.get(node.name)) and _asks(entry, seed)
@@ -170,7 +170,7 @@ def _opened(now: PlannedProgram, other: PlannedProgram, entries: Sequence[PlanEn
     for node, _ in now.leaves():
         if (seed := now.seeds.get(node.name)) and any(_asks(entry, seed) for entry in entries):
             cut = [other.seeds[node.name].sharding] if node.name in other.seeds else []
-            seeds[node.name] = replace(seed, others=(*cut, Sharding.replicated(node.meta["val"].ndim)))
+            seeds[node.name] = replace(seed, others=(*cut, Sharding.replicated(edit.ndim(node))))
     return replace(other, seeds=seeds)
 
 
@@ -224,7 +224,7 @@ def wire_bytes(program: PlacedProgram, machine: Machine) -> int:
 def held_bytes(program: PlacedProgram) -> int:
     """Return the weight bytes of the first rank."""
     leaves = (node for node, _ in program.leaves())
-    return sum(local_bytes(node.meta["val"], mark_of(node).shardings[0], program.mesh) for node in leaves)
+    return sum(local_bytes(edit.fake(node), mark_of(node).shardings[0], program.mesh) for node in leaves)
 
 
 def planned_behind(program: PlacedProgram, value: str, far: bool = False) -> list[str]:

@@ -30,7 +30,7 @@ def attention(node: fx.Node) -> RuleText | None:
     args = edit.bound(node)
     if args["dropout_p"] or args.get("return_debug_mask"):
         return None
-    q, k, v, *mask = (operand.meta["val"].shape for operand in edit.operands(node))
+    q, k, v, *mask = (edit.shape(operand) for operand in edit.operands(node))
     kernel = node.target in KERNELS
     out, *others = edit.outputs(node)
     shared = out.shape[:-2]  # batch dims and heads

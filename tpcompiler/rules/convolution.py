@@ -32,17 +32,17 @@ def convolution(node: fx.Node) -> RuleText:
     """
     args = edit.bound(node)
     operands = edit.operands(node)
-    weight = operands[1].meta["val"].shape
+    weight = edit.shape(operands[1])
     space = len(weight) - 2
     transposed = node.target in TRANSPOSED or bool(args.get("transposed"))
     grouped = args["groups"] > 1
     in_channels, out_channels = ("(g i)", "(g o)") if grouped else ("i", "o")
     first = f"{in_channels} o" if transposed else f"{out_channels} i"
-    batch = "n " * (operands[0].meta["val"].ndim - space - 1)
+    batch = "n " * (edit.ndim(operands[0]) - space - 1)
     inside = [f"s{d}!" for d in range(space)]
     if not transposed and not isinstance(args["padding"], str):
         steps = (per_dim(args[name], space) for name in ("stride", "padding", "dilation"))
-        shapes = (value.shape[-space:] for value in (operands[0].meta["val"], node.meta["val"]))
+        shapes = (value.shape[-space:] for value in (edit.fake(operands[0]), edit.fake(node)))
         for d, sizes in enumerate(zip(*shapes, weight[2:], *steps, strict=True)):
             if side_by_side(*sizes):
                 inside[d] = f"(o{d} k{d}!)"

@@ -32,7 +32,7 @@ def triangle(node: fx.Node) -> RuleText:
 
     A dynamic size stays whole, because a shard's offset would be no number.
     """
-    shape = node.meta["val"].shape
+    shape = edit.shape(node)
     rows, columns = len(shape) - 2, len(shape) - 1
     lower = node.target is aten.tril.default
     fixed = {rows: _shift_triangle(lower, 1), columns: _shift_triangle(lower, -1)}
@@ -45,7 +45,7 @@ def triangle(node: fx.Node) -> RuleText:
 def diagonal_scatter(node: fx.Node) -> RuleText:
     """ "d0! d1! d2, d2 k! -> d0! d1! d2": jointly linear, as the written values replace the old ones."""
     args = edit.bound(node)
-    ndim = node.meta["val"].ndim
+    ndim = edit.ndim(node)
     crossed = {args["dim1"] % ndim, args["dim2"] % ndim}
     text = dims_text(ndim, crossed)
     part = " ".join([*(f"d{d}" for d in range(ndim) if d not in crossed), "k!"])

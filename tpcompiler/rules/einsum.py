@@ -23,7 +23,7 @@ def einsum(node: fx.Node) -> RuleText:
     """
     left, arrow, right = edit.bound(node)["equation"].replace(" ", "").partition("->")
     operands = left.split(",")
-    shapes = [operand.meta["val"].shape for operand in edit.operands(node)]
+    shapes = [edit.shape(operand) for operand in edit.operands(node)]
     between = [len(shape) - len(term.replace("...", "")) for term, shape in zip(operands, shapes, strict=True)]
     if not arrow:  # the output then has the broadcast dims and the letters that occur once, in alphabetic order
         letters = Counter(left.replace("...", "").replace(",", ""))
@@ -43,7 +43,7 @@ def _names(term: str, between: int) -> list[str]:
 def tensordot(node: fx.Node) -> RuleText:
     """ "a0 k0 k1, k0 k1 b2 -> a0 b2" """
     args = edit.bound(node)
-    terms, shapes = [], [operand.meta["val"].shape for operand in edit.operands(node)]
+    terms, shapes = [], [edit.shape(operand) for operand in edit.operands(node)]
     for prefix, side, shape in zip("ab", ("dims_self", "dims_other"), shapes, strict=True):
         term = [f"{prefix}{d}" for d in range(len(shape))]
         for at, dim in enumerate(args[side]):

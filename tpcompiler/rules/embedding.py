@@ -29,7 +29,7 @@ def _own_rows(table: torch.Tensor, indices: torch.Tensor, *args: Any, shard: Sha
 def embedding(node: fx.Node) -> RuleText:
     """ "v d, i0 i1 -> i0 i1 d": with the vocabulary v sharded, each rank looks up its own rows: Partial(sum)."""
     table, indices = edit.operands(node)
-    ids = " ".join(f"i{d}" for d in range(indices.meta["val"].ndim))
+    ids = " ".join(f"i{d}" for d in range(edit.ndim(indices)))
     free = can_look_up(table, 0)
     text = f"{'v' if free else 'v!'} d, {ids} -> {ids} d"
     return RuleText(text, linear=((0,),), local={"v": _own_rows} if free else {}, positions={"v": (1, False)})

@@ -26,7 +26,7 @@ def feature_dims(leaf: Sequence[fx.Node], side: Literal["out", "in"], static: Se
     """
     inside: set[int] = set()
     anywhere: set[int] = set()
-    stack: list[tuple[fx.Node, list[int | None]]] = [(node, [*range(node.meta["val"].ndim)]) for node in leaf]
+    stack: list[tuple[fx.Node, list[int | None]]] = [(node, [*range(edit.ndim(node))]) for node in leaf]
     while stack:
         node, origin = stack.pop()
         for user in node.users:
@@ -61,7 +61,7 @@ def is_addend(leaf: Sequence[fx.Node], static: Set[fx.Node]) -> bool:
 
 def _chooses_weights(user: fx.Node, node: fx.Node) -> bool:
     """Return True if a look-up takes a matrix per row, such as an expert's, so that its result is still a weight."""
-    return user.target is aten.index.Tensor and user.args[0] is node and node.meta["val"].ndim > 2
+    return user.target is aten.index.Tensor and user.args[0] is node and edit.ndim(node) > 2
 
 
 def _results(user: fx.Node, rule: Rule) -> list[tuple[fx.Node, Term]]:

@@ -77,7 +77,7 @@ def door_ranges(program: Program, shardings: Mapping[str, Sharding]) -> dict[str
     """
     ranges = {}
     for node in program.user_inputs():
-        value, sharding = node.meta["val"], shardings.get(node.name)
+        value, sharding = edit.fake(node), shardings.get(node.name)
         if value.dtype in INDICES and not (sharding and sharding.partial) and (ends := list(_ranges(node))):
             ranges[node.name] = max(least for least, _ in ends), min(most for _, most in ends)
     return {name: (least, most) for name, (least, most) in ranges.items() if least <= most}
@@ -86,7 +86,7 @@ def door_ranges(program: Program, shardings: Mapping[str, Sharding]) -> dict[str
 def _ranges(node: fx.Node) -> Iterator[Range]:
     for user in node.users:
         if user.target in SAME_VALUES:
-            if user.args[0] is node and user.meta["val"].dtype in INDICES:  # a narrower dtype wraps
+            if user.args[0] is node and edit.fake(user).dtype in INDICES:  # a narrower dtype wraps
                 yield from _ranges(user)
         elif isinstance(user.target, OpOverload) and (rule := rule_of(user)) is not None:
             yield from (ends for _, index, ends in _positions(user, rule, rule.positions) if index is node)
@@ -143,8 +143,8 @@ def known_range(index: fx.Node, at_door: Ranges) -> Range | None:
     """Return the range of an index if its program determines it or `load` checks it."""
     target: Any = index.target
     if index.op == "placeholder":
-        return at_door.get(index.name) if index.meta["val"].dtype in INDICES else None
-    if index.op != "call_function" or not edit.is_tensor(index) or index.meta["val"].dtype not in INDICES:
+        return at_door.get(index.name) if edit.fake(index).dtype in INDICES else None
+    if index.op != "call_function" or not edit.is_tensor(index) or edit.fake(index).dtype not in INDICES:
         return None
     if target in SAME_VALUES:
         return known_range(edit.operands(index)[0], at_door)
@@ -165,7 +165,7 @@ def known_range(index: fx.Node, at_door: Ranges) -> Range | None:
 
 
 def _along(node: fx.Node) -> Range | None:
-    args, shape = edit.bound(node), edit.operands(node)[0].meta["val"].shape
+    args, shape = edit.bound(node), edit.shape(edit.operands(node)[0])
     size = shape.numel() if args["dim"] is None else shape[args["dim"]] if shape else 1
     return (0, size - 1) if isinstance(size, int) and size > 0 else None
 

@@ -39,9 +39,9 @@ def _common(shapes: Sequence[Sequence[object]]) -> list[object]:
 def _positions(node: fx.Node) -> tuple[list[str], list[str], list[str], list[str], list[object]] | None:
     """Return (dims of the tensor, dims of the result, terms of the index tensors, index dims, sizes of these)."""
     args = edit.bound(node)
-    shape = args["self"].meta["val"].shape
+    shape = edit.shape(args["self"])
     tensors = [(d, index) for d, index in enumerate(args["indices"]) if index is not None]
-    values = [index.meta["val"] for _, index in tensors]
+    values = [edit.fake(index) for _, index in tensors]
     if not tensors or any(v.dtype in (torch.bool, torch.uint8) for v in values):
         return None  # a mask selects a data-dependent number
     sizes = _common([v.shape for v in values])
@@ -57,7 +57,7 @@ def _positions(node: fx.Node) -> tuple[list[str], list[str], list[str], list[str
 
 def can_look_up(node: fx.Node, dim: int) -> bool:
     """Return True if each rank may look up its part of a dim: its size is known, and any backend sums the dtype."""
-    value = node.meta["val"]
+    value = edit.fake(node)
     summed = value.is_floating_point() or value.dtype in (torch.int32, torch.int64)
     return summed and isinstance(value.shape[dim], int)
 
@@ -88,7 +88,7 @@ def index(node: fx.Node) -> RuleText | None:
         return None
     dims, result, terms, index_dims, _ = layout
     indexed = [d for d, name in enumerate(dims) if name.endswith("!")]
-    sizes = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    sizes = edit.shape(node.args[0])  # type: ignore[arg-type]
     inner = len(result) - len(index_dims) - (result.index(index_dims[0]) if index_dims else indexed[0])
 
     def look_up_own(
@@ -121,17 +121,17 @@ def index_put(node: fx.Node) -> RuleText | None:
         return None
     dims, result, terms, index_dims, sizes = layout
     shape = dict(zip(index_dims, sizes, strict=True))
-    shape.update({f"d{d}": size for d, size in enumerate(node.meta["val"].shape)})
+    shape.update({f"d{d}": size for d, size in enumerate(edit.shape(node))})
     adds = bool(edit.bound(node)["accumulate"])
     local = {}
     indexed = [d for d, index in enumerate(edit.bound(node)["indices"]) if index is not None]
     for d in indexed:
-        if isinstance(node.meta["val"].shape[d], int):
+        if isinstance(edit.shape(node)[d], int):
             dims[d] = f"d{d}"
-            local[dims[d]] = partial(_put_own, at=d, total=node.meta["val"].shape[d])
+            local[dims[d]] = partial(_put_own, at=d, total=edit.shape(node)[d])
     whole = {name: name if adds else f"{name}!" for name in index_dims}
     names = [whole.get(name, name) for name in result]
-    values = edit.operands(node)[-1].meta["val"].shape
+    values = edit.shape(edit.operands(node)[-1])
     value_term = broadcast(values, names, [shape[name] for name in result])
     terms = [" ".join(whole.get(word, word) for word in term.split()) for term in terms]
     into = " ".join(dims)
@@ -191,8 +191,8 @@ def _without_place_behind(value: torch.Tensor, dim: int) -> torch.Tensor:
 def index_select(node: fx.Node) -> RuleText | None:
     """ "d0 d1 d2, i -> d0 i d2": with the indexed dim sharded, each rank looks up its own: Partial(sum)."""
     operand, positions = edit.operands(node)
-    values = operand.meta["val"]
-    if not values.ndim or not positions.meta["val"].ndim:
+    values = edit.fake(operand)
+    if not values.ndim or not edit.ndim(positions):
         return None
     dim = edit.bound(node)["dim"] % values.ndim
     total, inner = values.shape[dim], values.ndim - dim - 1
@@ -215,14 +215,14 @@ def index_copy(node: fx.Node) -> RuleText | None:
     A rank writes at its own positions, such as steps of a cache. Jointly linear in both tensors, except for the
     reductions of `index_reduce`: products, means, extrema.
     """
-    ndim = node.meta["val"].ndim
-    if not ndim or not edit.operands(node)[2].meta["val"].ndim:
+    ndim = edit.ndim(node)
+    if not ndim or not edit.ndim(edit.operands(node)[2]):
         return None
     dim = edit.bound(node)["dim"] % ndim
     adds = node.target is aten.index_add.default
     positions = "i" if adds else "i!"
     source = " ".join(positions if d == dim else f"d{d}" for d in range(ndim))
-    total = node.meta["val"].shape[dim]
+    total = edit.shape(node)[dim]
     body = _copy_own if node.target is aten.index_copy.default else partial(_write_own, op=node.target, total=total)
     local = {f"d{dim}": body} if isinstance(total, int) else {}
     text = dims_text(ndim, set() if local else {dim})
@@ -234,13 +234,13 @@ def index_copy(node: fx.Node) -> RuleText | None:
 @op_rule(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, shards="any")
 def index_fill(node: fx.Node) -> RuleText | None:
     """ "d0 d1 d2, i! -> d0 d1 d2": each rank fills its own positions. Jointly linear in the tensor and a value."""
-    ndim = node.meta["val"].ndim
+    ndim = edit.ndim(node)
     if not ndim:
         return None
     dim = edit.bound(node)["dim"] % ndim
-    total = node.meta["val"].shape[dim]
+    total = edit.shape(node)[dim]
     text = dims_text(ndim, () if isinstance(total, int) else {dim})
-    positions = " ".join(["i!"] * edit.operands(node)[1].meta["val"].ndim)
+    positions = " ".join(["i!"] * edit.ndim(edit.operands(node)[1]))
     terms = [text, positions, ""][: len(edit.operands(node))]
     local = {f"d{dim}": partial(_write_own, op=node.target, total=total)} if isinstance(total, int) else {}
     linear = FIRST_AND_LAST if len(terms) == 3 else ()
@@ -271,8 +271,8 @@ def gather(node: fx.Node) -> RuleText | None:
     With the indexed dim sharded, each rank looks up its own: Partial(sum). Linear in the indexed tensor.
     """
     operand, positions = edit.operands(node)
-    values = operand.meta["val"]
-    if not values.ndim or positions.meta["val"].ndim != values.ndim:
+    values = edit.fake(operand)
+    if not values.ndim or edit.ndim(positions) != values.ndim:
         return None  # an empty index may have any number of dims
     dim = edit.bound(node)["dim"] % values.ndim
     total = values.shape[dim]
@@ -284,7 +284,7 @@ def gather(node: fx.Node) -> RuleText | None:
         return _zeros(aten.gather.default(values, dim, local), outside)
 
     free = can_look_up(operand, dim)
-    pairs = zip(values.shape, positions.meta["val"].shape, strict=True)
+    pairs = zip(values.shape, edit.shape(positions), strict=True)
     same = [d != dim and statically_equal(a, b) for d, (a, b) in enumerate(pairs)]
     left = " ".join(f"d{d}" if same[d] or (d == dim and free) else f"d{d}!" for d in range(values.ndim))
     right = " ".join(f"d{d}" if same[d] else "i" if d == dim else f"i{d}!" for d in range(values.ndim))
@@ -308,7 +308,7 @@ def scatter(node: fx.Node) -> RuleText | None:
     values of an extremum that includes the tensor: including it on every rank changes nothing. Jointly linear in both
     tensors if values are written or added.
     """
-    shapes = [o.meta["val"].shape for o in edit.operands(node)]
+    shapes = [edit.shape(o) for o in edit.operands(node)]
     ndim = len(shapes[0])
     if not ndim or any(len(shape) != ndim for shape in shapes):
         return None
@@ -356,9 +356,9 @@ def slice_scatter(node: fx.Node) -> RuleText:
 
     With steps or dynamic sizes, "d0 d1!, d0 s! -> d0 d1!".
     """
-    args, shape = edit.bound(node), node.meta["val"].shape
+    args, shape = edit.bound(node), edit.shape(node)
     dim = args["dim"] % len(shape)
-    part_size = edit.operands(node)[1].meta["val"].shape[dim]
+    part_size = edit.shape(edit.operands(node)[1])[dim]
     word, factors, counts = find_slice(args, shape[dim], part_size, "") or (f"d{dim}!", {}, {})
     text = at_dim(len(shape), dim, word)
     part = at_dim(len(shape), dim, "c" if counts else "s!")
@@ -368,7 +368,7 @@ def slice_scatter(node: fx.Node) -> RuleText:
 @op_rule(aten.select_scatter.default, shards="any")
 def select_scatter(node: fx.Node) -> RuleText:
     """ "d0 d1! d2, d0 d2 -> d0 d1! d2" """
-    ndim = node.meta["val"].ndim
+    ndim = edit.ndim(node)
     dim = edit.bound(node)["dim"] % ndim
     text = dims_text(ndim, {dim})
     return RuleText(f"{text}, {at_dim(ndim, dim, '')} -> {text}", linear=((0, 1),))

@@ -49,7 +49,7 @@ SOLVERS = {
 def batched(node: fx.Node, text: str) -> str:
     """Return "b0 b1 m! n! -> b0 b1 m!" for "m! n! -> m!". Batch dims broadcast; an omitted output is whole."""
     before, after = (part.split(",") for part in text.split("->"))
-    values, results = [operand.meta["val"] for operand in edit.operands(node)], edit.outputs(node)
+    values, results = [edit.fake(operand) for operand in edit.operands(node)], edit.outputs(node)
     ndim = max(value.ndim - len(term.split()) for term, value in zip(before, values, strict=False))
     full = next(
         value.shape[:ndim] for term, value in zip(after, results, strict=True) if value.ndim == ndim + len(term.split())
@@ -79,7 +79,7 @@ def solver(node: fx.Node) -> RuleText:
     if not args.get("left", True):
         text = text.replace("m! k", "k m!")
     right = next(i for i, term in enumerate(text.split("->")[0].split(",")) if "k" in term.split())
-    matrix, sides = (operands[i].meta["val"].shape for i in (0, right))
+    matrix, sides = (edit.shape(operands[i]) for i in (0, right))
     if node.target is aten._linalg_solve_ex.default and (len(sides) == 1 or sides == matrix[:-1]):
         text = text.replace("m! k", "m!").replace("k m!", "m!")  # one right side per matrix
     single = len(edit.outputs(node)) == 1  # no pending sum is possible if other results depend on the matrix alone
@@ -89,7 +89,7 @@ def solver(node: fx.Node) -> RuleText:
 @op_rule(aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default, shards="nonempty")
 def fourier(node: fx.Node) -> RuleText:
     """ "d0 d1! -> d0 f1": the transformed dims are whole; the last one may change its size."""
-    ndim = node.meta["val"].ndim
+    ndim = edit.ndim(node)
     dims = [dim % ndim for dim in edit.bound(node)["dim"]]
     result = " ".join(f"f{d}" if d in dims else f"d{d}" for d in range(ndim))
     return RuleText(f"{dims_text(ndim, dims)} -> {result}", linear=((0,),))

@@ -23,8 +23,8 @@ PACKED_ROWS = 64  # the rows of 4-bit weights that torch's CPU kernel reads toge
 def linear(node: fx.Node) -> RuleText:
     """Batch dims pass through, k is summed: sharding k leaves Partial(sum); the bias is an addend."""
     operands = edit.operands(node)
-    batch = " ".join(f"b{d}" for d in range(operands[0].meta["val"].ndim - 1))
-    n = "n" if operands[1].meta["val"].ndim == 2 else ""  # else a weight of one dim
+    batch = " ".join(f"b{d}" for d in range(edit.ndim(operands[0]) - 1))
+    n = "n" if edit.ndim(operands[1]) == 2 else ""  # else a weight of one dim
     bias = ", +n" if len(operands) == 3 else ""
     return RuleText(f"{batch} k, {n} k{bias} -> {batch} {n}", linear=BILINEAR)
 
@@ -44,7 +44,7 @@ def int8pack_mm(node: fx.Node) -> RuleText:
 @op_rule(aten._weight_int4pack_mm_for_cpu.default, shards="nonempty")
 def int4pack_mm(node: fx.Node) -> RuleText:
     """ "m k!, (n n_!) p!, g! (n n_!) 2! -> m (n n_!)": 64 rows of weights are packed together, each with all of k."""
-    rows = "(n n_!)" if sym_quotient(node.meta["val"].shape[1], PACKED_ROWS) is not None else "n!"
+    rows = "(n n_!)" if sym_quotient(edit.shape(node)[1], PACKED_ROWS) is not None else "n!"
     text = f"m k!, {rows} p!, g! {rows} s! -> m {rows}"
     return RuleText(text, factors={"n_": PACKED_ROWS}, linear=((0,),))
 
@@ -57,7 +57,7 @@ def bmm(node: fx.Node) -> RuleText:
 
 def _addend(node: fx.Node, names: str) -> str:
     """Return the term of the first operand, which broadcasts into a product with these dims."""
-    return broadcast(edit.operands(node)[0].meta["val"].shape, names.split(), node.meta["val"].shape)
+    return broadcast(edit.shape(edit.operands(node)[0]), names.split(), edit.shape(node))
 
 
 @op_rule(aten.addmm.default, shards="any")
@@ -91,7 +91,7 @@ def addmv(node: fx.Node) -> RuleText:
 def trilinear(node: fx.Node) -> RuleText | None:
     """d0 d2, d1 d2 d3, d0 d3 -> d0 d1, the core of `bilinear`: an operand lacks the dims that it is expanded by."""
     args = edit.bound(node)
-    names = [f"d{d}" for d in range(args["i1"].meta["val"].ndim + len(args["expand1"]))]
+    names = [f"d{d}" for d in range(edit.ndim(args["i1"]) + len(args["expand1"]))]
 
     def without(dims: Sequence[int]) -> str:
         return " ".join(name for d, name in enumerate(names) if d not in dims)
@@ -107,7 +107,7 @@ def grouped_mm(node: fx.Node) -> RuleText | None:
     If a dim is the groups in a row, offsets give their ends, and the dim is whole: "t! .., g! .., g! -> t! ..". The
     kernels need rows of whole 16 bytes, so m, k and n are sharded between multiples of that.
     """
-    left, right = (operand.meta["val"] for operand in edit.operands(node)[:2])
+    left, right = (edit.fake(operand) for operand in edit.operands(node)[:2])
     if edit.bound(node)["bias"] is not None:
         return None
     unit = 16 // left.element_size()
@@ -130,7 +130,7 @@ def looped_mm(node: fx.Node) -> RuleText:
 @op_rule(BY_BLOCK, shards="nonempty")
 def blocks(node: fx.Node) -> RuleText:
     """ "d s! (k k_!), (d g!) (k k_!) (n n_!), d g! -> d s! (n n_!)": a rank computes its own blocks."""
-    x, weight, _ = (operand.meta["val"] for operand in edit.operands(node))
+    x, weight, _ = (edit.fake(operand) for operand in edit.operands(node))
     unit = 16 // x.element_size() if edit.bound(node)["kernel"].startswith("aten") else 1
     k, n = _in_units({"k": x.shape[-1], "n": weight.shape[-1]}, unit)
     text = f"d s! {k}, (d g!) {k} {n}, d g! -> d s! {n}"
@@ -145,10 +145,10 @@ def _in_units(sizes: Mapping[str, Size], unit: int) -> list[str]:
 @op_rule(aten.matmul.default, shards="any")
 def matmul(node: fx.Node) -> RuleText:
     """Multiply vectors, matrices and batches, with batch dims that broadcast."""
-    left, right = (o.meta["val"].shape for o in edit.operands(node))
+    left, right = (edit.shape(o) for o in edit.operands(node))
     rows = ["m"] if len(left) > 1 else []
     columns = ["n"] if len(right) > 1 else []
-    out = node.meta["val"].shape
+    out = edit.shape(node)
     batch = [f"b{d}" for d in range(len(out) - len(rows) - len(columns))]
     a = " ".join([broadcast(left[:-2], batch, out[: len(batch)]), *rows, "k"])
     b = " ".join([broadcast(right[:-2], batch, out[: len(batch)]), "k", *columns])

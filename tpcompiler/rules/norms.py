@@ -23,7 +23,7 @@ from tpcompiler.rules.registry import op_rule
 def layer_norm(node: fx.Node) -> RuleText:
     """ "d0 h!, h!, h! -> d0 h!", and the statistics of the native form."""
     operands = edit.operands(node)
-    ndim = operands[0].meta["val"].ndim
+    ndim = edit.ndim(operands[0])
     inner = len(edit.bound(node)["normalized_shape"])
     outer = [f"d{d}" for d in range(ndim - inner)]
     normed = [f"h{d}!" for d in range(inner)]
@@ -72,7 +72,7 @@ def group_norm(node: fx.Node) -> RuleText:
     operands = edit.operands(node)
     args = edit.bound(node)
     native = node.target is aten.native_group_norm.default
-    space = " ".join(f"s{d}!" for d in range(operands[0].meta["val"].ndim - 2))
+    space = " ".join(f"s{d}!" for d in range(edit.ndim(operands[0]) - 2))
     term = f"n (g c!) {space}"
     terms = [term] + ["(g c!)"] * (len(operands) - 1)
     results = [term, "n g", "n g"] if native else [term]
@@ -91,7 +91,7 @@ def group_norm(node: fx.Node) -> RuleText:
 def batch_norm(node: fx.Node) -> str:
     """ "n! c s0!, c, .. -> n! c s0!, c, ..": channels are independent; in training the batch is whole."""
     operands = edit.operands(node)
-    space = " ".join(f"s{d}!" for d in range(operands[0].meta["val"].ndim - 2))
+    space = " ".join(f"s{d}!" for d in range(edit.ndim(operands[0]) - 2))
     training = node.target is not aten._native_batch_norm_legit_no_training.default
     batch = "n!" if training else "n"
     results = [f"{batch} c {space}"] + ["c" if training else "z!"] * (len(edit.outputs(node)) - 1)

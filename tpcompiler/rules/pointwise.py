@@ -31,7 +31,7 @@ def pointwise(node: fx.Node) -> str:
     """Operands broadcast from the right: "d0 d1, d1 -> d0 d1", "d0 1, d0 d1 -> d0 d1"."""
     results = edit.outputs(node)
     names = [f"d{d}" for d in range(results[0].ndim)]
-    terms = (broadcast(operand.meta["val"].shape, names, results[0].shape) for operand in edit.operands(node))
+    terms = (broadcast(edit.shape(operand), names, results[0].shape) for operand in edit.operands(node))
     return f"{', '.join(terms)} -> {', '.join([' '.join(names)] * len(results))}"
 
 
@@ -75,7 +75,7 @@ def where(node: fx.Node) -> RuleText:
 @op_rule(aten.masked_fill.Scalar, aten.masked_fill.Tensor, shards="any")
 def masked_fill(node: fx.Node) -> RuleText:
     """Linear in the tensor and an uncast fill tensor (a cast would round shares), or in the tensor if the fill is 0."""
-    tensor, *_, fill = (operand.meta["val"] for operand in edit.operands(node))
+    tensor, *_, fill = (edit.fake(operand) for operand in edit.operands(node))
     if node.target is aten.masked_fill.Tensor:
         return RuleText(pointwise(node), linear=((0, 2),) if fill.dtype == tensor.dtype else ())
     value = edit.bound(node)["value"]
@@ -102,5 +102,5 @@ def rrelu(node: fx.Node) -> str | None:
 )
 def cast(node: fx.Node) -> RuleText:
     """Copies and casts; a cast of a Partial would round every share, so it is reduced first."""
-    same = edit.operands(node)[0].meta["val"].dtype == node.meta["val"].dtype
+    same = edit.fake(edit.operands(node)[0]).dtype == edit.fake(node).dtype
     return RuleText(pointwise(node), linear=((0,),) if same else ())

@@ -40,7 +40,7 @@ def side_by_side(source: Size, made: Size, kernel: int, stride: int, padding: in
 def _pooled(node: fx.Node, inside: Sequence[str], **besides: object) -> RuleText:
     """Return "d0 d1 .. -> d0 d1 o0 o1" with `inside` as the dims of space, for every output."""
     (operand,) = edit.operands(node)
-    free = dims_text(operand.meta["val"].ndim - len(inside), ())
+    free = dims_text(edit.ndim(operand) - len(inside), ())
     result = f"{free} {' '.join(f'o{d}' for d in range(len(inside)))}"
     text = f"{free} {' '.join(inside)} -> {', '.join([result] * len(edit.outputs(node)))}"
     return RuleText(text, **besides)  # type: ignore[arg-type]
@@ -55,7 +55,7 @@ def pool(node: fx.Node) -> RuleText:
     kernel = per_dim(args["kernel_size"], space)
     stride = per_dim(args["stride"] or kernel, space)
     steps = zip(kernel, stride, per_dim(args["padding"], space), per_dim(args.get("dilation", [1]), space), strict=True)
-    shapes = zip(operand.meta["val"].shape[-space:], node.meta["val"].shape[-space:], strict=True)
+    shapes = zip(edit.shape(operand)[-space:], edit.shape(node)[-space:], strict=True)
     close = [side_by_side(*sizes, *step) for sizes, step in zip(shapes, steps, strict=True)]
     inside = [f"(o{d} k{d}!)" if alone else f"s{d}!" for d, alone in enumerate(close)]
     return _pooled(node, inside, linear=((0,),) if node.target in MEANS else ())
@@ -72,7 +72,7 @@ def adaptive_pool(node: fx.Node) -> RuleText:
     """ "d0 d1 (o0 k0!) s1! -> d0 d1 o0 o1": windows tile a dim whose size is a multiple of the output's."""
     (operand,) = edit.operands(node)
     space = ADAPTIVE[node.target]
-    shapes = zip(operand.meta["val"].shape[-space:], node.meta["val"].shape[-space:], strict=True)
+    shapes = zip(edit.shape(operand)[-space:], edit.shape(node)[-space:], strict=True)
     close = [sym_quotient(source, target) is not None for source, target in shapes]
     inside = [f"(o{d} k{d}!)" if alone else f"s{d}!" for d, alone in enumerate(close)]
     sizes = {"output_size": tuple((f"o{d}",) for d in range(space))}
@@ -83,7 +83,7 @@ def adaptive_pool(node: fx.Node) -> RuleText:
 def columns(node: fx.Node) -> RuleText:
     """ "n c s0! s1! -> n (c k!) l", and back: each channel has its own rows of columns. Linear: it moves elements."""
     args = edit.bound(node)
-    batch = "n" if node.meta["val"].ndim == (3 if node.target is aten.im2col.default else 4) else ""
+    batch = "n" if edit.ndim(node) == (3 if node.target is aten.im2col.default else 4) else ""
     image, rows = f"{batch} c s0! s1!", f"{batch} (c k!) l!"
     text = f"{image} -> {rows}" if node.target is aten.im2col.default else f"{rows} -> {image}"
     return RuleText(text, factors={"k": args["kernel_size"][0] * args["kernel_size"][-1]}, linear=((0,),))
@@ -93,11 +93,11 @@ def columns(node: fx.Node) -> RuleText:
 def unfold(node: fx.Node) -> RuleText:
     """ "d0 (n k!) d2 -> d0 n d2 k" if windows tile the dim, else "d0 s! d2 -> d0 n d2 k". Linear: a view."""
     (operand,) = edit.operands(node)
-    shape, args = operand.meta["val"].shape, edit.bound(node)
+    shape, args = edit.shape(operand), edit.bound(node)
     if not shape:
         return RuleText("-> k", linear=((0,),))
     dim = args["dimension"] % len(shape)
-    alone = side_by_side(shape[dim], node.meta["val"].shape[dim], args["size"], args["step"], 0, 1)
+    alone = side_by_side(shape[dim], edit.shape(node)[dim], args["size"], args["step"], 0, 1)
     names = [f"d{d}" for d in range(len(shape))]
     left, right = list(names), [*names, "k"]
     left[dim], right[dim] = "(n k!)" if alone else "s!", "n"
@@ -107,7 +107,7 @@ def unfold(node: fx.Node) -> RuleText:
 @op_rule(aten.fractional_max_pool2d.default, aten.fractional_max_pool3d.default, shards="nonempty")
 def fractional_pool(node: fx.Node) -> str:
     """ "n c s0! s1!, n c r! -> n c o0 o1": every channel has its own windows, at random positions."""
-    value = edit.operands(node)[0].meta["val"]
+    value = edit.fake(edit.operands(node)[0])
     space = 2 if node.target is aten.fractional_max_pool2d.default else 3
     free = ["n", "c"][space + 2 - value.ndim :]
     inside, result = (" ".join(f"{letter}{d}!" for d in range(space)) for letter in "so")

@@ -31,7 +31,7 @@ def per_tensor(node: fx.Node) -> str:
 @op_rule(quantized.quantize_per_channel.default, quantized.dequantize_per_channel.default, shards="any")
 def per_channel(node: fx.Node) -> str:
     """ "d0 d1, d0, d0 -> d0 d1": one scale and one zero point per channel."""
-    ndim = node.meta["val"].ndim
+    ndim = edit.ndim(node)
     term = " ".join(f"d{d}" for d in range(ndim))
     channel = f"d{edit.bound(node)['axis'] % ndim}"
     return f"{', '.join([term, *[channel] * (len(edit.operands(node)) - 1)])} -> {term}"
@@ -41,7 +41,7 @@ def per_channel(node: fx.Node) -> str:
 def choose(node: fx.Node) -> str:
     """ "d0! d1! -> 1, 1": one scale and one zero point for the whole tensor."""
     (x,) = edit.operands(node)
-    return f"{' '.join(f'd{d}!' for d in range(x.meta['val'].ndim))} -> 1, 1"
+    return f"{' '.join(f'd{d}!' for d in range(edit.ndim(x)))} -> 1, 1"
 
 
 @op_variant(quantized.choose_qparams.tensor)

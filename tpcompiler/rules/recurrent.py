@@ -30,10 +30,10 @@ def recurrent(node: fx.Node) -> RuleText | None:
         return None  # torch 2.11 records LSTM states with one dim too many
     arguments, gates = edit.bound(node), GATES[node.target]
     features = edit.outputs(node)[1].shape[-1]
-    rows = [weight.meta["val"].shape[0] for weight in arguments["params"]]
+    rows = [edit.shape(weight)[0] for weight in arguments["params"]]
     inner = "h" if rows[0] == gates * features else "r"
     weights = [
-        " ".join((f"(g! {inner}!)" if size == rows[0] else "h!", f"j{at}!")[: weight.meta["val"].ndim])
+        " ".join((f"(g! {inner}!)" if size == rows[0] else "h!", f"j{at}!")[: edit.ndim(weight)])
         for at, (weight, size) in enumerate(zip(arguments["params"], rows, strict=True))
     ]
     steps = "b t!" if arguments["batch_first"] else "t! b"

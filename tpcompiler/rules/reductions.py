@@ -22,7 +22,7 @@ NO_DIMS = (aten.any.dims, aten.all.dims)  # an empty list makes these reduce not
 def _text_and_reduced_dims(node: fx.Node, mark: str = "") -> tuple[str, list[str]]:
     """Return "d0 d1 -> d0 1", one term per output, and the reduced factors, which get the suffix `mark`."""
     (operand,) = edit.operands(node)
-    ndim = operand.meta["val"].ndim
+    ndim = edit.ndim(operand)
     args = edit.bound(node)
     dims = args.get("dim")
     dim_list = [dims] if isinstance(dims, int) else dims
@@ -37,7 +37,7 @@ def _text_and_reduced_dims(node: fx.Node, mark: str = "") -> tuple[str, list[str
 def linear_cast(node: fx.Node) -> tuple[tuple[int, ...], ...]:
     """Return linearity in the one operand, unless `dtype=` first drops fractions: truncated shares do not add up."""
     (operand,) = edit.operands(node)
-    drops = operand.meta["val"].is_floating_point() and not edit.outputs(node)[0].is_floating_point()
+    drops = edit.fake(operand).is_floating_point() and not edit.outputs(node)[0].is_floating_point()
     return () if drops else ((0,),)
 
 
@@ -91,12 +91,12 @@ def vector_norm(node: fx.Node) -> RuleText:
 @op_rule(aten._cdist_forward.default, shards="nonempty")
 def distances(node: fx.Node) -> RuleText:
     """ "b0 m k!, b0 n k! -> b0 m n": from all rows to all rows; k behaves as in a norm."""
-    full = node.meta["val"].shape
+    full = edit.shape(node)
     batch = [f"b{d}" for d in range(len(full) - 2)]
     reduce = NORMS.get(edit.bound(node)["p"])
     terms = []
     for operand, row in zip(edit.operands(node), "mn", strict=True):
-        outer = operand.meta["val"].shape[:-2]
+        outer = edit.shape(operand)[:-2]
         terms.append(f"{broadcast(outer, batch, full[:-2])} {row} k{'' if reduce else '!'}")
     return RuleText(f"{', '.join(terms)} -> {' '.join(batch)} m n", reduce=reduce or "sum")
 
@@ -111,7 +111,7 @@ def distances(node: fx.Node) -> RuleText:
 )
 def softmax(node: fx.Node) -> str:
     """ "d0 d1! -> d0 d1!": the normalised dim stays whole."""
-    ndim = node.meta["val"].ndim
+    ndim = edit.ndim(node)
     text = dims_text(ndim, {edit.bound(node)["dim"] % ndim} if ndim else ())
     return f"{text} -> {text}"
 

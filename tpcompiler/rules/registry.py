@@ -130,7 +130,7 @@ def rule_of(node: fx.Node) -> Rule | None:
 
 
 def _read(node: fx.Node, entry: Entry) -> Rule | None:
-    tensors = [operand.meta["val"] for operand in edit.operands(node)]
+    tensors = [edit.fake(operand) for operand in edit.operands(node)]
     if not tensors:
         return None
     text = entry.write(node)

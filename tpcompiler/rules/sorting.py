@@ -25,7 +25,7 @@ from tpcompiler.rules.structure import dims_text
 def scan(node: fx.Node) -> RuleText:
     """ "d0 d1! -> d0 d1!", and positions, which count within a line. Only a running sum is linear."""
     (operand,) = edit.operands(node)
-    ndim = operand.meta["val"].ndim
+    ndim = edit.ndim(operand)
     text = dims_text(ndim, {edit.bound(node)["dim"] % ndim} if ndim else ())
     results = ", ".join([text] * len(edit.outputs(node)))
     return RuleText(f"{text} -> {results}", linear=linear_cast(node) if node.target is aten.cumsum.default else ())
@@ -35,7 +35,7 @@ def scan(node: fx.Node) -> RuleText:
 def topk(node: fx.Node) -> str:
     """ "d0 d1! -> d0 k, d0 k" """
     (operand,) = edit.operands(node)
-    ndim = operand.meta["val"].ndim
+    ndim = edit.ndim(operand)
     dim = edit.bound(node)["dim"] % ndim if ndim else 0
     result = " ".join("k" if d == dim else f"d{d}" for d in range(ndim))
     return f"{dims_text(ndim, {dim})} -> {result}, {result}"
@@ -43,7 +43,7 @@ def topk(node: fx.Node) -> str:
 
 def _lines(operand: fx.Node, last: str) -> str:
     """Return "d0 v": leading dims, and a name for the last one."""
-    ndim = operand.meta["val"].ndim
+    ndim = edit.ndim(operand)
     return " ".join([*(f"d{d}" for d in range(ndim - 1)), last])
 
 
@@ -52,8 +52,8 @@ def searchsorted(node: fx.Node) -> str:
     """ "b!, d0 d1 -> d0 d1", or "d0 b!, d0 v -> d0 v" if every line has its own boundaries (and their order)."""
     first, second, *sorter = edit.operands(node)
     values, bounds = (first, second) if node.target is aten.bucketize.Tensor else (second, first)
-    ndim = values.meta["val"].ndim
-    if bounds.meta["val"].ndim == 1:
+    ndim = edit.ndim(values)
+    if edit.ndim(bounds) == 1:
         bound, value = "b!", " ".join(f"d{d}" for d in range(ndim))
     else:
         bound, value = _lines(bounds, "b!"), _lines(values, "v")
@@ -66,5 +66,5 @@ def histc(node: fx.Node) -> str:
     """ "d0 d1 -> b": the shards' counts add up, provided the range is given and not taken from the data."""
     args = edit.bound(node)
     has_range = args["min"] < args["max"]
-    ndim = edit.operands(node)[0].meta["val"].ndim
+    ndim = edit.ndim(edit.operands(node)[0])
     return f"{dims_text(ndim, () if has_range else range(ndim))} -> b"

@@ -34,8 +34,8 @@ def cat(node: fx.Node) -> RuleText:
     An empty 1-d tensor may be among tensors of any shape, such as an empty cache: "e0!, d0 c1! -> d0 c!". Parts of a
     dynamic size are whole too.
     """
-    operands = [o.meta["val"] for o in edit.operands(node)]
-    ndim = node.meta["val"].ndim
+    operands = [edit.fake(o) for o in edit.operands(node)]
+    ndim = edit.ndim(node)
     dim = edit.bound(node)["dim"] % ndim
     linear = (tuple(range(len(operands))),)
     empty = [o.ndim != ndim for o in operands]
@@ -58,7 +58,7 @@ def _alike(parts: Sequence[torch.Tensor], dim: int) -> bool:
 def stack(node: fx.Node) -> RuleText:
     """ "d0 d1, d0 d1 -> d0 n! d1": the operands' dims and a new one that numbers them."""
     operands = edit.operands(node)
-    ndim = node.meta["val"].ndim
+    ndim = edit.ndim(node)
     dims = [f"d{d}" for d in range(ndim - 1)]
     names = list(dims)
     names.insert(edit.bound(node)["dim"] % ndim, "n!")
@@ -86,7 +86,7 @@ def split(node: fx.Node) -> RuleText:
     If sizes are dynamic, or follow from one size or a count, unequal parts come from a whole dim.
     """
     (operand,) = edit.operands(node)
-    ndim, parts_made = operand.meta["val"].ndim, edit.outputs(node)
+    ndim, parts_made = edit.ndim(operand), edit.outputs(node)
     dim = edit.bound(node)["dim"] % ndim
     if not _alike(parts_made, dim):
         parts = ", ".join(at_dim(ndim, dim, f"c{i}") for i in range(len(parts_made)))
@@ -111,7 +111,7 @@ def split(node: fx.Node) -> RuleText:
 def unbind(node: fx.Node) -> RuleText:
     """ "d0 d1! d2 -> d0 d2, d0 d2" """
     (operand,) = edit.operands(node)
-    ndim = operand.meta["val"].ndim
+    ndim = edit.ndim(operand)
     dim = edit.bound(node)["dim"] % ndim
     parts = [at_dim(ndim, dim, "")] * len(edit.outputs(node))
     return RuleText(f"{dims_text(ndim, {dim})} -> {', '.join(parts)}", linear=((0,),))
@@ -141,9 +141,9 @@ def slice_(node: fx.Node) -> RuleText:
     """
     (operand,) = edit.operands(node)
     args = edit.bound(node)
-    ndim = operand.meta["val"].ndim
+    ndim = edit.ndim(operand)
     dim = args["dim"] % ndim
-    size, part_size = operand.meta["val"].shape[dim], node.meta["val"].shape[dim]
+    size, part_size = edit.shape(operand)[dim], edit.shape(node)[dim]
     start, end, step = args["start"] or 0, args["end"], args["step"]
     word, factors = f"d{dim}!", dict[str, int]()
     counts = dict[str, tuple[Dim, ...]]()
@@ -168,7 +168,7 @@ def slice_(node: fx.Node) -> RuleText:
 def narrow(node: fx.Node) -> RuleText:
     """ "d0 d1! -> d0 c" """
     (operand,) = edit.operands(node)
-    ndim = operand.meta["val"].ndim
+    ndim = edit.ndim(operand)
     dim = edit.bound(node)["dim"] % ndim
     return RuleText(f"{dims_text(ndim, {dim})} -> {at_dim(ndim, dim, 'c')}", linear=((0,),))
 
@@ -177,7 +177,7 @@ def narrow(node: fx.Node) -> RuleText:
 def select(node: fx.Node) -> RuleText:
     """The selected dim is whole, and absent from the result."""
     (operand,) = edit.operands(node)
-    ndim = operand.meta["val"].ndim
+    ndim = edit.ndim(operand)
     dim = edit.bound(node)["dim"] % ndim
     return RuleText(f"{dims_text(ndim, {dim})} -> {at_dim(ndim, dim, '')}", linear=((0,),))
 
@@ -186,7 +186,7 @@ def select(node: fx.Node) -> RuleText:
 def diagonal(node: fx.Node) -> RuleText:
     """ "d0! d1! d2 -> d2 n": a diagonal crosses every row and column."""
     (operand,) = edit.operands(node)
-    ndim, args = operand.meta["val"].ndim, edit.bound(node)
+    ndim, args = edit.ndim(operand), edit.bound(node)
     gone = {args["dim1"] % ndim, args["dim2"] % ndim}
     others = " ".join(f"d{d}" for d in range(ndim) if d not in gone)
     return RuleText(f"{dims_text(ndim, gone)} -> {others} n", linear=((0,),))
@@ -197,7 +197,7 @@ def pad(node: fx.Node) -> RuleText:
     """ "d0 d1! -> d0 p1": dims without padding are free. Linear for zeros, which every share can have."""
     (operand,) = edit.operands(node)
     args = edit.bound(node)
-    ndim = operand.meta["val"].ndim
+    ndim = edit.ndim(operand)
     counts = list(args["pad"])
     padded = {ndim - 1 - at // 2 for at, count in enumerate(counts) if not (isinstance(count, int) and count == 0)}
     result = " ".join(f"p{d}" if d in padded else f"d{d}" for d in range(ndim))
@@ -208,7 +208,7 @@ def pad(node: fx.Node) -> RuleText:
 @op_rule(aten.flip.default, aten.roll.default)
 def in_place_dims(node: fx.Node) -> RuleText:
     """Dims that are flipped or rolled are whole (all dims for a roll without dims)."""
-    ndim = node.meta["val"].ndim
+    ndim = edit.ndim(node)
     args = edit.bound(node)
     dims = args["dims"]
     whole = {d % ndim for d in dims} if dims and ndim else set(range(ndim))

@@ -82,7 +82,7 @@ def _why(node: fx.Node, at_door: Ranges) -> str:
 
 
 def _in_body(named: Any) -> str:
-    body: fx.GraphModule = named.meta["val"]
+    body: fx.GraphModule = edit.fake(named)
     graph = edit.copy_graph(body.graph)
     read_bodies(graph, body)
     return obstacle(graph.nodes, {})  # without ranges: the body's inputs may share names with the program's

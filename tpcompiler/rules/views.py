@@ -85,7 +85,7 @@ def _out_term(text: str) -> Term:
 def view(node: fx.Node) -> RuleText:
     """Reshape freely; the `size` (`shape`) argument counts the output's dims."""
     (operand,) = edit.operands(node)
-    text, factors = dim_groups(operand.meta["val"].shape, node.meta["val"].shape)
+    text, factors = dim_groups(edit.shape(operand), edit.shape(node))
     argument = "shape" if node.target is aten.reshape.default else "size"
     return RuleText(text, sizes={argument: _out_term(text)}, factors=factors, linear=((0,),))
 
@@ -94,7 +94,7 @@ def view(node: fx.Node) -> RuleText:
 def dims_of_one(node: fx.Node) -> RuleText:
     """Reshape without naming sizes."""
     (operand,) = edit.operands(node)
-    text, factors = dim_groups(operand.meta["val"].shape, node.meta["val"].shape)
+    text, factors = dim_groups(edit.shape(operand), edit.shape(node))
     return RuleText(text, factors=factors, linear=((0,),))
 
 
@@ -102,8 +102,8 @@ def dims_of_one(node: fx.Node) -> RuleText:
 def squeeze(node: fx.Node) -> RuleText:
     """Drop dims of the whole tensor: a shard of one row keeps its dim."""
     (operand,) = edit.operands(node)
-    shape = operand.meta["val"].shape
-    text, factors = dim_groups(shape, node.meta["val"].shape)
+    shape = edit.shape(operand)
+    text, factors = dim_groups(shape, edit.shape(node))
     argument = edit.bound(node).get("dim", range(len(shape)))
     candidates = {d % max(len(shape), 1) for d in ([argument] if isinstance(argument, int) else argument)}
     gone = [d for d, size in enumerate(shape) if d in candidates and is_one(size)]
@@ -122,8 +122,8 @@ def _squeezed(value: torch.Tensor, *args: Any, shard: ShardRange, gone: list[int
 def unflatten(node: fx.Node) -> RuleText:
     """Split one dim in several, which `sizes` counts."""
     (operand,) = edit.operands(node)
-    text, factors = dim_groups(operand.meta["val"].shape, node.meta["val"].shape)
-    first = edit.bound(node)["dim"] % operand.meta["val"].ndim
+    text, factors = dim_groups(edit.shape(operand), edit.shape(node))
+    first = edit.bound(node)["dim"] % edit.ndim(operand)
     parts = _out_term(text)[first : first + len(edit.bound(node)["sizes"])]
     return RuleText(text, sizes={"sizes": parts}, factors=factors, linear=((0,),))
 
@@ -139,7 +139,7 @@ def unflatten(node: fx.Node) -> RuleText:
 )
 def permute(node: fx.Node) -> RuleText:
     (operand,) = edit.operands(node)
-    order = list(range(operand.meta["val"].ndim))
+    order = list(range(edit.ndim(operand)))
     args = edit.bound(node)
     if not order:
         return RuleText(" -> ", linear=((0,),))
@@ -160,7 +160,7 @@ def permute(node: fx.Node) -> RuleText:
 def expand(node: fx.Node) -> RuleText:
     """Broadcast dims of size 1 or new ones: "1 d1 -> n0 d1"."""
     (operand,) = edit.operands(node)
-    source, target = operand.meta["val"].shape, node.meta["val"].shape
+    source, target = edit.shape(operand), edit.shape(node)
     first = len(target) - len(source)
     grown = [d < first or (is_one(source[d - first]) and not is_one(target[d])) for d in range(len(target))]
     left = " ".join("1" if grown[d] else f"d{d}" for d in range(first, len(target)))
@@ -172,7 +172,7 @@ def expand(node: fx.Node) -> RuleText:
 def repeat(node: fx.Node) -> RuleText | None:
     """ "d0 1 d2 -> d0 n1! (r2! d2)": each repetition is a block with the operand's cut; a dim of 1 becomes a factor."""
     (operand,) = edit.operands(node)
-    source, target = operand.meta["val"].shape, node.meta["val"].shape
+    source, target = edit.shape(operand), edit.shape(node)
     if any(isinstance(size, int) and size == 0 for size in target):
         return None  # nothing is repeated
     first = len(target) - len(source)
@@ -191,7 +191,7 @@ def repeat(node: fx.Node) -> RuleText | None:
 @op_rule(aten.view_as_real.default, aten.view_as_complex.default, shards="any", relayout=True)
 def complex_parts(node: fx.Node) -> RuleText:
     """ "d0 d1 -> d0 d1 p", or back: the last dim holds the real and the imaginary part. Linear: a view."""
-    ndim = min(edit.operands(node)[0].meta["val"].ndim, node.meta["val"].ndim)
+    ndim = min(edit.ndim(edit.operands(node)[0]), edit.ndim(node))
     dims = " ".join(f"d{d}" for d in range(ndim))
     both = f"{dims} p!"
     text = f"{dims} -> {both}" if node.target is aten.view_as_real.default else f"{both} -> {dims}"
@@ -202,7 +202,7 @@ def complex_parts(node: fx.Node) -> RuleText:
 def bits(node: fx.Node) -> RuleText:
     """ "d0 d1 -> d0 (d1 p)": the same bits as smaller numbers; "d0 (d1 p!) -> d0 d1": as larger ones. Not linear."""
     (operand,) = edit.operands(node)
-    before, after = operand.meta["val"], node.meta["val"]
+    before, after = edit.fake(operand), edit.fake(node)
     *dims, last = [f"d{d}" for d in range(before.ndim)] or [""]
     left, right = last, last
     if before.element_size() > after.element_size():

@@ -44,7 +44,7 @@ class Domain:
 
 def tensor_index(node: fx.Node, index: Any) -> int:
     """Return the index of a result among the tensors that a node makes."""
-    return sum(isinstance(value, torch.Tensor) for value in node.meta["val"][:index])
+    return sum(isinstance(value, torch.Tensor) for value in edit.fake(node)[:index])
 
 
 def find_domain(program: PlannedProgram, stage: Stage, leaves: Mapping[str, Leaf]) -> Domain:
@@ -99,7 +99,7 @@ def _find_tokens(domain: Domain) -> None:
     """Find the factors that are samples or tokens of the inputs; False for the outermost in a dim of several."""
     tokens: dict[fx.Node, dict[int, bool]] = {}
     for node in domain.program.user_inputs():
-        value = node.meta["val"]
+        value = edit.fake(node)
         tokens[node] = dict.fromkeys(range(value.ndim)[: 1 if value.is_floating_point() else None], True)
     for node, operands in domain.operands.items():
         if node.target is pin and operands[0] in tokens:
@@ -200,7 +200,7 @@ def shardings_of(domain: Domain, value: fx.Node) -> tuple[Sharding, ...]:
             exact = [leaf.kept.sharding] if leaf.kept is not None and not leaf.kept.loose else []
             return (*leaf.shardings, *(domain.stage.within(each, leaf.value) for each in exact))
         given = domain.program.input_shardings.get(value.name)
-        return () if given is None else (domain.stage.within(given, value.meta["val"]),)
+        return () if given is None else (domain.stage.within(given, edit.fake(value)),)
     source: Any = value.args[0] if value.target is operator.getitem else value
     if source.target is pin:
         return _pinned(domain, source)
@@ -219,10 +219,10 @@ def pin_choices(domain: Domain, node: fx.Node) -> list[Choice]:
     """Return the shardings of a pin: the requested one; over other axes, any sharding of its value."""
     seed, stage, (value,) = node.meta[PIN], domain.stage, domain.operands[node]
     if not seed.axes:
-        made = [stage.within(seed.sharding, value.meta["val"])]
+        made = [stage.within(seed.sharding, edit.fake(value))]
     else:
-        have = dict.fromkeys([*shardings_of(domain, value), Sharding.replicated(value.meta["val"].ndim)])
-        made = list(dict.fromkeys(stage.within(seed.over(sharding), value.meta["val"]) for sharding in have))
+        have = dict.fromkeys([*shardings_of(domain, value), Sharding.replicated(edit.ndim(value))])
+        made = list(dict.fromkeys(stage.within(seed.over(sharding), edit.fake(value)) for sharding in have))
     return [Choice((sharding,), (sharding,), 0.0) for sharding in made]
 
 
@@ -295,7 +295,7 @@ def find_shared_heads(domain: Domain) -> set[int]:
     stage, found = domain.stage, set[int]()
     for node, ways in domain.ways.items():
         have = tuple(
-            shardings_of(domain, operand) if operand.meta["val"].is_floating_point() else ()  # no masks: few samples
+            shardings_of(domain, operand) if edit.fake(operand).is_floating_point() else ()  # no masks: few samples
             for operand in domain.operands[node]
         )
         found |= stage.once(("shared", ways, have), partial(shared_heads, stage, ways, have))

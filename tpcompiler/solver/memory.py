@@ -59,8 +59,8 @@ def measure_memory(found: Solution) -> Memory:
         written |= {fqn for _, fqn in program.written()}
         for node, fqn in program.leaves():
             if first_of[node.name] == node.name:
-                held[fqn] = local_bytes(node.meta["val"], found.leaves[node], program.mesh)
-                floats |= {fqn} if node.meta["val"].is_floating_point() else set()
+                held[fqn] = local_bytes(edit.fake(node), found.leaves[node], program.mesh)
+                floats |= {fqn} if edit.fake(node).is_floating_point() else set()
         peaks.append(_find_peak(program, found, set(names)))
     caches = sum(count for fqn, count in held.items() if fqn in written)
     largest = sorted(held.items(), key=lambda pair: (-pair[1], pair[0]))[:3]
@@ -122,7 +122,7 @@ def _gathered_bytes(program: PlannedProgram, found: Solution, node: fx.Node) -> 
     if node in found.choices:
         for operand, want in zip(edit.operands(node), found.choices[node].wants, strict=True):
             have = found.settled.get(operand) or sharding_of(program, found, operand)
-            held, wanted = (local_bytes(operand.meta["val"], each, program.mesh) for each in (have, want))
+            held, wanted = (local_bytes(edit.fake(operand), each, program.mesh) for each in (have, want))
             total += wanted if wanted > held else 0
     return total
 

@@ -67,7 +67,7 @@ def _heads(found: Solution, program: PlannedProgram) -> Iterator[tuple[int, str]
         choice = found.choices.get(node)
         if choice is None or node.target not in VIEWS or node in weights:
             continue
-        whole, made = edit.operands(node)[0].meta["val"].shape, node.meta["val"].shape
+        whole, made = edit.shape(edit.operands(node)[0]), edit.shape(node)
         outer = list(zip(made, made[1:], choice.made[0].dims, strict=False))
         for size, cut in zip(whole, choice.wants[0].dims, strict=True):
             for count, inner, own in outer if isinstance(size, int) and _is_cut(cut, found) else ():
@@ -82,11 +82,11 @@ def _cuts(found: Solution, program: PlannedProgram) -> Iterator[tuple[str, int, 
     vocabularies = _vocabularies(program)
     quantised: dict[str, torch.Size] = {}  # the weight of such a layer, whose scales are by groups
     for node, fqn in leaves.items():
-        value, layer = node.meta["val"], layer_of(fqn)
+        value, layer = edit.fake(node), layer_of(fqn)
         if value.ndim > 1 and (value.dtype.itemsize == 1 or not value.is_floating_point()):
             quantised[layer] = max(quantised.get(layer, value.shape), value.shape, key=torch.Size.numel)
     for node, fqn in leaves.items():
-        shape, layer = node.meta["val"].shape, fold_layers(layer_of(fqn)) or "the model"
+        shape, layer = edit.shape(node), fold_layers(layer_of(fqn)) or "the model"
         whole = quantised.get(layer_of(fqn), shape)
         for dim, cut in enumerate(found.leaves[node].dims if len(shape) > 1 else ()):
             if not _is_cut(cut, found):
@@ -108,7 +108,7 @@ def _vocabularies(program: PlannedProgram) -> set[int]:
         if isinstance(target, OpOverload) and (target.is_view or target in CASTS) and node.args[0] in inputs:
             inputs.add(node)
     looked = [edit.operands(node) for node in edit.calls(program.graph) if op_name(node) == "embedding"]
-    return {table.meta["val"].shape[0] for table, ids in looked if ids in inputs}
+    return {edit.shape(table)[0] for table, ids in looked if ids in inputs}
 
 
 def _is_cut(cut: DimSharding, found: Solution) -> bool:

@@ -188,10 +188,10 @@ def _find_leaves(problem: Problem, stage: Stage, before: Mapping[str, Sharding])
                 written.add(problem.groups[node])
     made: dict[str, Leaf] = {}
     for node, group in problem.groups.items():
-        whole = Sharding.replicated(node.meta["val"].ndim)
+        whole = Sharding.replicated(edit.ndim(node))
         known = before.get(group, whole)
         if group not in made:
-            said, value = (seeds.get(group), kept.get(group)), node.meta["val"]
+            said, value = (seeds.get(group), kept.get(group)), edit.fake(node)
             made[group] = Leaf.of(group, *said, group in written, known, value, stage)
     return [{node.name: made[problem.groups[node]] for node, _ in program.leaves()} for program in problem.programs]
 
@@ -206,7 +206,7 @@ def _add_layers(problem: Problem) -> None:
         static = computed_from_leaves(program.graph, leaves.keys())
         largest: dict[str, tuple[int, fx.Node]] = {}  # part of each weight: the scales of a quantised one follow it
         for node, fqn in leaves.items():
-            value, weight = node.meta["val"], weight_of(fqn)
+            value, weight = edit.fake(node), weight_of(fqn)
             if value.ndim > 1 and problem.groups[node] == fqn:
                 largest[weight] = max(largest.get(weight, (0, node)), (value.numel(), node), key=itemgetter(0))
         weights = {
@@ -224,7 +224,7 @@ def _add_layers(problem: Problem) -> None:
                 "rowwise": feature_dims(nodes, "in", static, owner),
             }
             if any(sides.values()):
-                styles = _styles_of(node.meta["val"], sides, problem.stage, owned[owner] == 1)
+                styles = _styles_of(edit.fake(node), sides, problem.stage, owned[owner] == 1)
                 name = owner if "replicate" in styles else weight_of(fqn)
                 problem.owners.add(owner)
                 problem.layers[fqn] = Layer(name, problem.tables.variable(len(styles)), styles)
@@ -250,7 +250,7 @@ def _state(problem: Problem, domain: Domain) -> None:
     for node in leaves:
         _add_leaf(problem, node, domain.leaves[node.name])
     for node in program.user_inputs():
-        problem.values[node] = Values(None, (stage.within(program.input_shardings[node.name], node.meta["val"]),))
+        problem.values[node] = Values(None, (stage.within(program.input_shardings[node.name], edit.fake(node)),))
     for node in counted(list(edit.calls(program.graph)), "pricing choices", "ops"):
         if node.target in (FREE, operator.getitem):
             continue
@@ -280,10 +280,10 @@ def _choices(problem: Problem, domain: Domain, node: fx.Node) -> Choices:
     if node.target is pin:
         return Choices.of(pin_choices(domain, node))
     if node not in domain.ways:
-        whole = tuple(Sharding.replicated(o.meta["val"].ndim) for o in operands)
+        whole = tuple(Sharding.replicated(edit.ndim(o)) for o in operands)
         return Choices.of([Choice(whole, tuple(Sharding.replicated(v.ndim) for v in edit.outputs(node)), 0.0)])
     ways = domain.ways[node]
-    tensors = [*(o.meta["val"] for o in operands), *edit.outputs(node)]
+    tensors = [*(edit.fake(o) for o in operands), *edit.outputs(node)]
     kernel = domain.kernels.get(node, NO_KERNEL)
     known = "priced", ways, kernel, domain.weight
     price = partial(_priced, problem, node, ways, kernel, tensors, domain.weight)
@@ -315,7 +315,7 @@ def _weights(domain: Domain, static: Set[fx.Node]) -> Set[fx.Node]:
 
 
 def _numbers(value: fx.Node) -> int:
-    return sym_hint(value.meta["val"].numel())
+    return sym_hint(edit.fake(value).numel())
 
 
 def _add_leaf(problem: Problem, node: fx.Node, leaf: Leaf) -> None:
@@ -331,7 +331,7 @@ def _add_leaf(problem: Problem, node: fx.Node, leaf: Leaf) -> None:
 
 def _held_units(problem: Problem, node: fx.Node, shardings: Sequence[Sharding]) -> numpy.ndarray:
     """Return the price of holding a leaf in each of these shardings."""
-    value, mesh, price = node.meta["val"], problem.stage.mesh, problem.objective.held_seconds
+    value, mesh, price = edit.fake(node), problem.stage.mesh, problem.objective.held_seconds
     known = "held", key(node), shardings
     return problem.known.once(  # type: ignore[no-any-return]
         known, lambda: in_units([price(local_bytes(value, each, mesh)) for each in shardings])
@@ -347,7 +347,7 @@ def _price_use(problem: Problem, leaf: fx.Node, fqn: str, wanted: Values, known:
     layer = problem.layers.get(group)
     is_held = group in problem.held
     problem.held.add(group)
-    is_fixed = stage.free and layer is None and weight_of(fqn) == fqn and not leaf.meta["val"].is_floating_point()
+    is_fixed = stage.free and layer is None and weight_of(fqn) == fqn and not edit.fake(leaf).is_floating_point()
     styles = None if layer is None else tuple(layer.styles.values())
     follows = known.kept is not None and known.kept.loose and layer is None and layer_of(fqn) in problem.owners
     allowed = tuple(follows or known.may_be(want, stage) for want in wanted.shardings)
@@ -390,7 +390,7 @@ def _find_changes(problem: Problem, value: fx.Node, uses: Sequence[Values], is_w
 def _price_changes(
     problem: Problem, value: fx.Node, source: Values, target: Values, is_weight: bool, weight: float
 ) -> None:
-    tensor, have, want = value.meta["val"], source.shardings, target.shardings
+    tensor, have, want = edit.fake(value), source.shardings, target.shardings
     refused = problem.refused / weight if is_weight else None
 
     def find() -> numpy.ndarray:

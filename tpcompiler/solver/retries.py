@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from tpcompiler.errors import TpCompilerError, UnsupportedError
+from tpcompiler.ir import edit
 from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.program import PlannedProgram, Seed
@@ -147,7 +148,7 @@ def _keeping(program: PlannedProgram, found: Solution) -> PlannedProgram:
     axis, kept = program.mesh.model_axis, dict(program.kept)
     for node, fqn in program.leaves():
         if (layer := found.layers.get(fqn)) is not None:
-            dims = list(Sharding.replicated(node.meta["val"].ndim).dims)
+            dims = list(Sharding.replicated(edit.ndim(node)).dims)
             if layer.dim is not None:
                 dims[layer.dim] = DimSharding.by(axis)
             kept.setdefault(node.name, Seed(Sharding(tuple(dims)), "the search", loose=True))

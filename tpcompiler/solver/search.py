@@ -13,6 +13,7 @@ import numpy
 from torch import fx
 
 from tpcompiler.errors import UnsupportedError
+from tpcompiler.ir import edit
 from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.solver.changes import UNIT
@@ -120,7 +121,7 @@ def _read(
                 wishes.setdefault(problem.groups[operand], set()).add(want)
     for node, group in problem.groups.items():  # cutting a leaf where it is used is a local slice
         own = wishes.get(group, ())
-        groups.setdefault(group, next(iter(own)) if len(own) == 1 else Sharding.replicated(node.meta["val"].ndim))
+        groups.setdefault(group, next(iter(own)) if len(own) == 1 else Sharding.replicated(edit.ndim(node)))
     solution = Solution(
         problem.programs,
         before.machine,

@@ -29,7 +29,7 @@ def measure_step_time(found: Solution, collectives: Iterable[Sent], machine: Mac
     kernels = [kernel for program in found.programs for kernel in find_kernels(program.graph, machine.fuses).values()]
     work, floors = sum(own for _, own in seconds_of_ops(found, machine)), sum(map(objective.floor_seconds, kernels))
     for value, steps in changes_of(found):
-        work += objective.copy_seconds(steps, value.meta["val"], found.mesh)
+        work += objective.copy_seconds(steps, edit.fake(value), found.mesh)
     sent = [machine.collective_seconds(kind, axes, count, found.mesh) for kind, axes, count in collectives]
     host = len(kernels) * machine.host.operation + len(sent) * machine.host.collective
     return StepTime.of(work, floors, sum(sent), host)
@@ -41,7 +41,7 @@ def seconds_of_ops(found: Solution, machine: Machine) -> Iterator[tuple[fx.Node,
     for program in found.programs:
         for node, kernel in find_kernels(program.graph, machine.fuses).items():
             if (choice := found.choices.get(node)) is not None:
-                tensors = [*(operand.meta["val"] for operand in edit.operands(node)), *edit.outputs(node)]
+                tensors = [*(edit.fake(operand) for operand in edit.operands(node)), *edit.outputs(node)]
                 values = list(zip(tensors, (*choice.wants, *choice.made), strict=True))
                 own = local_work(node, choice.rule, choice.option, found.mesh)
                 yield node, objective.work_seconds(kernel, own, values, found.mesh)
@@ -72,5 +72,5 @@ def changes_of(found: Solution) -> Iterator[tuple[fx.Node, tuple[Step, ...]]]:
             if value.graph is program.graph:
                 changes[value, sharding_of(program, found, value), settled] = None
         for value, have, want in changes:
-            tensor = value.meta["val"]
+            tensor = edit.fake(value)
             yield value, steps_between(have, want, tensor.shape, tensor.element_size(), found.mesh, found.machine)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from tpcompiler.cost.objective import Objective
 from tpcompiler.cost.timeline import duration
 from tpcompiler.errors import UnsupportedError
+from tpcompiler.ir import edit
 from tpcompiler.ir.names import fold_layers, layer_of
 from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.solver.drive import RETRIES, solve
@@ -139,7 +140,7 @@ def _bytes_of(found: Solution, weights: Collection[str]) -> int:
     for program in found.programs:
         for node, fqn in program.leaves():
             if layer_of(fqn) in owners and found.leaves[node].is_replicated:
-                value = node.meta["val"]
+                value = edit.fake(node)
                 held[fqn] = value.numel() * value.element_size()
     return sum(held.values())
 

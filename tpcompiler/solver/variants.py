@@ -59,12 +59,12 @@ def write_variants(
         if body is None:
             continue
         parts = [node] if edit.is_tensor(node) else list(node.users)
-        users = [(part.meta["val"], list(part.users)) for part in parts]
+        users = [(edit.fake(part), list(part.users)) for part in parts]
         made = edit.rewrite(node, body, edit.operands(node))
         written[name] = [inner.name for inner in made]
         returned = tree_flatten(body.output_node().args[0])[0]
         changed = [
-            u for (was, own), now in zip(users, returned, strict=True) if key(was) != key(now.meta["val"]) for u in own
+            u for (was, own), now in zip(users, returned, strict=True) if key(was) != key(edit.fake(now)) for u in own
         ]
         if not _run_anew(graph, changed):
             return write_variants(program, set(names) - {name}, bodies)
@@ -81,13 +81,13 @@ def _run_anew(graph: fx.Graph, changed: Collection[fx.Node]) -> bool:
             continue
         if node.op == "output" or node.meta.get("unbacked_bindings"):
             return False
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda used: used.meta["val"])
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda used: edit.fake(used))
         try:
             with mode, torch.no_grad(), enable_python_dispatcher():
                 made = node.target(*args, **kwargs)
         except Exception:  # a view of what lies otherwise in memory
             return False
-        if key(made) != key(node.meta["val"]):
+        if key(made) != key(edit.fake(node)):
             node.meta["val"] = made
             node.meta.pop(KEY, None)
             stale.update(node.users)
@@ -130,7 +130,7 @@ def find_needed(
 def _body(node: fx.Node, mesh: Mesh) -> fx.Graph | None:
     """None for a call that its variant cannot do."""
     parts = [node] if edit.is_tensor(node) else node.users
-    orders = [_order_of(part.meta["val"]) for part in parts]  # a tracer does not know the sizes of these values
+    orders = [_order_of(edit.fake(part)) for part in parts]  # a tracer does not know the sizes of these values
 
     def call(*values: Any) -> Any:
         args, kwargs = edit.map_operands(node, lambda at, _: values[at])
@@ -143,7 +143,7 @@ def _body(node: fx.Node, mesh: Mesh) -> fx.Graph | None:
         return _in_order(made, orders[0])
 
     with fake_mode_of(node.graph), torch.no_grad(), keeping_whole(aten.scaled_dot_product_attention.default):
-        given = [operand.meta["val"] for operand in edit.operands(node)]
+        given = [edit.fake(operand) for operand in edit.operands(node)]
         values = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in given]
         try:
             body = trace_ops(call, *values)

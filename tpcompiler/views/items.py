@@ -156,7 +156,7 @@ def _contracted(exported: ExportedProgram, manifest: Manifest) -> Iterator[Item]
         elif not came[node]:
             continue
         elif node.op == "placeholder":
-            value = value_text(node.meta["val"])
+            value = value_text(edit.fake(node))
             yield Item(node.name, "input", (node.name,), shardings.get(node.name, ""), value, origin=node.name)
         elif node in records:
             result = results.get(claim.reshard or "", node)
@@ -179,7 +179,7 @@ def _collective(node: fx.Node, claim: Claim, record: Collective, result: fx.Node
         kind="collective",
         ops=(record.kind,),
         sharding=claim.change or "",
-        value=value_text(result.meta["val"]),
+        value=value_text(edit.fake(result)),
         modules=_modules(node),
         record=record,
         note=f"{record.reason}\n{record.source}".strip(),
@@ -215,7 +215,7 @@ def _outputs(
         row = next(rows) if spec.kind is OutputKind.USER_OUTPUT else None
         name = row.name if row else f"{spec.target} (written back)"
         sharding = leaf.sharding if leaf else row.sharding if row else ""
-        item = Item(f"output {position}", "output", (name,), sharding, value_text(value.meta["val"]), origin=name)
+        item = Item(f"output {position}", "output", (name,), sharding, value_text(edit.fake(value)), origin=name)
         yield replace(item, **_split(came[value]), writes=(leaf,) if leaf else ())
 
 

@@ -14,6 +14,7 @@ import torch
 from torch.export import ExportedProgram
 
 from tpcompiler.artifact.counts import counted_kinds
+from tpcompiler.ir import edit
 from tpcompiler.ir.symm_mem import expand_collectives
 from tpcompiler.runtime.artifact import Manifest, read_manifest
 from tpcompiler.runtime.rank_file import read_rank
@@ -316,7 +317,7 @@ def _is_sent(member: Item | Group) -> bool:
 def _bytes(exported: ExportedProgram, manifest: Manifest) -> tuple[int, int]:
     """Return the bytes of this rank's leaves, and of the same leaves whole."""
     rows = {row.name: row for row in manifest.tensors if row.tied_to is None}
-    values = {node.name: node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"}
+    values = {node.name: edit.fake(node) for node in exported.graph.nodes if node.op == "placeholder"}
     here = whole = 0
     for spec in exported.graph_signature.input_specs:
         if spec.target in rows:

@@ -31,7 +31,7 @@ def keep_bits_in_step(graph: fx.Graph) -> None:
             siblings = [each for each in views if each not in above and memory_of(each) is memory_of(target)]
             pairs = [(each, each.args[0]) for each in above] + [(each.args[0], each) for each in siblings]
             for source, to in reversed(pairs):  # each is inserted right after the call
-                dtypes = [each.meta["val"].dtype for each in (source, to)]  # type: ignore[union-attr]
+                dtypes = [edit.fake(each).dtype for each in (source, to)]  # type: ignore[arg-type]
                 edit.insert_after(node, _copy_bits, (source, to, *dtypes), "bits")
 
 

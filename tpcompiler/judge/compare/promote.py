@@ -87,7 +87,7 @@ class _Widened:
     def __init__(self, node: fx.Node, target: OpOverload, dtype: torch.dtype) -> None:
         self.target = target
         self.__name__ = "widened"  # for the code that fx writes for a body
-        self.exported = [operand.meta["val"].dtype for operand in edit.operands(node)]
+        self.exported = [edit.fake(operand).dtype for operand in edit.operands(node)]
         self.made = [value.dtype for value in edit.outputs(node)]
         self.dtype = dtype
         dtypes = {*self.exported, *self.made}

@@ -83,7 +83,7 @@ def _tensor_inputs(program: ExportedProgram) -> list[torch.Tensor]:
     placeholders = (node for node in program.graph.nodes if node.op == "placeholder")
     specs = program.graph_signature.input_specs
     return [
-        node.meta["val"]
+        edit.fake(node)
         for node, spec in zip(placeholders, specs, strict=True)
         if spec.kind is InputKind.USER_INPUT and edit.is_tensor(node)
     ]

@@ -85,7 +85,7 @@ def discover_rule(op: object, sample_inputs: Iterable[Inputs]) -> DiscoveredRule
     samples, nodes = [], []
     for target, args, kwargs in calls_of(op, sample_inputs):
         node = node_of(target, args, kwargs)
-        sample = _Sample([operand.meta["val"] for operand in edit.operands(node)], edit.outputs(node))
+        sample = _Sample([edit.fake(operand) for operand in edit.operands(node)], edit.outputs(node))
         for degree in TRIED:
             sample.sound[degree] = sound_placements(target, args, kwargs, degree)
         samples.append(sample)

@@ -47,7 +47,7 @@ def node_of(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 def rule_from(written: RuleText, node: fx.Node, shards: Shards = "any") -> Rule:
     """Return the rule of this text for the node, right or wrong."""
     pattern = parse(written.text)
-    shapes = [tuple(o.meta["val"].shape) for o in edit.operands(node)] + [tuple(v.shape) for v in edit.outputs(node)]
+    shapes = [tuple(edit.shape(o)) for o in edit.operands(node)] + [tuple(v.shape) for v in edit.outputs(node)]
     linear = tuple(frozenset(group) | pattern.addends for group in written.linear)
     extent = extents(pattern, shapes, written.factors, str(node.target))
     how = (shards, written.reduce, written.sizes, linear, written.local, written.local_shards, False, written.counts)
@@ -93,7 +93,7 @@ def check(node: fx.Node, rule: Rule, degree: int) -> list[str]:
     every = [(mesh, *each) for each in every_option(rule, mesh)] + [(two, *each) for each in _two_cuts(rule, two)]
     ran = []
     for mesh, what, option in every:
-        passed = [edit.operands(node)[i].meta["val"].dtype for _, group in option.through.values() for i in group]
+        passed = [edit.fake(edit.operands(node)[i]).dtype for _, group in option.through.values() for i in group]
         if torch.bool in passed:
             continue  # a sum of booleans is never pending
         both = shardings(rule, option, mesh)
@@ -111,7 +111,7 @@ def check(node: fx.Node, rule: Rule, degree: int) -> list[str]:
                 help="leave those operands out of linear="
                 if option.through
                 else f"mark what must stay whole, as in '{next(iter(option.cuts), 'h')}!'",
-                operands=", ".join(str(list(operand.meta["val"].shape)) for operand in edit.operands(node)),
+                operands=", ".join(str(list(edit.shape(operand))) for operand in edit.operands(node)),
             )
         ran.append(what)
     return ran
@@ -188,7 +188,7 @@ def _layout(sharding: Sharding, shape: Sequence[int], mesh: Mesh) -> list[Any]:
 def _run(
     node: fx.Node, rule: Rule, option: Option, wants: Sequence[Sharding], made: Sequence[Sharding], mesh: Mesh
 ) -> list[Any]:
-    shares = [_shares(o.meta["val"], want, mesh) for o, want in zip(edit.operands(node), wants, strict=True)]
+    shares = [_shares(edit.fake(o), want, mesh) for o, want in zip(edit.operands(node), wants, strict=True)]
     results = []
     for rank in range(mesh.world_size):
         args, kwargs = edit.map_operands(node, lambda index, _, at=rank: shares[index][at])  # type: ignore[misc]

@@ -95,7 +95,7 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _given(call: fx.Node, held: Mapping[fx.Node, fx.Node]) -> Any:
-    return fx.node.map_arg([call.args, dict(call.kwargs)], lambda used: held[used].meta["val"])
+    return fx.node.map_arg([call.args, dict(call.kwargs)], lambda used: edit.fake(held[used]))
 
 
 def _cuts(made: Folded, call: fx.Node, rule: Rule, held: Mapping[fx.Node, fx.Node]) -> dict[str, DimSharding]:
@@ -129,7 +129,7 @@ def _traced(
         return [result if part is None else result[part] for part in parts]
 
     with made.mode, torch.no_grad(), enable_python_dispatcher():
-        values = [torch.empty_like(n.meta["val"]) if edit.is_tensor(n) else n.meta["val"] for n in held.values()]
+        values = [torch.empty_like(edit.fake(n)) if edit.is_tensor(n) else edit.fake(n) for n in held.values()]
         return trace_ops(run, torch.empty((), dtype=torch.int64), *values)
 
 

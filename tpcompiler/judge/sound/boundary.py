@@ -78,7 +78,7 @@ def check_outputs(made: Folded, manifest: Manifest) -> None:
                     f"is {found.text(made.mesh)}, and the manifest says output {row.name!r} is {row.sharding}",
                 )
             whole = edit.outputs(made.whole[value])[0].shape
-            dtype = dtype_name(value.meta["val"].dtype)
+            dtype = dtype_name(edit.fake(value).dtype)
             if dtype != row.dtype or not _has_shape(whole, row.shape):
                 raise Unsound(
                     value,

@@ -66,7 +66,7 @@ def _write_out(cond: fx.Node, at_door: Ranges) -> list[fx.Node]:
 
 def _copied(cond: fx.Node, branch: tuple[Any, str], operands: Any, copies: list[fx.Node]) -> Any:
     """Copy a branch before the call, and return its results."""
-    body, side = branch[0].meta["val"], branch[1]
+    body, side = edit.fake(branch[0]), branch[1]
     inner_graph = edit.copy_graph(body.graph)
     read_bodies(inner_graph, body)
     inputs = (node for node in inner_graph.nodes if node.op == "placeholder")

@@ -147,7 +147,7 @@ def folded(program: ExportedProgram, manifest: Manifest, mesh: Mesh, results: Re
 
 def _fold_body_of_control_flow(made: Folded, node: fx.Node) -> None:
     """Fold a body of control flow: every rank runs it whole, so no collective may be in it."""
-    body = node.meta["val"]
+    body = edit.fake(node)
     graph = edit.copy_graph(body.graph)
     read_bodies(graph, body)
     for inner in all_calls(graph):
@@ -282,8 +282,8 @@ def _fold_call(made: Folded, node: fx.Node) -> None:
     if isinstance(size, fx.Node) and size in made.shard_sizes:
         if made.shard_sizes[size] != degree:
             raise Unsound(node, f"multiplies a shard's size by {degree}, and there are {made.shard_sizes[size]}")
-        if not statically_equal(node.meta.get("val"), made.whole[size].meta["val"]):
-            raise Unsound(node, f"is {node.meta.get('val')}, and the whole's size {made.whole[size].meta['val']}")
+        if not statically_equal(node.meta.get("val"), edit.fake(made.whole[size])):
+            raise Unsound(node, f"is {node.meta.get('val')}, and the whole's size {edit.fake(made.whole[size])}")
         made.stands_for(node, made.whole[size])
         return
     values = edit.outputs(node)
@@ -304,7 +304,7 @@ def _fold_call(made: Folded, node: fx.Node) -> None:
         source, index = node.args
         assert isinstance(source, fx.Node)
         assert isinstance(index, int)
-        every = _same(made, node)[0][0].meta["val"]
+        every = edit.fake(_same(made, node)[0][0])
         tensors = [i for i, value in enumerate(every) if isinstance(value, torch.Tensor)]
         made.shardings[node] = (made.shardings[source][tensors.index(index)],)
         made.stands_for(node, _whole_call(made, node, operator.getitem, *_same(made, node), made.graph))
@@ -363,12 +363,12 @@ def _whole_call(
     if number or (alike and edit.outputs(node) and claim.call is None):
         new.meta["val"] = node.meta.get("val")  # equal on every rank and on one device
         return new
-    given, named = fx.node.map_arg((new.args, dict(new.kwargs)), lambda n: n.meta["val"])
+    given, named = fx.node.map_arg((new.args, dict(new.kwargs)), lambda n: edit.fake(n))
     try:
         new.meta["val"] = made.run(target, given, named)
     except Exception as error:  # torch raises anything for arguments that do not fit
         raise Unsound(node, f"cannot be run on the whole: {reason(error)}") from error
-    value = new.meta["val"]
+    value = edit.fake(new)
     if isinstance(value, torch.Tensor) and symbols_of([value]) - symbols_of([given, named]):
         # A data-dependent size has a fresh name here, and keeps the name in the file.
         dims = zip(value.shape, edit.outputs(node)[0].shape, made.shardings[node][0].dims, strict=True)

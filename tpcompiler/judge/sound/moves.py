@@ -138,8 +138,8 @@ def _check_move(
 def _makes_size(node: fx.Node) -> bool:
     """Return True for a size, or a size times or divided by another without remainder."""
     if node.target is operator.floordiv:
-        size, divisor = (arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args)
-        return statically_equal(node.meta["val"] * divisor, size)
+        size, divisor = (edit.fake(arg) if isinstance(arg, fx.Node) else arg for arg in node.args)
+        return statically_equal(edit.fake(node) * divisor, size)
     return node.target in SIZES
 
 
@@ -170,7 +170,7 @@ def _fixed_number(node: fx.Node) -> Any | None:
     for name in ALONG[node.target]:
         given = bound[name] if isinstance(bound[name], (list, tuple)) else [bound[name]]
         for each in given:
-            at = each.meta["val"] if isinstance(each, fx.Node) else each
+            at = edit.fake(each) if isinstance(each, fx.Node) else each
             if isinstance(size, int):
                 if isinstance(at, torch.SymInt):  # any function of sizes: checked at the sizes that are tried
                     return at

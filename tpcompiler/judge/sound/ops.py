@@ -75,7 +75,7 @@ def _shapes(values: Sequence[torch.Tensor]) -> str:
 
 def _check_value(made: Folded, node: fx.Node) -> bool:
     """Check that the recorded value is the call's result on recorded operands; return True if the call could run."""
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: edit.fake(n))
     if isinstance(node.meta.get("val"), (int, torch.SymInt)):
         _check_number(made, node, args, kwargs)
     if not isinstance(node.target, OpOverload) or not edit.outputs(node):
@@ -167,18 +167,18 @@ def _has_dynamic_sizes(node: fx.Node) -> bool:
 def _check_number(made: Folded, node: fx.Node, args: Any, kwargs: Any) -> None:
     """Check a recorded number. A data-dependent one needs a unique name, and has no known value."""
     if isinstance(node.target, OpOverload) and node.target not in LAYOUT:
-        names = symbols_of([node.meta["val"]])
+        names = symbols_of([edit.fake(node)])
         if edit.operands(node) and (not names or names & made.input_symbols()):
-            raise Unsound(node, f"makes a number that the data decide, and is said to make {node.meta['val']}")
+            raise Unsound(node, f"makes a number that the data decide, and is said to make {edit.fake(node)}")
         return
     actual = args[0].shape[args[1]] if node.target is aten.sym_size.int else node.target(*args, **kwargs)  # type: ignore[operator]
-    if not statically_equal(actual, node.meta["val"]) and not _is_asserted(node):
-        raise Unsound(node, f"makes {actual}, and is said to make {node.meta['val']}")
+    if not statically_equal(actual, edit.fake(node)) and not _is_asserted(node):
+        raise Unsound(node, f"makes {actual}, and is said to make {edit.fake(node)}")
 
 
 def _is_asserted(node: fx.Node) -> bool:
     """Return True if a run stops unless the number is the recorded one: the export found that it must be."""
-    equal = [user for user in node.users if user.target is operator.eq and user.args == (node, node.meta["val"])]
+    equal = [user for user in node.users if user.target is operator.eq and user.args == (node, edit.fake(node))]
     return any(user.target is aten._assert_scalar.default for each in equal for user in each.users)
 
 
@@ -193,7 +193,7 @@ def _check_op(made: Folded, node: fx.Node, mesh: Mesh, here: Mapping[str, int]) 
     if all(sharding.is_replicated for sharding in (*wants, *gives)):
         _check_arguments(made, node, {})
         return
-    values = fx.node.map_arg((whole.args, dict(whole.kwargs)), lambda n: n.meta["val"])
+    values = fx.node.map_arg((whole.args, dict(whole.kwargs)), lambda n: edit.fake(n))
     known = ("rule", id(made.mode), whole.target, key(values), wants, gives)
     if known not in made.results:
         made.results[known] = _ruled(node, whole, wants, gives, mesh)
@@ -330,7 +330,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _number(value: Any) -> Any:
-    return value.meta["val"] if isinstance(value, fx.Node) else value
+    return edit.fake(value) if isinstance(value, fx.Node) else value
 
 
 def _equal(value: Any, wanted: Any, made: Folded) -> bool:

@@ -139,7 +139,7 @@ class Pieces:
             result = torch.rand(shape) < 0.5
         elif node.name in self.rising:
             rising, counted = self.rising[node.name]
-            size = plain(rising.of.meta["val"].shape[rising.dim], self.made)
+            size = plain(edit.shape(rising.of)[rising.dim], self.made)
             result = rising.draw(value, shape, size, None)
             result = result.diff(prepend=result.new_zeros(1)) if counted else result
         elif far:  # ids, or places
@@ -160,7 +160,7 @@ class Pieces:
                 if known.get(node) in given:
                     env[node] = given[known[node]]
                 elif node.op == "get_attr":
-                    env[node] = node.meta["val"]
+                    env[node] = edit.fake(node)
                 else:
                     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda used: env[used])
                     args, kwargs = tree_map(_here, (args, kwargs))

@@ -225,7 +225,7 @@ def _rule(region: ProgramRegion) -> Rule:
 
 def _on_the_whole(made: Folded, call: fx.Node, wholes: Mapping[str, torch.Tensor]) -> Any:
     def given(node: fx.Node) -> Any:
-        return wholes[node.name] if node.name in wholes else plain(node.meta["val"], made)
+        return wholes[node.name] if node.name in wholes else plain(edit.fake(node), made)
 
     args, kwargs = fx.node.map_arg((call.args, dict(call.kwargs)), given)
     return call.target(*args, **kwargs)  # type: ignore[operator]
@@ -284,7 +284,7 @@ def _run(
     runs: list[Any] = []
     known: dict[str, Any] = {}
     for each, region, row, feed in zip(ranks, regions, rows, feeds, strict=True):
-        sizes = {node: plain(node.meta["val"], each) for node in region.inputs if node not in feed}
+        sizes = {node: plain(edit.fake(node), each) for node in region.inputs if node not in feed}
         numbers = {node: torch.tensor(row[each.numbers.read[node]]) for node in region.numbers}
         runs.append(_one(region, {**feed, **sizes, **numbers}, known))
     try:
@@ -361,7 +361,7 @@ def _described(made: Folded, region: ProgramRegion) -> Any:
     parts: list[Any] = []
     if call is not None:
         # The input for each operand, and the result for each output.
-        values = {node: f"{at}: {_layout(node.meta['val'])}" for at, node in enumerate(call.all_input_nodes)}
+        values = {node: f"{at}: {_layout(edit.fake(node))}" for at, node in enumerate(call.all_input_nodes)}
         parts = [values[made.whole[node]] for node in region.inputs if made.whole.get(node) in values]
         parts += [None if made.whole[node] is call else made.whole[node].args[1] for node in region.outputs]
         parts += needed_checks(made, call)

@@ -56,7 +56,7 @@ def find_rising(call: fx.Node) -> Rising | None:
         return Rising(bound["ends"], bound["x"], 1)
     if str(target) in GROUPED and len(operands := edit.operands(call)) >= 3:
         left, right, ends = operands[:3]
-        dims = left.meta["val"].ndim, right.meta["val"].ndim
+        dims = edit.ndim(left), edit.ndim(right)
         of, dim = {(2, 3): (left, 0), (2, 2): (left, 1), (3, 2): (right, 1)}[dims]
         return Rising(ends, of, dim, "last")
     return None

@@ -100,6 +100,6 @@ def _call_text(whole: fx.Node) -> str:
 
 def body_text(node: fx.Node) -> str:
     """Return a hash of a body of control flow."""
-    named = node.meta["val"].named_modules()
+    named = edit.fake(node).named_modules()
     parts = [f"{name}: {part.graph}" for name, part in named if isinstance(part, fx.GraphModule)]
     return f"body {hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:12]}"
