@@ -85,7 +85,7 @@ endef
 export CHECK_ORIGIN
 
 zoo: export OMP_NUM_THREADS := 1
-zoo: venv  ## Convert the zoo's models and print what was measured beside what was expected
+zoo: venv  ## Convert the zoo's models and print measured next to expected values
 	$(BIN)/python -m tests.zoo
 
 hf: export OMP_NUM_THREADS := 1

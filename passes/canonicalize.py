@@ -55,7 +55,7 @@ def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
         help = "check that it runs: exported_program.run_decompositions() fails in the same way"
         if re.search(NO_BUFFER, message):
             help = (
-                "register what forward changes as buffers, each in memory of its own, the counters of a StaticCache "
+                "register what forward changes as buffers, each in separate memory, the counters of a StaticCache "
                 "too: docs/hugging-face.md has a module that does"
             )
         raise ProgramError(f"the program cannot be made functional: {message}", help=help) from error

@@ -114,5 +114,5 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     words = ("verify", tmp_path / "out", "--against", tmp_path / "model.pt2", "--bisect", tmp_path / "wrong")
     done = call(*words)
     assert done.exit_code == 1, done.output
-    assert "converted anew the model is right" in done.stderr
+    assert "converted again, the model is right" in done.stderr
     assert not (tmp_path / "wrong").exists()

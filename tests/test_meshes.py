@@ -209,7 +209,7 @@ def test_ops_with_bodies_of_their_own_for_two_dims_that_are_cut(rows: int, kept:
     assert made.verify((torch.rand(rows, 6),)).ok  # of randn the mean may be next to nothing, and all rounding
     assert [c.kind for c in made.collectives() if c.why == "inherent"] == ["all_reduce", "all_reduce"]
     assert [c.reason for c in made.collectives() if c.why == "fallback"] == [
-        f"tril: dims for which it has bodies of their own would be cut at once; {kept}"
+        f"tril: dims that have separate bodies would be cut at once; {kept}"
     ]
 
 

@@ -124,7 +124,7 @@ ARTIFACTS = [
         "the file of a rank too many",
         "tpcompiler check out",
         "out/rank_2.pt2 is of another artifact: the manifest names 2 files",
-        "copy the artifact again, into a directory of its own",
+        "copy the artifact again, into an empty directory",
         spoil=lambda patch: shutil.copy("out/rank_1.pt2", "out/rank_2.pt2"),
     ),
     Row(

@@ -138,7 +138,7 @@ CHECKPOINTS = [
         "a cut was interrupted, and the checkpoint has changed since",
         CUT,
         "uncut has an interrupted cut of other ranks, or the checkpoint was changed since",
-        "begin anew with --force",
+        "start again with --force",
         spoil=text("uncut/.cut.json", json.dumps({"sources": {}})),
     ),
     Row(

@@ -116,7 +116,7 @@ PACKAGES = [
     Row(
         "a compiler that copies the C++ library",
         "tpcompiler package out",
-        "/opt/gcc/bin/g++ puts the C++ library into what it builds, which would crash beside torch's",
+        "/opt/gcc/bin/g++ puts the C++ library into what it builds, which would crash next to torch's",
         "use a compiler that links libstdc++.so, such as CXX=/usr/bin/g++",
         spoil=copying_compiler,
     ),

@@ -214,7 +214,9 @@ def test_an_interrupted_cut_goes_on(part: float, tmp_path: Path) -> None:
 def test_an_interrupted_cut_of_something_else_is_refused(tmp_path: Path) -> None:
     out, checkpoint = converted(tmp_path / "out"), write_checkpoint(tmp_path / "c")
     cut_until(out, checkpoint, 0.5)
-    with pytest.raises(ArtifactError, match=r"an interrupted cut of other ranks.*\n  help: begin anew with force=True"):
+    with pytest.raises(
+        ArtifactError, match=r"an interrupted cut of other ranks.*\n  help: start again with force=True"
+    ):
         tpcompiler.cut_checkpoint(out, checkpoint, [0])
     write_checkpoint(checkpoint, **{"table.weight": torch.ones(21, 8)})
     with pytest.raises(ArtifactError, match="or the checkpoint was changed since"):
@@ -256,7 +258,7 @@ def test_a_damaged_part_is_not_kept(tmp_path: Path) -> None:
     with (out / ".rank_1.safetensors.part").open("r+b") as file:
         file.seek(file.seek(0, 2) // 2)
         file.write(bytes(64))
-    with pytest.raises(ArtifactError, match=r"was changed since\n  help: begin anew with force=True"):
+    with pytest.raises(ArtifactError, match=r"was changed since\n  help: start again with force=True"):
         tpcompiler.cut_checkpoint(out, checkpoint)
 
 

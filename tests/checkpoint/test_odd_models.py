@@ -208,8 +208,8 @@ def test_a_cut_of_several_that_ends_after_the_first_goes_on(
 def test_nothing_is_written_into_what_it_is_made_from(mlp: ExportedProgram, tmp_path: Path) -> None:
     out = tmp_path / "out"
     tpcompiler.parallelize(mlp, 2, PLAN).save(out, layout="shared")
-    assert "lies in" in refused("reshard", "--single-device", out, "--safetensors", "-o", out / "rank_0.safetensors")
-    assert "lies in" in refused("reshard", out, "--tp", 3, "-o", out / "three")
+    assert "is inside" in refused("reshard", "--single-device", out, "--safetensors", "-o", out / "rank_0.safetensors")
+    assert "is inside" in refused("reshard", out, "--tp", 3, "-o", out / "three")
     assert tpcompiler.check(out, mlp).ok
     tpcompiler.reshard(out, 3, out, force=True)
     assert read_manifest(out).mesh == {"tp": 3}

@@ -229,8 +229,8 @@ MOVED = ((1, "layers.0.up"), (2, "layers.1.down"), (3, "table"))
             "no safetensors files, but x.bin, a pickle",
         ),
         (lambda c: next(c.glob("*1-of*")).unlink(), "lacks 1 of its 3 files, such as model-00001-of-00003.safetensors"),
-        (lambda c: _index(c, {"a": "../outside.safetensors"}), "is damaged: it names no files beside it"),
-        (lambda c: _index(c, {}), "is damaged: it names no files beside it"),
+        (lambda c: _index(c, {"a": "../outside.safetensors"}), "is damaged: it names no files next to it"),
+        (lambda c: _index(c, {}), "is damaged: it names no files next to it"),
         (lambda c: (c / INDEX).write_text("{"), "cannot be read"),
         (
             lambda c: _index(c, {f"{n}.bias": f"model-0000{i}-of-00003.safetensors" for i, n in MOVED}),
@@ -239,7 +239,7 @@ MOVED = ((1, "layers.0.up"), (2, "layers.1.down"), (3, "table"))
         (lambda c: next(c.glob("*1-of*")).write_bytes(b"x" * 20), "model-00001-of-00003.safetensors cannot be read"),
         (
             lambda c: shutil.copy(c / "model-00001-of-00003.safetensors", c / "model-00002-of-00003.safetensors"),
-            "stands in model-00001-of-00003.safetensors and model-00002-of-00003.safetensors",
+            "is in both model-00001-of-00003.safetensors and model-00002-of-00003.safetensors",
         ),
     ],
 )

@@ -207,7 +207,7 @@ def test_a_rank_that_returns_what_it_writes(tmp_path: Path) -> None:
     assert made.verify((X,), then=[(X,)]).ok
     made.partition.rank_program = wrong  # type: ignore[method-assign]
     assert not made.verify((X,), then=[(X,)]).ok
-    with pytest.raises((ArtifactError, tpcompiler.InternalError), match="lies in the memory of 'now'"):
+    with pytest.raises((ArtifactError, tpcompiler.InternalError), match="shares the memory of 'now'"):
         made.save(tmp_path / "out")
 
 

@@ -67,7 +67,7 @@ def test_tensors_without_values(wanted: str | None) -> None:
     [
         (
             "cuda:1",
-            "device_type is 'cuda:1', one device of a machine\n  help: give 'cuda': every rank takes a device of its own",
+            "device_type is 'cuda:1', one device of a machine\n  help: give 'cuda': every rank takes a separate device",
         ),
         ("tpu", "device_type is 'tpu', not one of cpu and cuda\n  help: give 'cpu' or 'cuda'"),
     ],

@@ -93,7 +93,7 @@ def test_two_prefixes() -> None:
     with pytest.raises(PlanError) as raised:
         Plan.of(LLAMA).fitted([*names("one."), *names("two.")])
     assert str(raised.value) == (
-        "the plan's names may lie in 'one' and in 'two'\n"
+        "the plan's names may be in 'one' and in 'two'\n"
         '  help: write whole names, such as "one.layers.*.self_attn.q_proj"\n'
         '  asked by: the plan ("layers.*.self_attn.q_proj": "colwise")'
     )

@@ -343,7 +343,7 @@ POISONS: list[tuple[Callable[[Entries, Path], None], bool, str]] = [
     (library, False, f"{MODEL} calls what is no op: 'torch.ops.load_library.__call__'"),
     (file_op, False, f"{MODEL} calls an op that opens a file or runs code by name: 'torch.ops.aten.save.default'"),
     (text_for_a_number, False, f"{MODEL} has text where none belongs: "),
-    (compiled_code, False, "data/aotinductor/model/model.wrapper.so is none of a program that needs no pickle"),
+    (compiled_code, False, "data/aotinductor/model/model.wrapper.so does not belong in a program without pickles"),
 ]
 if ASSEMBLY:
     said = f"{MODEL} calls an op that opens a file or runs code by name: 'torch.ops.higher_order.inli"

@@ -190,8 +190,8 @@ def test_the_gpu_is_taken_before_nccl_is_asked_for(
         ({"dp": 2, "tp": 4}, "4", ""),
         ({"dp": 2, "tp": 4}, "8", ""),
         ({"tp": 4, "dp": 2}, "4", ""),
-        ({"dp": 2, "tp": 4}, "2", "'tp' of 4 ranks lies on several machines of 2 processes.*put 'dp' last"),
-        ({"tp": 8}, "6", "'tp' of 8 ranks lies on several machines of 6 processes.*a degree that divides 6"),
+        ({"dp": 2, "tp": 4}, "2", "'tp' of 4 ranks spans several machines of 2 processes.*put 'dp' last"),
+        ({"tp": 8}, "6", "'tp' of 8 ranks spans several machines of 6 processes.*a degree that divides 6"),
     ],
 )
 @pytest.mark.usefixtures("world_of_one")

@@ -83,7 +83,7 @@ def test_a_program_that_lies_in_a_tensor(clean: Path) -> None:
     (length,) = struct.unpack_from("<H", content, info.header_offset + 28)
     struct.pack_into("<H", content, info.header_offset + 28, length + longer)
     clean.write_bytes(content)
-    with pytest.raises(ArtifactError, match="it has entries that lie in one another"):
+    with pytest.raises(ArtifactError, match="it has entries that overlap"):
         read_model(clean)
 
 

@@ -14,8 +14,8 @@ from tpcompiler.api.packaging import package
 
 WORKER = Path(__file__).parent / "thread_worker.py"
 HELP = (
-    "  help: let one thread make all calls, from a queue whose requests all ranks take in the same order, and start all "
-    "anew (docs/deploy.md)"
+    "  help: let one thread make all calls, from a queue whose requests all ranks take in the same order, and restart "
+    "the job (docs/deploy.md)"
 )
 PLAN = {"up": "colwise", "down": "rowwise"}
 

@@ -80,8 +80,8 @@ def test_two_buffers_in_one_piece_of_a_file(out: Path, model: ExportedProgram) -
     for rank in range(2):
         edit(out, rank, "data/weights/model_weights_config.json", change)
     report = tpcompiler.check(out, model)
-    assert report.findings == ["rank 0 writes to 'v' and 'k', which lie in the same memory"] or report.findings == [
-        "rank 0 writes to 'k' and 'v', which lie in the same memory"
+    assert report.findings == ["rank 0 writes to 'v' and 'k', which share memory"] or report.findings == [
+        "rank 0 writes to 'k' and 'v', which share memory"
     ]
 
 
@@ -110,9 +110,7 @@ def test_a_written_parameter_in_the_memory_of_another(tmp_path: Path) -> None:
     for rank in range(2):
         edit(tmp_path / "out", rank, "data/weights/model_weights_config.json", change)
     (found,) = tpcompiler.check(tmp_path / "out", exported).findings
-    assert re.fullmatch(
-        "rank 0 writes to '(seen|down.bias)' and '(seen|down.bias)', which lie in the same memory", found
-    )
+    assert re.fullmatch("rank 0 writes to '(seen|down.bias)' and '(seen|down.bias)', which share memory", found)
 
 
 def test_a_buffer_that_overlaps_itself(out: Path, model: ExportedProgram) -> None:
@@ -144,9 +142,7 @@ def test_a_buffer_that_overlaps_itself_on_all_ranks(strides: list[int], out: Pat
     for rank in range(2):
         edit(out, rank, "data/weights/model_weights_config.json", in_the_file)
         edit(out, rank, "models/model.json", in_the_program)
-    assert (
-        "rank 0 writes to 'k', of which several elements may lie in one place" in tpcompiler.check(out, model).findings
-    )
+    assert "rank 0 writes to 'k', whose elements may share memory" in tpcompiler.check(out, model).findings
 
 
 def test_an_output_in_the_memory_of_what_is_written(out: Path, model: ExportedProgram) -> None:
@@ -165,7 +161,7 @@ def test_an_output_in_the_memory_of_what_is_written(out: Path, model: ExportedPr
         edit(out, rank, "models/model.json", change)
     report = tpcompiler.verify_artifact(out, model, (X,), then=[(X + 1,)])
     assert [each.name for each in report.outputs if not each.ok] == ["call 1: 0", "call 2: 0"]
-    assert any("lies in the memory of 'k'" in finding for finding in tpcompiler.check(out, model).findings)
+    assert any("shares the memory of 'k'" in finding for finding in tpcompiler.check(out, model).findings)
 
 
 def test_two_nodes_of_one_name(out: Path, model: ExportedProgram) -> None:
@@ -340,7 +336,7 @@ def test_a_set_of_programs_that_do_not_belong_together(tmp_path: Path) -> None:
             tpcompiler.parallelize(both, mesh, PLAN).save(tmp_path / "other")
             shutil.copytree(tmp_path / "other" / "decode", tmp_path / name / "decode")
     said = {name: tpcompiler.check(tmp_path / name).findings[-1] for name in ("own", "mesh")}
-    assert said["own"].endswith(" lies in the files of 'prefill' and again in those of 'decode'")
+    assert said["own"].endswith(" is stored in the files of 'prefill' and again in those of 'decode'")
     assert said["mesh"] == "'decode' is for the mesh {'tp': 4, 'dp': 1}, and 'prefill' for {'tp': 2, 'dp': 2}"
     for name, finding in said.items():
         with pytest.raises(tpcompiler.ArtifactError) as raised:

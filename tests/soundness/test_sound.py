@@ -91,7 +91,7 @@ def test_a_program_set(tmp_path: Path) -> None:
     path.write_text(json.dumps(data))
     report = tpcompiler.check(tmp_path / "out")
     assert report.findings == [
-        f"decode: {rows[0]['name']!r} is said to lie in the files of 'decode', and does not",
+        f"decode: {rows[0]['name']!r} is not in the files of 'decode', where the manifest says it is",
     ]
     rows[0]["stored_in"], before = "prefill", rows[0]["dtype"]
     rows[0]["dtype"] = "f16"

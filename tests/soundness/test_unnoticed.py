@@ -212,7 +212,7 @@ def terms_of_two_sums(ranks: list[ExportedProgram]) -> None:
         ("pick", ids_are_not_counted_from_the_end, "does not become P(sum) of the whole in its region"),
         ("halves", another_half_of_many_rows, "a change moves and reduces values, and does nothing else"),
         ("halves", a_half_by_its_size, "which is no fixed part of it"),
-        ("counts", another_size_is_recorded, "and is said to make"),
+        ("counts", another_size_is_recorded, "and records"),
         ("pick", a_draw_in_a_body, "nothing that this makes depends on it"),
         ("sums", terms_of_two_sums, "as P(sum) by the op, and as P(sum) by reshard again"),
     ],

@@ -1,4 +1,4 @@
-"""Convert the zoo's models and print what was measured beside what was expected."""
+"""Convert the zoo's models and print measured next to expected values."""
 
 from __future__ import annotations
 

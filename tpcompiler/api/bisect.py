@@ -119,7 +119,7 @@ def bisect_artifact(
     ]
     piece = bisect(model, mesh, manifest.plan, args, kwargs, inputs=boundary[0] or None, outputs=boundary[1] or None)
     if piece is None:
-        return f"converted anew the model is right, so the files in {os.fspath(directory)} are not what was written"
+        return f"converted again, the model is right, so the files in {os.fspath(directory)} are not what was written"
     return f"{', '.join(piece.ops)}: run {write_piece(piece, target)}"
 
 

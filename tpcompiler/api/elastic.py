@@ -179,7 +179,7 @@ def _refuse_inside(directory: str | os.PathLike[str], target: Path) -> None:
         directory, target if os.path.exists(target) else os.curdir
     ):
         raise ArtifactError(
-            f"{target} lies in {os.fspath(directory)}, which it is made from", help="choose another path"
+            f"{target} is inside {os.fspath(directory)}, which it is made from", help="choose another path"
         )
 
 

@@ -257,7 +257,7 @@ def refuse_static(library: Path, compiler: str) -> None:
     """
     if not re.search(rb"lib(std)?c\+\+\.(so|\d+\.dylib)", library.read_bytes()):
         raise UnsupportedError(
-            f"{compiler} puts the C++ library into what it builds, which would crash beside torch's",
+            f"{compiler} puts the C++ library into what it builds, which would crash next to torch's",
             help="use a compiler that links libstdc++.so, such as CXX=/usr/bin/g++",
         )
 

@@ -164,7 +164,7 @@ def _subject_of(
             compare_calling(program, original)
         except Unsound as error:
             raise ArtifactError(
-                f"{os.fspath(directory)} is called otherwise than the program: on rank {rank} {error.text}",
+                f"{os.fspath(directory)} is called in another way than the program: on rank {rank} {error.text}",
                 help="give the program that it was converted from, or convert it again",
             ) from error
     shardings = {name: row_sharding(row, mesh) for name, row in rows.items()}

@@ -41,7 +41,7 @@ class Size(Record, frozen=True):
     least: int  # the smallest
     most: int | None  # None where it has no end
     step: int  # what it must be a multiple of, counted from `least`
-    value: int  # the one that numbers are for
+    value: int  # the one that numbers were computed for
 
 
 class Cost(Record, frozen=True):

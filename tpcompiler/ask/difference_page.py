@@ -19,7 +19,7 @@ def difference_html(
     machine: str | os.PathLike[str] | None = None,
     trust: bool = False,
 ) -> str:
-    """The page of the second artifact, in which what differs from the first is marked, and stands in tables.
+    """The page of the second artifact, with the differences from the first marked, and listed in tables.
 
     Args:
         found: what `diff_artifacts` says of the two.

@@ -46,7 +46,7 @@ class Slice(Record, frozen=True):
 class Alternative(Record, frozen=True):
     """A choice and its price: the least that the whole program comes to with it, above the least of all choices."""
 
-    axis: str  # of the mesh, over which it is a choice, beside what was found over those before
+    axis: str  # of the mesh, over which it is a choice; those over earlier axes are fixed
     needs: tuple[str, ...]  # of an op, the shardings of its operands
     makes: tuple[str, ...]  # the sharding of the op's results, or of the parameter
     # of a call on the machine, as docs/search.md counts them. None where the plan, the boundary or the ops leave no
@@ -56,7 +56,7 @@ class Alternative(Record, frozen=True):
     held_bytes: int | None  # of weights that a rank holds, likewise
     is_chosen: bool  # whether it is the artifact's
     is_tied: bool  # whether it is another one of the same seconds as the artifact's
-    failed: str  # why the cheapest placement with it cannot be carried out; empty where it can, or there is none
+    failed: str  # why the cheapest placement with it cannot be carried out; empty if it can, or has none
 
     def row(self) -> tuple[str, ...]:
         """Return the table cells."""

@@ -48,8 +48,8 @@ class _Spans:
 def traced(module: fx.GraphModule, manifest: Manifest) -> Iterator[Trace]:
     """Trace one call of a loaded module on this rank; the trace is complete when the block ends.
 
-    Beside torch's own events it has a span around the ops of each module, and one around each collective and its wait,
-    with what the manifest says of it and the bytes that were sent.
+    In addition to torch's own events, it has a span around the ops of each module, and one around each collective and
+    its wait, with the manifest's record of it and the bytes that were sent.
     """
     spans, records, trace = _Spans(), _records(module.graph, manifest), Trace()
     _insert_spans(module, records, spans)

@@ -165,7 +165,7 @@ class _Work:
     def _refuse_to_go_on(self) -> ArtifactError:
         return ArtifactError(
             f"{self.directory} has an interrupted cut of other ranks, or the checkpoint was changed since",
-            help=f"begin anew with {option('--force', 'force=True')}",
+            help=f"start again with {option('--force', 'force=True')}",
         )
 
     def run(self) -> Iterator[int]:
@@ -188,7 +188,7 @@ class _Work:
                 if self.source.fingerprint() != self.sources:
                     raise ArtifactError(
                         f"{self.source.path} was changed while it was cut",
-                        help=f"begin anew with {option('--force', 'force=True')} when it is whole",
+                        help=f"start again with {option('--force', 'force=True')} when it is whole",
                     )
                 hashes = {weights_file(rank): each.finish() for rank, each in writing.items()}
             for rank in self.ranks:

@@ -220,7 +220,7 @@ def _misfit(manifest: Manifest, state: Mapping[str, Any], path: Path) -> tuple[s
     leaves = {name: leaf for leaf in leaves_of(manifest) for name in (leaf.name, *leaf.aliases)}
     for name, value in state.items():
         if name in elsewhere:
-            return f"{name!r} lies in the files of {elsewhere[name]!r}", f"give {path.parent / elsewhere[name]}"
+            return f"{name!r} is stored in the files of {elsewhere[name]!r}", f"give {path.parent / elsewhere[name]}"
         if name not in leaves:
             return f"{path} has no weight {name!r}", "give the names of its manifest"
         have, want = (value.dtype, tuple(value.shape)), (leaves[name].dtype, leaves[name].shape)

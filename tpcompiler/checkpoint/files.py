@@ -53,7 +53,7 @@ class Checkpoint:
             for name, stored in _read_header(file).items():
                 if name in self.tensors:
                     both = f"{self.tensors[name].file.name} and {file.name}"
-                    raise ArtifactError(f"{self.path}: {name!r} stands in {both}", help="give one checkpoint")
+                    raise ArtifactError(f"{self.path}: {name!r} is in both {both}", help="give one checkpoint")
                 self.tensors[name] = stored
         for name, place in self.places.items():
             if name in self.tensors and (actual := self.tensors[name].file.name) != place:
@@ -99,7 +99,7 @@ class Checkpoint:
         index = _read_json(self.path / INDEX).get("weight_map")
         names = set(index.values()) if isinstance(index, dict) else set()
         if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
-            raise ArtifactError(f"{self.path / INDEX} is damaged: it names no files beside it", help=DOWNLOAD)
+            raise ArtifactError(f"{self.path / INDEX} is damaged: it names no files next to it", help=DOWNLOAD)
         if missing := sorted(name for name in names if not (self.path / name).is_file()):
             raise ArtifactError(
                 f"{self.path} lacks {len(missing)} of its {len(names)} files, such as {missing[0]}", help=DOWNLOAD

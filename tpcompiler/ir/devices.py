@@ -41,7 +41,7 @@ def device_type_for(program: Program, wanted: str | None) -> str:
         indexed = torch.device(wanted).index is not None if re.fullmatch(r"(cpu|cuda):\d+", wanted) else False
         raise UnsupportedError(
             f"device_type is {wanted!r}, " + ("one device of a machine" if indexed else "not one of cpu and cuda"),
-            help=f"give {wanted.partition(':')[0]!r}: every rank takes a device of its own"
+            help=f"give {wanted.partition(':')[0]!r}: every rank takes a separate device"
             if indexed
             else "give 'cpu' or 'cuda'",
         )

@@ -187,7 +187,7 @@ class Plan:
         prefix, *others = (prefix for prefix, entries_that_fit in fits.items() if len(entries_that_fit) == most)
         if others:
             raise PlanError(
-                f"the plan's names may lie in {prefix!r} and in {others[0]!r}",
+                f"the plan's names may be in {prefix!r} and in {others[0]!r}",
                 help=f'write whole names, such as "{prefix}.{loose[0].pattern}"',
                 asked_by=loose[0].where,
             )

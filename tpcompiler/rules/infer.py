@@ -254,10 +254,10 @@ def shardings(rule: Rule, option: Option, mesh: Mesh) -> tuple[tuple[Sharding, .
         if refusal := _check(rule, factor, cut, mesh):
             return refusal
     if len({rule.local[factor] for factor in option.cuts if factor in rule.local}) > 1:
-        return Refusal("dims for which it has bodies of their own would be cut at once")
+        return Refusal("dims that have separate bodies would be cut at once")
     pending = {axis: rule.reduce for factor, cut in option.cuts.items() if factor in rule.reduced for axis in cut.axes}
     if any(op != "sum" for op in pending.values()) and rule.pattern.addends:
-        return Refusal("an addend beside a reduction other than sum")
+        return Refusal("an addend next to a reduction other than sum")
     passed = {axis: op for axis, (op, _) in option.through.items()}
     if passed.keys() & pending.keys():  # a product of two sums over the ranks would lack the cross terms
         return Refusal("it sums over a dim that is cut by the axis over which another operand is pending")

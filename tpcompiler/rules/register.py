@@ -94,7 +94,7 @@ def _check_terms(
     for term in (*pattern.inputs, *pattern.outputs):
         names = [factor for dim in term for factor in dim]
         if twice := {name for name in names if names.count(name) > 1}:
-            raise _error(target, f"{text!r} has {min(twice)!r} twice in one term", "give every dim a name of its own")
+            raise _error(target, f"{text!r} has {min(twice)!r} twice in one term", "give every dim a different name")
     count = len(pattern.inputs)
     if beyond := [index for group in linear for index in group if not 0 <= index < count]:
         raise _error(target, f"linear= names operand {beyond[0]} of {count}", "count the tensor operands from 0")

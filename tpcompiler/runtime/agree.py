@@ -21,7 +21,7 @@ from tpcompiler.runtime.records import is_whole
 
 WAIT = timedelta(minutes=5)  # longer than another rank needs to read its shard, shorter than a person waits
 POLL = 0.02  # seconds between polls of the store
-RESTART = "look for the first error in the logs of all ranks, and start all of them anew"
+RESTART = "find the first error in the logs of all ranks, and restart the job"
 
 _turns: Iterator[int] = itertools.count()
 
@@ -49,7 +49,7 @@ def agreeing(timeout: timedelta) -> Iterator[dict[str, Any]]:
             if theirs.get(what) != value:
                 raise LaunchError(
                     f"{what} is {value} on rank {dist.get_rank()}, and {theirs.get(what)} on rank {rank}",
-                    help="give all ranks the same, and start all anew",
+                    help="give all ranks the same, and restart the job",
                 )
 
 
@@ -100,7 +100,7 @@ def _collect_facts(key: str, timeout: timedelta) -> list[dict[str, Any]]:
                     facts[rank] = json.loads(store.get(f"{key}/{rank}"))
                     if "error" in facts[rank]:
                         raise _consequent_error(
-                            f"rank {rank} has failed: {facts[rank]['error']}", help="mend that rank, and start all anew"
+                            f"rank {rank} has failed: {facts[rank]['error']}", help="fix that rank and restart the job"
                         )
             if time.monotonic() > deadline:
                 late = ", ".join(str(rank) for rank in ranks if rank not in facts)

@@ -66,7 +66,7 @@ def inspect_archive(file: Opened) -> None:
                     (check for kind, check in (OLD_KINDS if old else KINDS) if re.fullmatch(kind, entry)), None
                 )
                 if check is None:
-                    raise Unsafe("is none of a program that needs no pickle")
+                    raise Unsafe("does not belong in a program without pickles")
                 if check is not _inert:
                     content = read(entry)
                     _check_density(content, stored.get(entry, len(content)))
@@ -123,7 +123,7 @@ def _check_sizes(file: IO[bytes] | io.RawIOBase, archive: zipfile.ZipFile) -> No
     following = [info.header_offset for info in infos[1:]] + [archive.start_dir]
     for info, end in zip(infos, following, strict=True):
         if _content(file, info)[1] > end:
-            raise Unsafe("has entries that lie in one another")
+            raise Unsafe("has entries that overlap")
 
 
 def _content(file: IO[bytes] | io.RawIOBase, info: zipfile.ZipInfo) -> tuple[int, int]:

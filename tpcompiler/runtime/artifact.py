@@ -191,7 +191,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     if stray:
         raise ArtifactError(
             f"{path.parent / min(stray)} is of another artifact: the manifest names {manifest.world_size} files",
-            help="copy the artifact again, into a directory of its own",
+            help="copy the artifact again, into an empty directory",
         )
     return manifest
 

@@ -31,5 +31,5 @@ def misfit_of(programs: Mapping[str, Manifest]) -> str:
             return f"{name!r} is for the mesh {manifest.mesh}, and {first!r} for {other.mesh}"
         for row in manifest.tensors:
             if row.stored_in is None and holder.setdefault(row.name, name) != name:
-                return f"{row.name!r} lies in the files of {holder[row.name]!r} and again in those of {name!r}"
+                return f"{row.name!r} is stored in the files of {holder[row.name]!r} and again in those of {name!r}"
     return ""

@@ -93,7 +93,7 @@ def _refuse_alone(directory: str | os.PathLike[str], manifest: Manifest | None) 
     left_out = [row.name for row in manifest.tensors if row.stored_in is not None] if manifest else []
     if left_out:
         raise ArtifactError(
-            f"{os.fspath(directory)} leaves {len(left_out)} tensors to the program beside it, such as "
+            f"{os.fspath(directory)} leaves {len(left_out)} tensors to the program next to it, such as "
             f"{min(left_out)!r}",
             help=f"load {Path(directory).parent}, which gives all of its programs",
         )
@@ -128,7 +128,7 @@ def _read(
     for each in sorted(left_out & wanted.keys()):
         if (actual := strides_of(stored[each])) != (expected := strides_of(wanted[each])):
             raise ArtifactError(
-                f"{directory / name} takes {each!r} with the strides {expected}, the program beside it has {actual}",
+                f"{directory / name} takes {each!r} with the strides {expected}, the program next to it has {actual}",
                 help=AGAIN,
             )
     for state in (exported.state_dict, exported.constants):

@@ -133,7 +133,7 @@ def package_to_run(directory: str | os.PathLike[str], compiled: bool | None, tru
         return None
     if not (compiled or trust):
         warnings.warn(
-            f"{os.fspath(directory)} has a package, which is machine code and is not run unasked: pass "
+            f"{os.fspath(directory)} has a package, which is machine code and runs only on request: pass "
             + option("--compiled to run it, or --not-compiled", "compiled=True to run it, or compiled=False"),
             TpCompilerWarning,
             stacklevel=4,

@@ -158,7 +158,7 @@ def _read_state(program: ExportedProgram, module: fx.GraphModule) -> None:
             if not _same_tensor(operator.attrgetter(str(spec.target))(module), tensor):
                 raise _Difference(f"torch puts another tensor in the place of {spec.target!r}")
     if any(node.op == "get_attr" and node.target == GUARDS for node in program.graph.nodes):
-        raise _Difference(f"torch puts a module of its own in the place of {GUARDS!r}")
+        raise _Difference(f"torch replaces {GUARDS!r} by another module")
     copies = [node for node in module.graph.nodes if node.target is aten.copy_.default]
     written = [spec for spec in signature.output_specs if spec.kind in WRITTEN_KINDS]
     for spec, copy in zip(written, copies[len(copies) - len(written) :], strict=True):

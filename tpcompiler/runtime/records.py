@@ -200,7 +200,7 @@ class Package(Record, frozen=True, kw_only=True):
     device_type: DeviceType  # `cpu` or `cuda`
     torch: str  # the version that compiled it, and runs it
     compiler: str  # the C++ compiler, as it names itself
-    strides: dict[str, list[Count]]  # of the tensors that do not lie in memory as in a file, row by row
+    strides: dict[str, list[Count]]  # of the tensors whose memory is not in row-major order, as a file's is
     capability: list[str]  # what it needs of the CPU, or of the GPU
     threads: Count  # of a rank's process, on the CPU
 
@@ -227,11 +227,11 @@ class Manifest(Record, frozen=True, kw_only=True):
     # the constants that are memory which the GPUs of a group map from each other, and the group of each. No file has
     # them: `tpcompiler.load` allocates them
     symm_mem: dict[str, str]
-    # file name -> the ranks that run it, each with weights in a file of its own. Empty where every rank has a file with
+    # file name -> the ranks that run it, each with weights in a separate file. Empty where every rank has a file with
     # both
     programs: dict[ProgramFile, list[Count]]
     asked: Asked  # how it was converted
-    compiled: Package | None  # the package of a lone artifact; that of several programs is named beside them
+    compiled: Package | None  # the package of a lone artifact; that of several programs is in `programs.json`
     format: int  # of the files
 
     @property

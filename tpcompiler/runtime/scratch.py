@@ -56,7 +56,7 @@ def _mark() -> str:
 
 
 def _lock(folder: Path) -> int | None:
-    """Return an open descriptor that holds the folder's lock; None if another process has it, or there are none."""
+    """Return an open descriptor that holds the folder's lock; None if another process has it, or without locks."""
     try:
         import fcntl
 

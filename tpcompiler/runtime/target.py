@@ -229,8 +229,8 @@ def _replace(temporary: Path, target: Path) -> None:
         except (OSError, ArtifactError) as error:
             if os.path.lexists(target):  # another save was faster
                 raise ArtifactError(
-                    f"cannot write {target}: another one came there, and the old one lies in {old}",
-                    help="look which of them you want, and delete the other",
+                    f"cannot write {target}: another one came there, and the old one is now in {old}",
+                    help="keep one of them, and delete the other",
                 ) from error
             old.rename(target)
             raise
@@ -259,5 +259,5 @@ def _delete(artifact: Path) -> None:
     except OSError as error:
         raise ArtifactError(
             f"the new artifact is written, and {artifact} is left of the old one: it holds what is no part of it",
-            help="look what it is, and move or delete it",
+            help="move or delete it",
         ) from error

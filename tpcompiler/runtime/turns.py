@@ -18,7 +18,7 @@ from tpcompiler._torch import group_is_registered, resolve_group
 from tpcompiler.errors import LaunchError
 
 HELP = (
-    "let one thread make all calls, from a queue whose requests all ranks take in the same order, and start all anew "
+    "let one thread make all calls, from a queue whose requests all ranks take in the same order, and restart the job "
     "(docs/deploy.md)"
 )
 

@@ -175,7 +175,7 @@ def warn_of_machines(manifest: Manifest) -> None:
         inner = [name for name, size in manifest.mesh.items() if size > 1 and there % size == 0]
         instead = f"put {inner[-1]!r} last in --mesh" if inner else f"convert for a degree that divides {there}"
         warnings.warn(
-            f"the axis {axis!r} of {degree} ranks lies on several machines of {there} processes each, and every "
+            f"the axis {axis!r} of {degree} ranks spans several machines of {there} processes each, and every "
             f"collective over it goes between them: {instead}",
             TpCompilerWarning,
             stacklevel=4,
@@ -199,6 +199,6 @@ def greet_groups(manifest: Manifest, device: torch.device, timeout: timedelta) -
         if answer != f"counts {len(own)} ranks":
             raise LaunchError(
                 f"the group {name!r} of the ranks {own} did not answer within {timeout.total_seconds():g} s: {answer}",
-                help="look whether its ranks reach one another (network, firewall, NCCL_SOCKET_IFNAME, "
-                "GLOO_SOCKET_IFNAME), and start all anew",
+                help="check that its ranks can reach each other (network, firewall, NCCL_SOCKET_IFNAME, "
+                "GLOO_SOCKET_IFNAME), and restart the job",
             )

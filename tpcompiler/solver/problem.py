@@ -101,7 +101,7 @@ class Problem:
         kept = [values.variable for values in axes if values.variable is not None]
         if len(kept) < len(axes):
             fixed = tuple(values.variable is None for values in axes)
-            known = "of", id(units), fixed  # kept beside what is found, so that no other table gets its id
+            known = "of", id(units), fixed  # kept next to the result, so that no other table gets its id
             _, units = self.known.once(known, lambda: (units, units[tuple(0 if one else slice(None) for one in fixed)]))
         self.tables.price(kept, units)
 

@@ -61,7 +61,7 @@ def _order_text(found: Solution) -> str:
 
 
 class Remarks:
-    """Notes on a search without a plan, which take searches of their own: they are made when they are asked for."""
+    """Notes on a search without a plan. They take more searches, so they are written on request."""
 
     def __init__(self, found: Solution, aim: Aim) -> None:
         self.found, self.aim = found, aim

@@ -85,7 +85,7 @@ def _run_anew(graph: fx.Graph, changed: Collection[fx.Node]) -> bool:
         try:
             with mode, torch.no_grad(), enable_python_dispatcher():
                 made = node.target(*args, **kwargs)
-        except Exception:  # a view of what lies otherwise in memory
+        except Exception:  # a view of a value with another memory order
             return False
         if key(made) != key(edit.fake(node)):
             node.meta["val"] = made

@@ -120,7 +120,7 @@ def _pieces(axis: str, option: Option) -> Iterator[tuple[str, int, int, DimShard
 def take_operands(stage: Stage, ways: Ways, have: Sequence[Sequence[Sharding]]) -> Ways:
     rule, base = ways.rule, ways.base
     followed: list[list[Option]] = []
-    beside: list[Option] = []  # what is whole is taken from beside what is cut, such as keys that all heads share
+    beside: list[Option] = []  # whole operands are read next to cut ones, such as keys that all heads share
     for index, shardings in enumerate(have):
         own: list[Option] = []
         for sharding in dict.fromkeys(shardings):
@@ -220,7 +220,7 @@ def _pieces_together(stage: Stage, ways: Ways) -> Iterator[Option]:
     """Pieces of one factor that are cut each by itself, such as the queries, keys and values of one matrix, at once and
     alike.
     """
-    found: dict[str, dict[tuple[int, int], list[DimSharding]]] = {}  # factor -> where a piece lies -> its cuts
+    found: dict[str, dict[tuple[int, int], list[DimSharding]]] = {}  # factor -> a piece's place -> its cuts
     size: dict[str, int] = {}
     for option, _, _ in ways:
         for factor, cut in option.cuts.items():

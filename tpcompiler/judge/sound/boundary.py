@@ -62,7 +62,7 @@ def check_outputs(made: Folded, manifest: Manifest) -> None:
     }
     by_name = {node.name: node for node in _placeholders(program)}
     for _, lost, buffer in find_overwritten(program):
-        raise Unsound(lost, f"lies in the memory of {buffer!r}, which is written before it is returned")
+        raise Unsound(lost, f"shares the memory of {buffer!r}, which is written before it is returned")
     for spec, value in zip(program.graph_signature.output_specs, values, strict=True):
         name = next(names, None) if spec.kind is OutputKind.USER_OUTPUT else None
         if not edit.is_tensor(value):
@@ -97,7 +97,7 @@ def check_outputs(made: Folded, manifest: Manifest) -> None:
                     f"and that is {made.shardings[owner][0].text(made.mesh)}",
                 )
     if left := next(rows, None):
-        raise Unsound(None, f"the manifest names an output {left.name!r}, and there is none")
+        raise Unsound(None, f"the manifest names an output {left.name!r}, which the program lacks")
 
 
 def _has_shape(shape: Sequence[Any], said: Sequence[Any]) -> bool:
@@ -240,10 +240,10 @@ def _check_memory(each: WrittenRank, rank: int, elsewhere: Set[str]) -> None:
     for name, begin in sorted(begins.items(), key=lambda item: item[1]):
         value = each.state[name]
         if name in written - elsewhere and _may_overlap_itself(value):
-            raise Unsound(None, f"rank {rank} writes to {name!r}, of which several elements may lie in one place")
+            raise Unsound(None, f"rank {rank} writes to {name!r}, whose elements may share memory")
         extent = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
         if begin < until and not written.isdisjoint((name, last)):
-            raise Unsound(None, f"rank {rank} writes to {name!r} and {last!r}, which lie in the same memory")
+            raise Unsound(None, f"rank {rank} writes to {name!r} and {last!r}, which share memory")
         if begin + extent * value.element_size() > until:
             last, until = name, begin + extent * value.element_size()
 
@@ -332,7 +332,7 @@ def _check_elsewhere(row: TensorRecord, manifest: Manifest, beside: Mapping[str,
     there = beside.get(row.stored_in or "")
     theirs = next((other for other in there.tensors if other.name == row.name), None) if there else None
     if there is None or theirs is None or theirs.stored_in is not None:
-        raise Unsound(None, f"{row.name!r} is said to lie in the files of {row.stored_in!r}, and does not")
+        raise Unsound(None, f"{row.name!r} is not in the files of {row.stored_in!r}, where the manifest says it is")
     if there.mesh != manifest.mesh:
         raise Unsound(None, f"the mesh is {manifest.mesh}, and that of {row.stored_in!r} is {there.mesh}")
     for key in ("shape", "dtype", "sharding"):

@@ -196,7 +196,7 @@ def _inputs(made: Folded, manifest: Manifest) -> None:
         elif any(isinstance(size, int) and size != own for size, own in zip(row.shape, value.shape, strict=True)):
             raise Unsound(node, f"is {list(value.shape)}, the manifest says {row.shape}")
     if left := next(users, None):
-        raise Unsound(None, f"the manifest names an input {left.name!r}, and there is none")
+        raise Unsound(None, f"the manifest names an input {left.name!r}, which the program lacks")
 
 
 def read_claimed(node: fx.Node | None, text: Any, mesh: Mesh, ndim: int) -> Sharding:
@@ -208,7 +208,7 @@ def read_claimed(node: fx.Node | None, text: Any, mesh: Mesh, ndim: int) -> Shar
     try:
         sharding = read_sharding(text, mesh, ndim)
     except (TpCompilerError, ValueError, LookupError, AssertionError, TypeError) as error:
-        raise Unsound(node, f"claims the sharding {text!r}, which is none of a tensor of {ndim} dims") from error
+        raise Unsound(node, f"claims the sharding {text!r}, which a tensor of {ndim} dims cannot have") from error
     alone = [axis for axis, degree in mesh.axes if degree == 1]
     return Sharding.replicated(ndim).beside(sharding, alone) if alone else sharding
 
@@ -327,7 +327,7 @@ def _same(made: Folded, node: fx.Node) -> tuple[Any, Any]:
         if used in made.numbers.nodes:
             raise Unsound(node, f"uses '{used.name}', a number of the rank, outside of a region")
         if used not in made.whole:
-            raise Unsound(node, f"uses '{used.name}', which lies inside of a region")
+            raise Unsound(node, f"uses '{used.name}', which is inside a region")
         return made.whole[used]
 
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), whole)

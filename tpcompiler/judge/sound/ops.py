@@ -101,10 +101,10 @@ def _check_value(made: Folded, node: fx.Node) -> bool:
         if apart or not kind:
             raise Unsound(
                 node,
-                f"makes {value.dtype} {list(value.shape)}, and is said to make {said.dtype} {list(said.shape)}",
+                f"makes {value.dtype} {list(value.shape)}, and records {said.dtype} {list(said.shape)}",
             )
         if any(result != recorded for result, recorded in _known_strides(value, said)):
-            raise Unsound(node, f"makes the strides {value.stride()}, and is said to make {said.stride()}")
+            raise Unsound(node, f"makes the strides {value.stride()}, and records {said.stride()}")
     return known and not few
 
 
@@ -169,11 +169,11 @@ def _check_number(made: Folded, node: fx.Node, args: Any, kwargs: Any) -> None:
     if isinstance(node.target, OpOverload) and node.target not in LAYOUT:
         names = symbols_of([edit.fake(node)])
         if edit.operands(node) and (not names or names & made.input_symbols()):
-            raise Unsound(node, f"makes a number that the data decide, and is said to make {edit.fake(node)}")
+            raise Unsound(node, f"makes a number that the data decide, and records {edit.fake(node)}")
         return
     actual = args[0].shape[args[1]] if node.target is aten.sym_size.int else node.target(*args, **kwargs)  # type: ignore[operator]
     if not statically_equal(actual, edit.fake(node)) and not _is_asserted(node):
-        raise Unsound(node, f"makes {actual}, and is said to make {edit.fake(node)}")
+        raise Unsound(node, f"makes {actual}, and records {edit.fake(node)}")
 
 
 def _is_asserted(node: fx.Node) -> bool:

@@ -169,7 +169,7 @@ def _check_body(ranks: Sequence[Folded], regions: Sequence[ProgramRegion], rows:
     for each, other in zip(ranks, regions, strict=True):
         for node in _tensors(other):
             if each.whole[node].name not in used:
-                raise Unsound(other.nodes[-1], f"is the end of {other.name}, which uses '{node.name}' beside its call")
+                raise Unsound(other.nodes[-1], f"is the end of {other.name}, which uses '{node.name}' outside its call")
             here, there = cuts[each.whole[node].name], each.shardings[node][0]
             if here and there not in here:
                 raise Unsound(
