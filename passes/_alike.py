@@ -7,7 +7,8 @@ from typing import Any
 
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import key
-from tpcompiler.ir.program import RESHARD, PlacedProgram, Reshard, mark_of, reshard
+from tpcompiler.ir.node_placement import placement_of, reshard_of
+from tpcompiler.ir.program import PlacedProgram, reshard
 from tpcompiler.passes.lower_reshards import lines_of
 
 
@@ -29,7 +30,7 @@ def _uneven(program: PlacedProgram) -> Iterator[Any]:
     for node in program.graph.nodes:
         if node.op == "output":
             continue
-        mark = mark_of(node)
+        mark = placement_of(node)
         for value, sharding in zip(edit.outputs(node), mark.shardings, strict=True):
             if not sharding.is_even(value.shape, mesh) and (what := (sharding, key(value.shape))) not in visited:
                 visited.add(what)
@@ -39,7 +40,7 @@ def _uneven(program: PlacedProgram) -> Iterator[Any]:
             if not by.is_even(total, mesh):
                 yield lambda rank, by=by, total=total: by.local_size(total, mesh, mesh.coordinate(rank))
         if node.target is reshard:
-            change: Reshard = node.meta[RESHARD]
+            change = reshard_of(node)
             (operand,) = edit.operands(node)
             value = edit.fake(operand)
             if not all(state.is_even(value.shape, mesh) for state in change.states):

@@ -8,7 +8,7 @@ from torch import fx
 
 from tpcompiler._torch import OpOverload, aten
 from tpcompiler.ir import edit
-from tpcompiler.ir.claims import read_claim
+from tpcompiler.ir.node_placement import read_claim
 
 ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
 ON_CUDA = aten._scaled_dot_product_efficient_attention.default

@@ -15,17 +15,8 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import has_bodies
 from tpcompiler.ir.dim_sharding import WHOLE
 from tpcompiler.ir.names import layer_of
-from tpcompiler.ir.program import (
-    PIN,
-    UNCUT,
-    Counts,
-    LocalShare,
-    Mark,
-    Note,
-    PlannedProgram,
-    Seed,
-    pin,
-)
+from tpcompiler.ir.node_placement import Counts, LocalShare, NodePlacement
+from tpcompiler.ir.program import PIN, UNCUT, Note, PlannedProgram, Seed, pin
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.text import op_name
 from tpcompiler.passes._causes import ALSO_ASKED, Demand, Spared, find_demand, refuses
@@ -77,23 +68,23 @@ def refuse_without_parts(program: PlannedProgram, found: Solution) -> None:
             )
 
 
-def mark_node(node: fx.Node, walk: Walk) -> Mark:
+def mark_node(node: fx.Node, walk: Walk) -> NodePlacement:
     if node.op == "placeholder":
         mark = _mark_input(node, walk)
     elif node.op != "call_function":
-        mark = Mark((), (), "a body")
+        mark = NodePlacement((), (), "a body")
     elif node.target is operator.getitem and edit.is_tensor(node):
         source: Any = node.args[0]
         made = walk.found.choices[source].made[tensor_index(source, node.args[1])]
-        mark = Mark((made,), (), f"a part of {source}")
+        mark = NodePlacement((made,), (), f"a part of {source}")
     elif not edit.outputs(node):
         operands = edit.operands(node)
         seen = tuple(walk.settled[o] for o in operands)
         whole = tuple(Sharding.replicated(edit.ndim(o)) for o in operands)
-        mark = Mark((), seen if node.target is FREE else whole, "no tensor")
+        mark = NodePlacement((), seen if node.target is FREE else whole, "no tensor")
     elif node.target is pin:
         choice = walk.found.choices[node]
-        mark = Mark(choice.made, choice.wants, node.meta[PIN].asked_by, "plan-demanded")
+        mark = NodePlacement(choice.made, choice.wants, node.meta[PIN].asked_by, "plan-demanded")
     else:
         mark = _mark_op(node, walk)
     if edit.is_tensor(node):
@@ -102,7 +93,7 @@ def mark_node(node: fx.Node, walk: Walk) -> Mark:
     return mark
 
 
-def _mark_input(node: fx.Node, walk: Walk) -> Mark:
+def _mark_input(node: fx.Node, walk: Walk) -> NodePlacement:
     program = walk.program
     if node in walk.found.leaves:
         sharding, reason = walk.found.leaves[node], "as its uses want it"
@@ -112,8 +103,8 @@ def _mark_input(node: fx.Node, walk: Walk) -> Mark:
     elif node.name in program.input_shardings:
         sharding, reason = program.input_shardings[node.name], "an input"
     else:
-        return Mark((), (), "no tensor")
-    return Mark((sharding,), (), reason)
+        return NodePlacement((), (), "no tensor")
+    return NodePlacement((sharding,), (), reason)
 
 
 def _settle(node: fx.Node, made: Sharding, walk: Walk) -> Sharding:
@@ -135,7 +126,7 @@ def _wanted(user: fx.Node, value: fx.Node, walk: Walk) -> list[Sharding]:
     return [want for operand, want in zip(edit.operands(user), wants, strict=True) if operand is value]
 
 
-def _mark_op(node: fx.Node, walk: Walk) -> Mark:
+def _mark_op(node: fx.Node, walk: Walk) -> NodePlacement:
     choice, operands = walk.found.choices[node], edit.operands(node)
     rule = choice.rule
     seen = [walk.settled[operand] for operand in operands]
@@ -172,7 +163,7 @@ def _mark_op(node: fx.Node, walk: Walk) -> Mark:
     return _mark_choice(node, choice, reason, why, walk.at_door)
 
 
-def _mark_choice(node: fx.Node, choice: Choice, reason: str, why: Why, at_door: Ranges | None) -> Mark:
+def _mark_choice(node: fx.Node, choice: Choice, reason: str, why: Why, at_door: Ranges | None) -> NodePlacement:
     rule, option = choice.rule, choice.option
     sizes = {}
     local = None
@@ -187,7 +178,7 @@ def _mark_choice(node: fx.Node, choice: Choice, reason: str, why: Why, at_door: 
             local = LocalShare(body, tuple(cuts))
     counts = _counts(rule, option)
     skips = rule is not None and rule.skips_empty
-    return Mark(choice.made, choice.wants, reason, why, sizes, local, counts, skips)
+    return NodePlacement(choice.made, choice.wants, reason, why, sizes, local, counts, skips)
 
 
 def _counts(rule: Rule | None, option: Option) -> Counts:

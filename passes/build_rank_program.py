@@ -15,9 +15,9 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind
 from tpcompiler._torch import aten, check_built, size_range, symbols_of, tree_flatten, tree_unflatten
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import change_bodies
-from tpcompiler.ir.claims import write_claims
 from tpcompiler.ir.local import KEY, fake_mode_of
-from tpcompiler.ir.program import BODY, CALL, GLOBAL, MARK, ORIGIN, PIN, RESHARD, ShardedProgram
+from tpcompiler.ir.node_placement import PLACEMENT, NodePlacement, placement_of, write_claims
+from tpcompiler.ir.program import GLOBAL, PIN, ShardedProgram
 from tpcompiler.ir.rank_numbers import name_rank_numbers, numbers_read
 from tpcompiler.ir.rebuilt import add_constant, copy_signature, rebuilt
 from tpcompiler.ir.shares import cut
@@ -32,7 +32,7 @@ def build_rank_program(
 ) -> ExportedProgram:
     """Put the rank's graph and state behind the original calling convention.
 
-    Before    graph with marks                       state: this rank's share
+    Before    graph with placements                  state: this rank's share
     After     ExportedProgram with the same inputs, outputs, FQNs, ranges and pytrees; each call node carries its claim
               (origin, sharding, reason, reshard) as plain data in meta["custom"], which torch.export.save keeps.
               The numbers of the rank are one more constant, which `rank_number` nodes read.
@@ -93,13 +93,13 @@ def _read_numbers(graph: fx.Graph, signature: ExportGraphSignature, row: torch.T
         each.target, each.args = aten.select.int, (own, 0, index)
         each.meta["val"] = edit.fake(own).select(0, 0)
     for each in (own, *readers):
-        each.meta = {"val": edit.fake(each), ORIGIN: name, "nn_module_stack": dict(root)}
+        each.meta = {"val": edit.fake(each), PLACEMENT: NodePlacement(origin=name), "nn_module_stack": dict(root)}
 
 
 def _plain(node: fx.Node) -> None:
     """Remove decisions about a node, and details that differ between processes."""
     # torch's from_node holds memory addresses
-    for name in (MARK, ORIGIN, RESHARD, PIN, GLOBAL, CALL, BODY, KEY, "from_node"):
+    for name in (PLACEMENT, PIN, GLOBAL, KEY, "from_node"):
         node.meta.pop(name, None)
     if trace := node.meta.get("stack_trace"):  # torch counts the graphs that a process has run
         node.meta["stack_trace"] = re.sub(r"(<eval_with_key>)\.\d+", r"\1", trace)
@@ -118,7 +118,7 @@ def _of_kind(signature: ExportGraphSignature, program: ShardedProgram, constant:
 def _local_examples(program: ShardedProgram) -> Any:
     """Return the rank's part of the export's example inputs; None if a dynamic dim has no even parts there."""
     examples = program.source.example_inputs
-    inputs = [(edit.fake(node), node.meta[MARK].shardings[0]) for node in program.user_inputs()]
+    inputs = [(edit.fake(node), placement_of(node).shardings[0]) for node in program.user_inputs()]
     if examples is None or all(sharding.is_replicated for _, sharding in inputs):
         return examples
     flat, spec = tree_flatten(examples)

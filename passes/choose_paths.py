@@ -7,7 +7,8 @@ from dataclasses import replace
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.path import steps_between
 from tpcompiler.ir import edit
-from tpcompiler.ir.program import RESHARD, PlacedProgram, Reshard, reshard
+from tpcompiler.ir.node_placement import PLACEMENT, placement_of, reshard_of
+from tpcompiler.ir.program import PlacedProgram, reshard
 
 
 def choose_paths(program: PlacedProgram, machine: Machine) -> PlacedProgram:
@@ -21,9 +22,10 @@ def choose_paths(program: PlacedProgram, machine: Machine) -> PlacedProgram:
     graph = edit.copy_graph(program.graph)
     for node in edit.calls(graph):
         if node.target is reshard:
-            change: Reshard = node.meta[RESHARD]
+            change = reshard_of(node)
             value = edit.fake(edit.operands(node)[0])
             ends = change.source, change.target
             steps = steps_between(*ends, value.shape, value.element_size(), program.mesh, machine)
-            node.meta[RESHARD] = replace(change, via=tuple(step.target for step in steps[:-1]))
+            change = replace(change, via=tuple(step.target for step in steps[:-1]))
+            node.meta[PLACEMENT] = replace(placement_of(node), reshard=change)
     return PlacedProgram(program.source, graph, program.mesh, program.notes)

@@ -14,8 +14,8 @@ from torch.export import ExportedProgram
 from tpcompiler._torch import aten
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import read_bodies
-from tpcompiler.ir.claims import CLAIM, claim_data, read_claim
 from tpcompiler.ir.local import is_contiguous
+from tpcompiler.ir.node_placement import CLAIM, claim_data, read_claim
 from tpcompiler.ir.rebuilt import add_constant, copy_signature, rebuilt
 from tpcompiler.ir.symm_mem import (
     ALL_GATHER,

@@ -7,7 +7,8 @@ from dataclasses import replace
 from torch import fx
 
 from tpcompiler.ir import edit
-from tpcompiler.ir.program import MARK, RESHARD, PlacedProgram, Reshard, mark_of, reshard
+from tpcompiler.ir.node_placement import PLACEMENT, placement_of, reshard_of
+from tpcompiler.ir.program import PlacedProgram, reshard
 from tpcompiler.ir.sharding import Sharding
 
 
@@ -37,12 +38,12 @@ def _share(graph: fx.Graph) -> None:
     first_of: dict[tuple[fx.Node, Sharding], fx.Node] = {}
     for node in edit.calls(graph):
         if node.target is reshard:
-            first = first_of.setdefault((edit.operands(node)[0], node.meta[RESHARD].target), node)
+            first = first_of.setdefault((edit.operands(node)[0], reshard_of(node).target), node)
             if first is not node:
-                if first.meta[RESHARD].why == "fallback":  # a change that another use demands anyway is no fallback
-                    change: Reshard = node.meta[RESHARD]
-                    first.meta[RESHARD] = replace(first.meta[RESHARD], why=change.why, reason=change.reason)
-                    first.meta[MARK] = replace(mark_of(first), why=change.why, reason=change.reason)
+                if reshard_of(first).why == "fallback":  # a change that another use demands anyway is no fallback
+                    why, reason = reshard_of(node).why, reshard_of(node).reason
+                    change = replace(reshard_of(first), why=why, reason=reason)
+                    first.meta[PLACEMENT] = replace(placement_of(first), why=why, reason=reason, reshard=change)
                 edit.replace_uses(node, first)
                 edit.erase(node)
 
@@ -51,8 +52,7 @@ def _join(node: fx.Node) -> None:
     """Merge this reshard with the ones before it that nobody else uses; remove it if they cancel."""
     (value,) = edit.operands(node)
     while value.target is reshard:
-        change: Reshard = node.meta[RESHARD]
-        before: Reshard = value.meta[RESHARD]
+        change, before = reshard_of(node), reshard_of(value)
         cancels = before.source == change.target
         if (len(value.users) > 1 and not cancels) or (before.source.partial and change.target.partial and not cancels):
             return
@@ -61,8 +61,8 @@ def _join(node: fx.Node) -> None:
         why, reason = before.why if before.why == "inherent" else change.why, change.reason
         if before.target.is_replicated:  # the next change is a slice, which costs nothing
             why, reason = before.why, before.reason
-        node.meta[RESHARD] = replace(change, source=before.source, why=why, reason=reason)
-        node.meta[MARK] = replace(mark_of(node), wants=(before.source,))
+        change = replace(change, source=before.source, why=why, reason=reason)
+        node.meta[PLACEMENT] = replace(placement_of(node), wants=(before.source,), reshard=change)
         if not value.users:
             edit.erase(value)
         value = source

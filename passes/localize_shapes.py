@@ -19,7 +19,8 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.calls import write_call
 from tpcompiler.ir.dim_sharding import Size
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, key, local_value
-from tpcompiler.ir.program import BODY, CALL, GLOBAL, MARK, ORIGIN, RESHARD, LocalProgram, LoweredProgram, Mark
+from tpcompiler.ir.node_placement import PLACEMENT, NodePlacement, has_reshard, placement_of
+from tpcompiler.ir.program import GLOBAL, LocalProgram, LoweredProgram
 from tpcompiler.ir.rank_numbers import read_number
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
 from tpcompiler.rules.notation import ShardRange
@@ -51,18 +52,18 @@ def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
     for node in counted(list(graph.nodes), "cutting the ops", "ops"):
         if node in replaced:
             continue
-        mark: Mark | None = node.meta.get(MARK)
+        mark: NodePlacement | None = node.meta.get(PLACEMENT)
         whole = node.meta.pop(GLOBAL, node.meta.get("val"))
         wholes_of = {node: whole}
         if node.op == "placeholder" and mark is not None and mark.shardings:
             here = program.here
             node.meta["val"] = local_value(whole, mark.shardings[0], program.mesh, here, mode)
         elif node.op == "call_function":
-            lowered = RESHARD in node.meta
+            lowered = has_reshard(node)
             call = write_call(node) if mark is not None and not lowered and _may_change(mark) else None
             resized = mark is not None and not lowered and _localize_sizes(node, mark, program)
-            if node.target is aten.sym_size.int and mark is not None and (degree := _degree(node, mark, program)) > 1:
-                _multiply(node, degree)
+            if node.target is aten.sym_size.int and mark is not None and not lowered:
+                _multiply(node, _degree(node, mark, program))
             if mark is not None and mark.local is not None:
                 parts = list(node.users) if isinstance(whole, (tuple, list)) else [node]
                 replaced.update(parts)
@@ -72,14 +73,14 @@ def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
                 if mark is not None and mark.skips_empty and not lowered:
                     _make_empty(node, mark, program)
                 if call is not None and write_call(node) != call:
-                    node.meta[CALL] = call
+                    node.meta[PLACEMENT] = replace(placement_of(node), call=call)
                 _allow_copy(node)
                 if mark is not None and isinstance(whole, torch.Tensor) and node.meta.get("unbacked_bindings"):
                     node.meta["val"] = _run_by_name(node, mark, program, mode)
                 else:
                     node.meta["val"] = _run(node, mode, results)
         for result, whole in wholes_of.items():
-            mark = result.meta.get(MARK)
+            mark = result.meta.get(PLACEMENT)
             if mark is not None and mark.shardings:
                 _check(result, mark, whole, program)
                 if edit.fake(result) is not whole and key(result) == key(whole):
@@ -89,12 +90,12 @@ def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
     return LocalProgram(program.source, graph, program.mesh, program.ranks)
 
 
-def _may_change(mark: Mark) -> bool:
+def _may_change(mark: NodePlacement) -> bool:
     """Return True if a rank may call anything else than the whole op with the same arguments."""
     return bool(mark.sizes or mark.counts or mark.local or mark.skips_empty)
 
 
-def _localize_sizes(node: fx.Node, mark: Mark, program: LoweredProgram) -> bool:
+def _localize_sizes(node: fx.Node, mark: NodePlacement, program: LoweredProgram) -> bool:
     """Write local sizes in arguments that, by the rule, count a sharded dim."""
     here = program.here
     changed = False
@@ -124,7 +125,7 @@ def _localize_sizes(node: fx.Node, mark: Mark, program: LoweredProgram) -> bool:
     return changed or bool(mark.counts)
 
 
-def _degree(node: fx.Node, mark: Mark, program: LoweredProgram) -> int:
+def _degree(node: fx.Node, mark: NodePlacement, program: LoweredProgram) -> int:
     """Return the factor by which a shard's size, as `sym_size` reads it, is smaller than the global size."""
     _, dim = node.args
     assert isinstance(dim, int)
@@ -133,6 +134,8 @@ def _degree(node: fx.Node, mark: Mark, program: LoweredProgram) -> int:
 
 def _multiply(node: fx.Node, degree: int) -> None:
     """Multiply a size read off a shard by the degree, because sizes keep their global meaning."""
+    if degree == 1:
+        return
     whole = edit.insert_after(node, operator.mul, (node, degree), "global_size")
     edit.replace_uses(node, whole, keep=[whole])
     whole.meta["val"] = edit.fake(node)
@@ -156,7 +159,7 @@ def _put_in_body(
     For an op with several outputs, `parts` are its users (a getitem each), and the body computes only these. Return the
     replacements of the parts, each with its part's mark.
     """
-    share = node.meta[MARK].local
+    share = node.meta[PLACEMENT].local
     inputs = node.all_input_nodes
     ranges = [ShardRange.of(share.cuts, program.mesh, program.mesh.coordinate(r)) for r in program.ranks]
 
@@ -185,17 +188,17 @@ def _put_in_body(
     if parts == [node]:
         traced.output_node().args = tuple(outputs)
     inner = [n for n in traced.nodes if n.op == "call_function"]
-    copies = dict(
-        zip(inner, edit.graft(node, traced, [offset, *inputs], {ORIGIN: node.name, BODY: node.name}), strict=True)
-    )
+    inside = NodePlacement(origin=node.name, body=node.name)
+    copies = dict(zip(inner, edit.graft(node, traced, [offset, *inputs], {PLACEMENT: inside}), strict=True))
     results = [copies[output] for output in outputs]
     for result, part in zip(results, parts, strict=True):
         index: Any = None if part is node else part.args[1]
-        result.meta.update({MARK: part.meta[MARK], ORIGIN: part.name, CALL: structs.replace(call, output=index)})
+        own = structs.replace(call, output=index)
+        result.meta[PLACEMENT] = replace(placement_of(part), origin=part.name, body=node.name, call=own)
     return results
 
 
-def _make_empty(node: fx.Node, mark: Mark, program: LoweredProgram) -> None:
+def _make_empty(node: fx.Node, mark: NodePlacement, program: LoweredProgram) -> None:
     """Replace an op that cannot take an empty share by zeros, if this rank's share is empty."""
     value = edit.outputs(node)[0]
     shape = mark.shardings[0].local_shape(value.shape, program.mesh, program.here)
@@ -251,7 +254,7 @@ def _run(node: fx.Node, mode: FakeTensorMode, results: Results) -> Any:
     return results[cache_key]
 
 
-def _run_by_name(node: fx.Node, mark: Mark, program: LoweredProgram, mode: FakeTensorMode) -> torch.Tensor:
+def _run_by_name(node: fx.Node, mark: NodePlacement, program: LoweredProgram, mode: FakeTensorMode) -> torch.Tensor:
     """Return the local fake value of an op that creates data-dependent sizes, without creating new symbols."""
     whole = edit.fake(node)
     assert mode.shape_env is not None
@@ -262,7 +265,7 @@ def _run_by_name(node: fx.Node, mark: Mark, program: LoweredProgram, mode: FakeT
         return torch.empty_strided(shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
-def _check(node: fx.Node, mark: Mark, whole: Any, program: LoweredProgram) -> None:
+def _check(node: fx.Node, mark: NodePlacement, whole: Any, program: LoweredProgram) -> None:
     here, ranks = program.here, f"rank {program.ranks[0]}"
     wholes = whole if isinstance(whole, (tuple, list)) else [whole]
     expected = [t for t in wholes if isinstance(t, torch.Tensor)]

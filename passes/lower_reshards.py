@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from tpcompiler.cost.program import held_by_first, steps_of
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, key, local_value, memory_order
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.program import GLOBAL, MARK, ORIGIN, RESHARD, LoweredProgram, PlacedProgram, Reshard, reshard
+from tpcompiler.ir.node_placement import PLACEMENT, NodePlacement, Reshard, origin_of, placement_of, reshard_of
+from tpcompiler.ir.program import GLOBAL, LoweredProgram, PlacedProgram, reshard
 from tpcompiler.ir.rank_numbers import read_number
 from tpcompiler.passes._collectives import change_on_line, on_first
 from tpcompiler.passes._lines import Line, numbers_of, put_on_line
@@ -45,7 +47,7 @@ def lower_reshards(program: PlacedProgram, ranks: Sequence[int], traces: Traces)
     for node in edit.calls(graph):
         if node.target is not reshard:
             continue
-        change: Reshard = node.meta[RESHARD]
+        change = reshard_of(node)
         (value,) = edit.operands(node)
         whole = value.meta.get(GLOBAL, edit.fake(value))  # the result of another reshard is already local
         alike = change.source, change.target, key(whole)
@@ -56,10 +58,11 @@ def lower_reshards(program: PlacedProgram, ranks: Sequence[int], traces: Traces)
             lowered[alike] = body, list(zip(*own, strict=True))
         body, numbers = lowered[alike]
         readers = [read_number(graph, values, mode) for values in numbers]
-        origin = value.meta.get(ORIGIN, value.name)
-        inserted = edit.graft(node, body, [value, *readers], {RESHARD: change, ORIGIN: origin})
+        origin = origin_of(value)
+        inside = NodePlacement(origin=origin, reshard=change)
+        inserted = edit.graft(node, body, [value, *readers], {PLACEMENT: inside})
         if inserted:
-            inserted[-1].meta.update({MARK: node.meta[MARK], GLOBAL: whole})
+            inserted[-1].meta.update({PLACEMENT: replace(placement_of(node), origin=origin), GLOBAL: whole})
     return LoweredProgram(program.source, graph, program.mesh, tuple(ranks))
 
 

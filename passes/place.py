@@ -5,19 +5,9 @@ from __future__ import annotations
 from torch import fx
 
 from tpcompiler.ir import edit
+from tpcompiler.ir.node_placement import PLACEMENT, NodePlacement, Reshard, placement_of
 from tpcompiler.ir.notes import notes_of, shared_leaves, whole_leaves
-from tpcompiler.ir.program import (
-    MARK,
-    PIN,
-    RESHARD,
-    Mark,
-    PlacedProgram,
-    PlannedProgram,
-    Reshard,
-    mark_of,
-    pin,
-    reshard,
-)
+from tpcompiler.ir.program import PIN, PlacedProgram, PlannedProgram, pin, reshard
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.text import op_name
 from tpcompiler.passes._causes import refuses
@@ -29,7 +19,7 @@ from tpcompiler.solver.solution import Solution
 
 
 def place(program: PlannedProgram, found: Solution, *, check_indices: bool = True) -> PlacedProgram:
-    """Put a Mark on every node, as the search chose, and make every change of sharding visible as a `reshard` node.
+    """Put a NodePlacement on every node, as the search chose, and a `reshard` node at every change of sharding.
 
     Before    x, w1, w2, b1                         seeds: w1: S(0), w2: S(1)
               h = linear(x, w1, b1)                 found: n is cut
@@ -55,7 +45,7 @@ def place(program: PlannedProgram, found: Solution, *, check_indices: bool = Tru
     marks[program.output] = _mark_output(program, walk)
     graph, seen = edit.copy_graph(program.graph), dict[fx.Node, Sharding]()
     for old, node in zip(program.graph.nodes, [*graph.nodes], strict=True):
-        node.meta[MARK] = marks[old]
+        node.meta[PLACEMENT] = marks[old]
         if old in walk.settled:
             seen[node] = walk.settled[old]
     for node in [*graph.nodes]:
@@ -65,7 +55,7 @@ def place(program: PlannedProgram, found: Solution, *, check_indices: bool = Tru
     return PlacedProgram(program.source, graph, program.mesh, (*program.notes, *notes))
 
 
-def _mark_output(program: PlannedProgram, walk: Walk) -> Mark:
+def _mark_output(program: PlannedProgram, walk: Walk) -> NodePlacement:
     leaves = {fqn: node for node, fqn in program.leaves()} | {n.name: n for n in program.user_inputs()}
     written = dict(program.mutations())
     # A value written back keeps the sharding of its buffer, from call to call.
@@ -74,12 +64,12 @@ def _mark_output(program: PlannedProgram, walk: Walk) -> Mark:
         for position, value in enumerate(program.output.args[0])  # type: ignore[arg-type]
         if edit.is_tensor(value)
     )
-    return Mark((), wants, "written back" if written else "the boundary")
+    return NodePlacement((), wants, "written back" if written else "the boundary")
 
 
 def _insert_reshards(node: fx.Node, seen: dict[fx.Node, Sharding], program: PlannedProgram) -> None:
     """Insert the changes before a node, and those after it for all of its users. `seen`: what users see of a value."""
-    mark = mark_of(node)
+    mark = placement_of(node)
     for index, operand in enumerate(edit.operands(node)):
         have, want = seen[operand], mark.wants[index]
         if have != want:
@@ -108,10 +98,10 @@ def _find_cause(node: fx.Node, made: Sharding, settled: Sharding, program: Plann
         ops = sorted({op for _, op in made.partial})
         return "inherent", f"each rank has a partial {' and '.join(ops)} of '{node.name}'"
     uses = [(u, at) for u in node.users for at, o in enumerate(edit.operands(u)) if o is node and u.op != "output"]
-    uses = [(user, at) for user, at in uses if mark_of(user).wants[at] == settled]
+    uses = [(user, at) for user, at in uses if placement_of(user).wants[at] == settled]
     for user, _ in uses:
-        if mark_of(user).why == "plan-demanded":
-            return "plan-demanded", mark_of(user).reason
+        if placement_of(user).why == "plan-demanded":
+            return "plan-demanded", placement_of(user).reason
     for user, at in uses:
         if (rule := rule_of(user)) and (text := refuses(rule, at, made, program.mesh)):
             return "fallback", f"{op_name(user)}: {text}"
@@ -120,6 +110,5 @@ def _find_cause(node: fx.Node, made: Sharding, settled: Sharding, program: Plann
 
 def _put_change(made: fx.Node, change: Reshard) -> fx.Node:
     made.meta["val"] = edit.fake(edit.operands(made)[0])
-    made.meta[MARK] = Mark((change.target,), (change.source,), change.reason, change.why)
-    made.meta[RESHARD] = change
+    made.meta[PLACEMENT] = NodePlacement((change.target,), (change.source,), change.reason, change.why, reshard=change)
     return made

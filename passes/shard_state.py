@@ -10,7 +10,8 @@ import torch
 from tpcompiler._torch import FakeTensor
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.program import LocalProgram, ShardedProgram, mark_of, tied
+from tpcompiler.ir.node_placement import placement_of
+from tpcompiler.ir.program import LocalProgram, ShardedProgram, tied
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut
 
@@ -34,7 +35,7 @@ def shard_state(
     for node, fqn in program.leaves():
         first = first_of[node.name]
         if first not in shares:
-            value, sharding = program.state(fqn), mark_of(node).shardings[0]
+            value, sharding = program.state(fqn), placement_of(node).shardings[0]
             if isinstance(value, FakeTensor) and not sharding.is_replicated:
                 shares[first] = _hollow(fqn, value, edit.fake(node), hollow)
             else:

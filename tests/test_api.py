@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 import tpcompiler
 from tests.launch import fork_code
 from tests.zoo.case import randomise
-from tpcompiler.ir.claims import claim_data, read_claim
+from tpcompiler.ir.node_placement import claim_data, read_claim
 from tpcompiler.passes import _collectives
 
 

@@ -20,7 +20,7 @@ from tests.passes.stages import cuts_are_kept
 from tests.runtime.commands import refused, right
 from tests.sound import findings
 from tests.zoo.case import randomise
-from tpcompiler.ir.program import mark_of
+from tpcompiler.ir.node_placement import placement_of
 from tpcompiler.ir.shares import cut, read_sharding
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
@@ -226,7 +226,7 @@ def test_uneven_rows_of_even_heads() -> None:
     x = torch.randn(7, 5, 4, 2, 3)
     made = tpcompiler.parallelize(export(Merged(), (x,)), {"dp": 2, "tp": 2}, {}, inputs=[{"dp": "S(0)", "tp": "S(2)"}])
     assert [node.kind for node in made.collectives() if node.why == "fallback"] == []
-    marks = [s.text(made.mesh) for n in made.resharded.graph.nodes for s in mark_of(n).shardings]
+    marks = [s.text(made.mesh) for n in made.resharded.graph.nodes for s in placement_of(n).shardings]
     assert "[S(0, unit 20), S(0, block 4)]" in marks
     assert findings(made) == []
     assert made.verify((x,)).ok

@@ -19,7 +19,7 @@ from tests.sound import findings
 from tpcompiler import ParallelProgram
 from tpcompiler.ir import edit
 from tpcompiler.ir.draws import draws
-from tpcompiler.ir.program import mark_of
+from tpcompiler.ir.node_placement import placement_of
 from tpcompiler.ir.text import program_text
 from tpcompiler.judge.compare.promote import Promoted
 from tpcompiler.judge.compare.simulate import simulate
@@ -111,7 +111,7 @@ def test_numbers_for_a_shape_need_no_value(name: str) -> None:
     drawing = [node for node in edit.calls(made.resharded.graph) if draws(node)]
     assert len(drawing) == 2
     for node in drawing:
-        assert all(sharding.is_replicated for sharding in mark_of(node).shardings)
+        assert all(sharding.is_replicated for sharding in placement_of(node).shardings)
         assert all(operand.name.startswith("ones") for operand in edit.operands(node))
 
 

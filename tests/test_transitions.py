@@ -13,8 +13,8 @@ from tests.launch import called
 from tests.long import some
 from tests.sound import findings
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.node_placement import placement_of
 from tpcompiler.ir.placements import PlacementSpec, parse_placement
-from tpcompiler.ir.program import mark_of
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, join
 
@@ -61,7 +61,7 @@ def test_every_change_from_and_to_blocks(world: int, dynamic: bool) -> None:
     exported = torch.export.export(Merged(), (torch.randn(5, 6, 3), torch.randn(30, 3)), dynamic_shapes=sizes)
     for other, target in some(itertools.product(["R", "S(0)", "S(1)", "P(sum)"], repeat=2), every=3):
         program = tpcompiler.parallelize(exported, world, {}, inputs=["S(1)", other], outputs=[target])
-        marks = [s.text(program.mesh) for node in program.resharded.graph.nodes for s in mark_of(node).shardings]
+        marks = [s.text(program.mesh) for node in program.resharded.graph.nodes for s in placement_of(node).shardings]
         for batch in ((2, 4) if world == 4 else (1, 3)) if dynamic else (5,):
             report = program.verify((torch.randn(batch, 6, 3), torch.randn(6 * batch, 3)))
             assert report.ok, f"S(1), {other} -> {target}: {report}"

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from tpcompiler.errors import ArtifactError
-from tpcompiler.ir.claims import CLAIM, Claim, claim_data, read_claim
+from tpcompiler.ir.node_placement import CLAIM, Claim, claim_data, read_claim
 
 SOUND: dict[str, Any] = {
     "origin": "relu",

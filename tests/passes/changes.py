@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -22,7 +23,8 @@ from tpcompiler._torch import FakeTensorMode
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.path import WIRE
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.program import MARK, RESHARD, Mark, PlacedProgram, Reshard, reshard
+from tpcompiler.ir.node_placement import PLACEMENT, NodePlacement, Reshard, placement_of
+from tpcompiler.ir.program import PlacedProgram, reshard
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, join
 from tpcompiler.judge.compare.simulate import simulate
@@ -42,8 +44,9 @@ def program_of(pairs: Sequence[Pair], mesh: Mesh, value: torch.Tensor, machine: 
     for x, y, (source, target) in zip(inputs, made, pairs, strict=True):
         for node, sharding in ((x, source), (y, target)):
             node.meta["val"] = mode.from_tensor(value)
-            node.meta[MARK] = Mark((sharding,), (sharding,), (), "inherent", "")
-        y.meta[RESHARD] = Reshard(y.name, source, target, "inherent", "")
+            node.meta[PLACEMENT] = NodePlacement((sharding,), (sharding,), "", "inherent")
+        change = Reshard(y.name, source, target, "inherent", "")
+        y.meta[PLACEMENT] = replace(placement_of(y), reshard=change)
     signature = ExportGraphSignature(
         [InputSpec(InputKind.USER_INPUT, TensorArgument(name=x.name), None) for x in inputs],
         [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name=y.name), None) for y in made],

@@ -12,7 +12,7 @@ from torch.export import Dim, export
 
 import tpcompiler
 from tests.passes.stages import Call, cuts_are_kept
-from tpcompiler.ir.program import mark_of
+from tpcompiler.ir.node_placement import placement_of
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +33,7 @@ def made_of(
     report = program.verify(args)
     assert report.ok, str(report)
     graph = program.resharded.graph
-    return program, {s.text(program.mesh) for node in graph.nodes for s in mark_of(node).shardings}
+    return program, {s.text(program.mesh) for node in graph.nodes for s in placement_of(node).shardings}
 
 
 def apart(x: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch.export import Dim, ExportedProgram
 import tpcompiler
 from tests.passes.models import MEGATRON, Mlp
 from tests.passes.stages import Call, local, sharded
-from tpcompiler.ir.claims import claim_data, read_claim
+from tpcompiler.ir.node_placement import claim_data, read_claim
 from tpcompiler.judge.compare.simulate import simulate
 from tpcompiler.passes.build_rank_program import build_rank_program
 

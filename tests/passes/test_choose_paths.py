@@ -14,7 +14,7 @@ from tests.trust.damage import Artifact, claim
 from tpcompiler.api import conversions_of, read_plan
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.ir import edit
-from tpcompiler.ir.claims import read_claim
+from tpcompiler.ir.node_placement import read_claim
 from tpcompiler.judge.sound.check import check_programs
 from tpcompiler.pipeline import find_placements
 from tpcompiler.solver.step_time import collectives_of

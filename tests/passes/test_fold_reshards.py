@@ -9,7 +9,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from tests.passes.stages import Call, folded, placed
-from tpcompiler.ir.program import RESHARD
+from tpcompiler.ir.node_placement import has_reshard, reshard_of
 from tpcompiler.ir.text import program_text
 
 X = torch.randn(4, 8)
@@ -118,7 +118,7 @@ return reshard_1
 """,
     )
     program = folded(module, (X,), {"a": "rowwise", "b": "rowwise"}, inputs=["S(1)"])
-    kinds = [node.meta[RESHARD].why for node in program.graph.nodes if RESHARD in node.meta]
+    kinds = [reshard_of(node).why for node in program.graph.nodes if has_reshard(node)]
     assert kinds == ["inherent", "inherent"]
 
 
@@ -217,7 +217,7 @@ def test_a_gather_that_the_plan_asks_for_keeps_its_cause() -> None:
 
     module = Call(gated, up=nn.Linear(8, 16, bias=False), down=nn.Linear(8, 8, bias=False))
     program = folded(module, (X,), {"up": "colwise_gather_output", "down": "rowwise"})
-    first = next(node.meta[RESHARD] for node in program.graph.nodes if RESHARD in node.meta)
+    first = next(reshard_of(node) for node in program.graph.nodes if has_reshard(node))
     assert first.source.text(program.mesh) == "S(1)"
     assert first.target.text(program.mesh) == "S(1, block 8)"
     assert first.why == "plan-demanded"

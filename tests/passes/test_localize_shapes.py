@@ -16,7 +16,7 @@ from tests.passes.models import HEADS, Attention
 from tests.passes.stages import Call, local, routed
 from tpcompiler.errors import InternalError
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
-from tpcompiler.ir.program import MARK
+from tpcompiler.ir.node_placement import PLACEMENT
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.text import program_text
 from tpcompiler.passes.localize_shapes import localize_shapes
@@ -293,7 +293,7 @@ def test_a_claim_that_does_not_hold() -> None:
     program = lower_reshards(routed(module, (X,), {"up": "colwise"}, outputs=["S(1)"]), (0,), {})
     node = next(node for node in program.graph.nodes if node.name == "relu")
     lie = Sharding((DimSharding.by("tp"), WHOLE))
-    node.meta[MARK] = replace(node.meta[MARK], shardings=(lie,))
+    node.meta[PLACEMENT] = replace(node.meta[PLACEMENT], shardings=(lie,))
     with pytest.raises(InternalError) as error:
         localize_shapes(program, {})
     assert_expected_inline(

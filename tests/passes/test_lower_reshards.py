@@ -11,7 +11,8 @@ from torch.export import Dim, export
 
 from tests.passes.stages import Call, routed
 from tpcompiler import parallelize
-from tpcompiler.ir.program import ORIGIN, RESHARD, PlacedProgram
+from tpcompiler.ir.node_placement import has_reshard, origin_of, reshard_of
+from tpcompiler.ir.program import PlacedProgram
 from tpcompiler.ir.text import program_text
 from tpcompiler.passes.localize_shapes import localize_shapes
 from tpcompiler.passes.lower_reshards import lower_reshards
@@ -341,14 +342,14 @@ return relu, cumsum
     )
     inside: dict[str, set[str]] = {}
     for node in made.partition.local_program(0).graph.nodes:
-        if RESHARD in node.meta:
-            inside.setdefault(node.meta[RESHARD].name, set()).add(node.meta[ORIGIN])
+        if has_reshard(node):
+            inside.setdefault(reshard_of(node).name, set()).add(origin_of(node))
     assert [*inside.values()] == [{"x"}, {"matmul"}, {"matmul"}]
 
 
 def test_what_a_reshard_becomes_carries_it() -> None:
     program = lower_reshards(changed((4, 6), "S(0)", "R", 2), (0,), {})
-    marked = {node.name: node.meta[RESHARD].name for node in program.graph.nodes if RESHARD in node.meta}
+    marked = {node.name: reshard_of(node).name for node in program.graph.nodes if has_reshard(node)}
     assert marked == {"all_gather_into_tensor": "reshard", "wait_tensor": "reshard"}
 
 

@@ -14,7 +14,7 @@ from torch.export import Dim
 from tests.passes.models import Mlp
 from tests.passes.stages import Call, placed
 from tpcompiler.errors import ShardingError
-from tpcompiler.ir.program import mark_of
+from tpcompiler.ir.node_placement import placement_of
 from tpcompiler.ir.text import program_text
 
 X, Y = torch.randn(2, 4), torch.randn(2, 4)
@@ -97,7 +97,7 @@ reshard: R = reshard(mean)
 return reshard
 """,
     )
-    assert [n.name for n in program.graph.nodes if mark_of(n).local is not None] == ["mean"]
+    assert [n.name for n in program.graph.nodes if placement_of(n).local is not None] == ["mean"]
 
 
 def test_what_an_op_cannot_keep_cut_is_gathered() -> None:
@@ -116,7 +116,7 @@ cumsum: R = cumsum(softmax, 0)
 return cumsum
 """,
     )
-    marks = {node.name: mark_of(node) for node in program.graph.nodes}
+    marks = {node.name: placement_of(node) for node in program.graph.nodes}
     anyway = "which is also asked for (outputs are R unless outputs= says otherwise)"
     assert marks["softmax"].reason == f"softmax: it needs the dim of 6 whole, {anyway}"
     assert marks["softmax"].why == "plan-demanded"

@@ -11,7 +11,7 @@ from torch import nn
 from tests.passes.models import HEADS, MEGATRON, Attention, Mlp, Tied
 from tests.passes.stages import Call, placed
 from tpcompiler.ir.dim_sharding import DimSharding
-from tpcompiler.ir.program import mark_of
+from tpcompiler.ir.node_placement import placement_of
 from tpcompiler.ir.text import program_text
 
 X, Y = torch.randn(2, 4), torch.randn(2, 4)
@@ -255,7 +255,7 @@ reshard: R = reshard(embedding)
 return reshard
 """,
     )
-    (share,) = [mark_of(node).local for node in program.graph.nodes if node.name == "embedding"]
+    (share,) = [placement_of(node).local for node in program.graph.nodes if node.name == "embedding"]
     assert share is not None
     assert share.cuts == ((DimSharding.by("tp"), 8),)
 

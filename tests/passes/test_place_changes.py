@@ -10,7 +10,8 @@ from torch import nn
 
 from tests.passes.models import MEGATRON, Mlp
 from tests.passes.stages import Call, divided, placed
-from tpcompiler.ir.program import MARK, RESHARD, PlacedProgram, pin
+from tpcompiler.ir.node_placement import PLACEMENT, has_reshard, reshard_of
+from tpcompiler.ir.program import PlacedProgram, pin
 from tpcompiler.ir.text import program_text
 from tpcompiler.passes.place import place
 from tpcompiler.solver.drive import solve
@@ -24,7 +25,7 @@ def text(*args: Any, **kwargs: Any) -> str:
 
 
 def changes(program: PlacedProgram) -> str:
-    found = (node.meta[RESHARD] for node in program.graph.nodes if RESHARD in node.meta)
+    found = (reshard_of(node) for node in program.graph.nodes if has_reshard(node))
     lines = (
         f"{c.name}: {c.source.text(program.mesh)} -> {c.target.text(program.mesh)}; {c.why}; {c.reason}" for c in found
     )
@@ -186,4 +187,4 @@ def test_the_planned_program_is_not_changed() -> None:
     place(found.programs[0], found)
     assert program_text(found.programs[0]) == before
     assert any(node.target is pin for node in found.programs[0].graph.nodes)
-    assert not any(MARK in node.meta for node in found.programs[0].graph.nodes)
+    assert not any(PLACEMENT in node.meta for node in found.programs[0].graph.nodes)

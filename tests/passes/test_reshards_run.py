@@ -33,7 +33,7 @@ def test_every_change_keeps_the_value(degree: int) -> None:
     )
     results = simulate(*_all_ranks(program, [value + i for i in range(len(pairs))]))
     for at, (source, target) in enumerate(pairs):
-        made = program.output.args[0][at].meta["tpcompiler_mark"].shardings[0]  # type: ignore[index]
+        made = program.output.args[0][at].meta["tpcompiler_placement"].shardings[0]  # type: ignore[index]
         for whole in join([r.outputs[at] for r in results], made, program.mesh, value.shape):
             torch.testing.assert_close(whole, value + at, msg=lambda m, s=source, t=target: f"{s} -> {t}: {m}")
 
@@ -42,7 +42,7 @@ def _all_ranks(program: PlacedProgram, values: list[torch.Tensor]) -> tuple[list
     traces: dict[Any, Any] = {}
     ranks = range(program.mesh.world_size)
     graphs = [localize_shapes(lower_reshards(program, (rank,), traces), {}) for rank in ranks]
-    places = [node.meta["tpcompiler_mark"].shardings[0] for node in program.user_inputs()]
+    places = [node.meta["tpcompiler_placement"].shardings[0] for node in program.user_inputs()]
     shares = [[cut(v, at, program.mesh, rank) for v, at in zip(values, places, strict=True)] for rank in ranks]
     return [Runnable(with_numbers(graph)) for graph in graphs], shares
 

@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from tests.promises.models import CASES, NAMES, converted, functional, ranks
 from tests.zoo.faults import without_collective
 from tpcompiler.ir import edit
-from tpcompiler.ir.claims import read_claim
+from tpcompiler.ir.node_placement import read_claim
 from tpcompiler.judge.compare.compare import VerifyReport, compare
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from tests.promises.models import NAMES, converted, inputs_of, ranks
-from tpcompiler.ir.claims import read_claim
+from tpcompiler.ir.node_placement import read_claim
 from tpcompiler.judge.compare.simulate import simulate
 
 

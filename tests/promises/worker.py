@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 import tpcompiler
 from tests.long import some
 from tests.promises.models import CASES
-from tpcompiler.ir.claims import read_claim
+from tpcompiler.ir.node_placement import read_claim
 from tpcompiler.runtime.inputs import flatten_inputs
 
 Bits = dict[str, str]

@@ -26,7 +26,8 @@ from tpcompiler import errors
 from tpcompiler._torch import sym_multiple, symbols_of
 from tpcompiler.ir import edit
 from tpcompiler.ir.invariants import check_invariants
-from tpcompiler.ir.program import MARK, mark_of, reshard
+from tpcompiler.ir.node_placement import PLACEMENT, placement_of
+from tpcompiler.ir.program import reshard
 from tpcompiler.ir.text import op_name
 from tpcompiler.judge.sound.check import check_programs
 from tpcompiler.judge.sound.written import written
@@ -192,12 +193,12 @@ def _failed(error: Exception, case: Case) -> Outcome:
 
 
 def _facts(case: Case, made: tpcompiler.ParallelProgram) -> dict[str, Any]:
-    calls = [node for node in edit.calls(made.resharded.graph) if MARK in node.meta]
+    calls = [node for node in edit.calls(made.resharded.graph) if PLACEMENT in node.meta]
     ran = {
         op_name(node)
         for node in calls
         if node.target is not reshard
-        and any(dim.axes for s in (*mark_of(node).wants, *mark_of(node).shardings) for dim in s.dims)
+        and any(dim.axes for s in (*placement_of(node).wants, *placement_of(node).shardings) for dim in s.dims)
     }
     free = symbols_of(node.meta["val"] for node in made.resharded.user_inputs())
     return {

@@ -12,7 +12,7 @@ from torch import fx
 from tests.soundness.cases import nodes, on
 from tests.trust.damage import Artifact, aten, claim, inserted, region
 from tpcompiler.ir import edit
-from tpcompiler.ir.claims import read_claim
+from tpcompiler.ir.node_placement import read_claim
 
 
 @on("rows")

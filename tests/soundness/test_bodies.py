@@ -13,7 +13,7 @@ from torch.export import export
 
 import tpcompiler
 from tests.trust.damage import Artifact, inserted
-from tpcompiler.ir.claims import read_claim
+from tpcompiler.ir.node_placement import read_claim
 from tpcompiler.judge.sound.check import CheckReport, check_programs
 
 IDS = torch.tensor([5, 0, 2, 3, 1])

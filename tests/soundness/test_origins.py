@@ -11,7 +11,7 @@ from torch import fx
 
 from tests.trust.damage import Artifact, claim
 from tests.trust.subjects import Subject, subject
-from tpcompiler.ir.claims import Claim, read_claim
+from tpcompiler.ir.node_placement import Claim, read_claim
 
 ATTENTION = "scaled_dot_product_attention"
 

@@ -12,7 +12,7 @@ from torch import fx
 from tests.trust.damage import Artifact, at, claim, inserted, kind, members, region, shape, static
 from tests.zoo.faults import local_stand_in
 from tpcompiler.ir import edit
-from tpcompiler.ir.claims import read_claim
+from tpcompiler.ir.node_placement import read_claim
 
 aten = torch.ops.aten
 Site = Sequence[fx.Node]

@@ -13,8 +13,8 @@ from torch.export import ExportedProgram
 
 import tpcompiler
 from tpcompiler.ir import edit
-from tpcompiler.ir.claims import CLAIM, read_claim
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.node_placement import CLAIM, read_claim
 from tpcompiler.judge.sound.written import WrittenRank, written
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.records import TensorRecord

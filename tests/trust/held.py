@@ -13,8 +13,8 @@ from torch.export.graph_signature import OutputKind
 
 from tests.trust.damage import Artifact, at, claim, kind, region, rows, shape
 from tpcompiler.ir import edit
-from tpcompiler.ir.claims import read_claim
 from tpcompiler.ir.dim_sharding import DimSharding, Level
+from tpcompiler.ir.node_placement import read_claim
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, join, read_sharding
 from tpcompiler.runtime.records import PlacedRecord

@@ -13,7 +13,7 @@ from torch.export.graph_signature import InputKind
 
 from tests.trust.damage import Artifact, at, claim, inserted, kind, region, shape, static
 from tpcompiler.ir import edit
-from tpcompiler.ir.claims import read_claim
+from tpcompiler.ir.node_placement import read_claim
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten.reshape.default)

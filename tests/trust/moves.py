@@ -10,7 +10,7 @@ from torch import fx
 
 from tests.trust.damage import Artifact, at, inserted, kind, region, shape
 from tpcompiler.ir import edit
-from tpcompiler.ir.claims import read_claim
+from tpcompiler.ir.node_placement import read_claim
 
 aten = torch.ops.aten
 Arguments = Callable[[fx.Node], tuple[Any, ...] | None]

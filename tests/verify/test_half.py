@@ -16,7 +16,7 @@ from tests.passes.stages import Call
 from tests.zoo.faults import collectives_of, without_collective
 from tpcompiler import ParallelProgram
 from tpcompiler.ir import edit
-from tpcompiler.ir.claims import read_claim
+from tpcompiler.ir.node_placement import read_claim
 from tpcompiler.judge.compare.compare import FLOOR, VerifyReport, compare
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,8 @@ from tests.passes.stages import divided, folded, local, placed
 from tpcompiler.errors import InternalError
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.invariants import check_invariants
-from tpcompiler.ir.program import MARK, LocalProgram, LoweredProgram, PlacedProgram, Program
+from tpcompiler.ir.node_placement import PLACEMENT
+from tpcompiler.ir.program import LocalProgram, LoweredProgram, PlacedProgram, Program
 from tpcompiler.ir.sharding import Sharding
 
 ROWS = Sharding((DimSharding.by("tp"), WHOLE))
@@ -29,19 +30,19 @@ def node_of(program: Program, name: str) -> fx.Node:
 def change(name: str, **parts: Any) -> Callable[[Program], None]:
     def apply(program: Program) -> None:
         node = node_of(program, name)
-        node.meta[MARK] = replace(node.meta[MARK], **parts)
+        node.meta[PLACEMENT] = replace(node.meta[PLACEMENT], **parts)
 
     return apply
 
 
 def unmark(program: Program) -> None:
-    del node_of(program, "relu").meta[MARK]
+    del node_of(program, "relu").meta[PLACEMENT]
 
 
 @pytest.mark.parametrize(
     ("stage", "damage", "message"),
     [
-        (placed, unmark, "PlacedProgram: 'relu' has no mark"),
+        (placed, unmark, "PlacedProgram: 'relu' has no placement"),
         (placed, change("relu", shardings=()), "PlacedProgram: 'relu' has another number of shardings than of tensors"),
         (
             placed,
@@ -72,7 +73,7 @@ def test_a_broken_promise(stage: Callable[..., Program], damage: Callable[[Progr
 def test_markers_that_are_left() -> None:
     """A stage is a type: what one allows, the next refuses."""
     early, late = divided(Mlp(), (torch.randn(2, 4),), MEGATRON), folded(Mlp(), (torch.randn(2, 4),), MEGATRON)
-    with pytest.raises(InternalError, match=r"PlacedProgram: .* has no mark"):
+    with pytest.raises(InternalError, match=r"PlacedProgram: .* has no placement"):
         check_invariants(PlacedProgram(early.source, early.graph, early.mesh, early.notes))
     with pytest.raises(InternalError, match="LoweredProgram: 'reshard' is still a marker"):
         check_invariants(LoweredProgram(late.source, late.graph, late.mesh, 0))

@@ -20,8 +20,9 @@ from tpcompiler.api import parallelize
 from tpcompiler.errors import ArtifactError, TpCompilerError, reason
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.node_placement import origin_of, placement_of
 from tpcompiler.ir.placements import format_spec
-from tpcompiler.ir.program import ORIGIN, PlacedProgram, mark_of, reshard
+from tpcompiler.ir.program import PlacedProgram, reshard
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import row_sharding
 from tpcompiler.ir.text import op_name
@@ -149,7 +150,7 @@ def write_piece(piece: WrongPiece, directory: str | os.PathLike[str]) -> Path:
 def _origin(made: ParallelProgram, name: str) -> str:
     """Return the single-device op behind a value of the ranks' programs."""
     local = {node.name: node for node in made.partition.local_program(0).graph.nodes}
-    return str(local[name].meta.get(ORIGIN, name)) if name in local else name
+    return origin_of(local[name]) if name in local else name
 
 
 def _pieces(program: PlacedProgram, wrong: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[WrongPiece]:
@@ -205,12 +206,12 @@ def _piece(
     inputs: list[fx.Node] = []
     wants: dict[fx.Node, Sharding] = {}
     for node in nodes:
-        for operand, want in zip(edit.operands(node), mark_of(node).wants, strict=True):
+        for operand, want in zip(edit.operands(node), placement_of(node).wants, strict=True):
             wants.setdefault(_plain(operand), want)
     for used in dict.fromkeys(_plain(used) for node in nodes for used in node.all_input_nodes):
         if used in names and edit.is_tensor(used):
             _put(root, names[used], values[used])
-            if not (sharding := mark_of(used).shardings[0]).partial:
+            if not (sharding := placement_of(used).shardings[0]).partial:
                 plan[names[used]] = _spec(sharding, program.mesh)
         elif used not in nodes and edit.is_tensor(used):
             inputs.append(used)

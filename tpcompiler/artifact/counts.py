@@ -9,8 +9,8 @@ from torch import fx
 
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.timeline import Times, predict_times
-from tpcompiler.ir.claims import records_of
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.node_placement import records_of
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.records import Collective
 

@@ -14,7 +14,8 @@ from tpcompiler.artifact.report import Collective
 from tpcompiler.ir import edit
 from tpcompiler.ir.calling import calling_of
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.program import Note, PlacedProgram, ShardedProgram, mark_of, tied
+from tpcompiler.ir.node_placement import placement_of
+from tpcompiler.ir.program import Note, PlacedProgram, ShardedProgram, tied
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.symm_mem import rooms_of
 from tpcompiler.ir.text import DTYPES
@@ -63,17 +64,17 @@ def manifest_of(converted: Converted) -> Manifest:
     """The manifest without the files' hashes."""
     partition = converted.partition
     program, mesh = partition.program, partition.program.mesh
-    ranges = door_ranges(program, {node.name: mark_of(node).shardings[0] for node in program.user_inputs()})
+    ranges = door_ranges(program, {node.name: placement_of(node).shardings[0] for node in program.user_inputs()})
     inputs = [
         BoundaryRecord(
             name=node.name,
             values=list(ranges[node.name]) if node.name in ranges else None,
-            **_described(edit.fake(node), mark_of(node).shardings[0], mesh),
+            **_described(edit.fake(node), placement_of(node).shardings[0], mesh),
         )
         for node in program.user_inputs()
     ]
     outputs = [
-        BoundaryRecord(name=name, **_described(edit.fake(value), mark_of(value).shardings[0], mesh))
+        BoundaryRecord(name=name, **_described(edit.fake(value), placement_of(value).shardings[0], mesh))
         for name, value in _outputs(program)
     ]
     first = partition.rank_program(0)
@@ -105,7 +106,7 @@ def shardings_of(program: PlacedProgram) -> dict[str, Sharding]:
     named = [(fqn, node) for node, fqn in program.leaves()]
     named += [(node.name, node) for node in program.user_inputs()]
     named += [(f"output {name}", value) for name, value in _outputs(program)]
-    return {name: mark_of(node).shardings[0] for name, node in named}
+    return {name: placement_of(node).shardings[0] for name, node in named}
 
 
 def _tensors(program: PlacedProgram) -> list[TensorRecord]:
@@ -121,7 +122,7 @@ def _tensors(program: PlacedProgram) -> list[TensorRecord]:
                 kind=specs[fqn].kind.name.lower(),
                 persistent=specs[fqn].persistent is not False,
                 tied_to=names[first] if first != node.name else None,
-                **_described(program.state(fqn), mark_of(node).shardings[0], program.mesh),
+                **_described(program.state(fqn), placement_of(node).shardings[0], program.mesh),
             )
         )
     return rows

@@ -10,7 +10,8 @@ from tpcompiler._torch import sym_hint
 from tpcompiler.cost.collective import KIND_OF, wire_bytes
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.program import RESHARD, LocalProgram, Reshard
+from tpcompiler.ir.node_placement import reshard_of
+from tpcompiler.ir.program import LocalProgram
 from tpcompiler.runtime.records import Collective as Collective
 from tpcompiler.runtime.records import Transfer
 
@@ -39,7 +40,7 @@ def collectives_of(program: LocalProgram) -> list[Collective]:
     out = []
     for node in edit.calls(program.graph):
         if edit.is_collective(node):
-            change: Reshard = node.meta[RESHARD]
+            change = reshard_of(node)
             out.append(
                 Collective(
                     **asdict(transfer_of(node, program.mesh)),

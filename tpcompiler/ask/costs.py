@@ -20,9 +20,9 @@ from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.cost.timeline import StepTime
 from tpcompiler.errors import InputsError, option
 from tpcompiler.ir import edit
-from tpcompiler.ir.claims import records_of
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import layer_around
+from tpcompiler.ir.node_placement import records_of
 from tpcompiler.plan.fold import folded, times
 from tpcompiler.runtime.records import Collective, Record
 from tpcompiler.terminal.printed import format_bytes

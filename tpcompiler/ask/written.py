@@ -17,9 +17,9 @@ from torch.export import ExportedProgram
 from tpcompiler.cost.collective import KIND_OF
 from tpcompiler.errors import ArtifactError, TpCompilerError
 from tpcompiler.ir import edit
-from tpcompiler.ir.claims import Claim, read_claim
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import leaf_of_module
+from tpcompiler.ir.node_placement import NO_CLAIM, Claim, claims_of
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import read_sharding
 from tpcompiler.ir.symm_mem import expand_collectives
@@ -57,7 +57,7 @@ class Written:
 
     @cached_property
     def claims(self) -> dict[fx.Node, Claim]:
-        return {node: claim for node in edit.calls(self.exported.graph) if (claim := read_claim(node)) != Claim()}
+        return dict(claims_of(self.exported.graph))
 
     @cached_property
     def leaves(self) -> dict[str, TensorRecord]:
@@ -100,7 +100,7 @@ class Written:
     def placed(self, name: str) -> tuple[list[str], str]:
         """The shardings that an op makes, and the reason."""
         made = [self.claims[node] for node in self.ops(name) if self.claims[node].sharding is not None]
-        claim = next((claim for claim in made if claim.reason), made[-1] if made else Claim())
+        claim = next((claim for claim in made if claim.reason), made[-1] if made else NO_CLAIM)
         return claim.sharding or [], claim.reason or ""
 
     def operands(self, name: str) -> list[Operand]:
@@ -110,7 +110,7 @@ class Written:
         return list(dict.fromkeys(each for value in read for each in self._operand(value)))
 
     def _operand(self, value: fx.Node) -> Iterator[Operand]:
-        claim = self.claims.get(value, Claim())
+        claim = self.claims.get(value, NO_CLAIM)
         origin = value.name if claim.origin is None else claim.origin
         if states := claim.states:
             yield Operand(self._called(origin), states[0], states[-1])
@@ -138,7 +138,7 @@ class Written:
     def change(self, record: Collective) -> Operand:
         """The value that a collective changes."""
         found = (c for c in self.claims.values() if c.reshard == record.reshard and c.sharding is not None)
-        claim = next(found, Claim())
+        claim = next(found, NO_CLAIM)
         states = claim.states or ("",)
         return Operand(claim.origin or "", states[0], states[-1])
 
@@ -148,7 +148,7 @@ class Written:
         found = list[str]()
         for node, claim in self.claims.items():
             if claim.origin is not None and claim.reshard is None:
-                read = {self.claims.get(value, Claim()).origin or value.name for value in node.all_input_nodes}
+                read = {self.claims.get(value, NO_CLAIM).origin or value.name for value in node.all_input_nodes}
                 found += [claim.origin] if names & read else []
         return list(dict.fromkeys(found))
 

@@ -12,7 +12,8 @@ from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.path import Step, steps_along, steps_between
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.program import PIN, RESHARD, PlacedProgram, Reshard, reshard
+from tpcompiler.ir.node_placement import Reshard, reshard_of
+from tpcompiler.ir.program import PIN, PlacedProgram, reshard
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.runtime.records import Why
 
@@ -30,7 +31,7 @@ def changes(program: PlacedProgram, machine: Machine) -> Iterator[Change]:
     """Iterate over the changes of sharding of one call, once for each use of a value."""
     for node in edit.calls(program.graph):
         if node.target is reshard:
-            (operand,), change = edit.operands(node), node.meta[RESHARD]
+            (operand,), change = edit.operands(node), reshard_of(node)
             value, ends = edit.fake(operand), (change.source, change.target)
             steps = steps_between(*ends, value.shape, value.element_size(), program.mesh, machine)
             yield Change(value_behind(operand), change.target, change.why, sum(step.wire_bytes for step in steps))

@@ -6,16 +6,8 @@ from torch import fx
 
 from tpcompiler.errors import InternalError
 from tpcompiler.ir import edit
-from tpcompiler.ir.program import (
-    MARK,
-    LocalProgram,
-    LoweredProgram,
-    PlacedProgram,
-    Program,
-    mark_of,
-    pin,
-    reshard,
-)
+from tpcompiler.ir.node_placement import PLACEMENT, placement_of
+from tpcompiler.ir.program import LocalProgram, LoweredProgram, PlacedProgram, Program, pin, reshard
 
 
 def check_invariants(program: Program) -> None:
@@ -37,8 +29,8 @@ def check_invariants(program: Program) -> None:
 
 
 def _check_mark(node: fx.Node, program: Program) -> None:
-    _require(MARK in node.meta, node, program, "has no mark")
-    mark = mark_of(node)
+    _require(PLACEMENT in node.meta, node, program, "has no placement")
+    mark = placement_of(node)
     values = edit.outputs(node) if node.op != "output" else ()
     _require(len(mark.shardings) == len(values), node, program, "has another number of shardings than of tensors")
     for sharding, value in zip(mark.shardings, values, strict=True):
@@ -49,9 +41,9 @@ def _check_mark(node: fx.Node, program: Program) -> None:
 
 def _check_operands(node: fx.Node, program: Program) -> None:
     _require(node.target is not pin, node, program, "is still a pin")
-    for operand, want in zip(edit.operands(node), mark_of(node).wants, strict=False):
+    for operand, want in zip(edit.operands(node), placement_of(node).wants, strict=False):
         _require(
-            mark_of(operand).shardings[0] == want,
+            placement_of(operand).shardings[0] == want,
             node,
             program,
             f"has '{operand.name}' in another sharding than it needs",

@@ -13,8 +13,9 @@ from tpcompiler.ir.bodies import all_calls
 from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.names import fold_layers
+from tpcompiler.ir.node_placement import placement_of
 from tpcompiler.ir.placement_words import describe_sharding
-from tpcompiler.ir.program import BOTH, Note, PlacedProgram, PlannedProgram, mark_of, tied
+from tpcompiler.ir.program import BOTH, Note, PlacedProgram, PlannedProgram, tied
 from tpcompiler.ir.text import op_name, value_text
 from tpcompiler.runtime.archive import has_pickled_examples
 from tpcompiler.terminal.printed import format_bytes
@@ -33,7 +34,7 @@ def notes_of(program: PlacedProgram) -> tuple[Note, ...]:
 def _idle(program: PlacedProgram) -> tuple[Note, ...]:
     """Note the axes over which no value is sharded or pending, and how to shard a batch over them."""
     mesh = program.mesh
-    marks = (mark_of(node) for node in program.graph.nodes if node.op != "output")
+    marks = (placement_of(node) for node in program.graph.nodes if node.op != "output")
     active = {axis for mark in marks for each in (*mark.shardings, *mark.wants) for axis in each.axes}
     batch = next((node.name for node in program.user_inputs() if edit.ndim(node)), None)
     texts = []
@@ -64,7 +65,7 @@ def _cuts(program: PlacedProgram) -> tuple[Note, ...]:
     mesh, first_of = program.mesh, tied(program)
     counts: Counter[str] = Counter()
     for leaf, fqn in program.leaves():
-        sharding, value = mark_of(leaf).shardings[0], edit.fake(leaf)
+        sharding, value = placement_of(leaf).shardings[0], edit.fake(leaf)
         if first_of[leaf.name] != leaf.name:
             continue
         phrases = []
@@ -85,7 +86,7 @@ def shared_leaves(asked: PlannedProgram, program: PlacedProgram) -> tuple[Note, 
     for leaf, fqn in program.leaves():
         if leaf.name in asked.seeds:
             wanted = asked.mesh.size(asked.seeds[leaf.name].sharding.cut_axes)
-            times = wanted // program.mesh.size(mark_of(leaf).shardings[0].cut_axes)
+            times = wanted // program.mesh.size(placement_of(leaf).shardings[0].cut_axes)
             if times > 1:
                 counts[f"{fold_layers(fqn)}: {times} ranks hold the same share"] += 1
     return _counted("shared", counts)
@@ -97,7 +98,7 @@ def whole_leaves(asked: PlannedProgram, program: PlacedProgram) -> tuple[Note, .
     for leaf, fqn in program.leaves():
         value = edit.fake(leaf)
         is_matrix = sum(size != 1 for size in value.shape) > 1 and leaf.users
-        if leaf.name in asked.unseeded and is_matrix and mark_of(leaf).shardings[0].is_replicated:
+        if leaf.name in asked.unseeded and is_matrix and placement_of(leaf).shardings[0].is_replicated:
             counts[
                 f"{fold_layers(fqn)}: {value_text(value)}, {format_bytes(value.numel() * value.element_size())}"
             ] += 1

@@ -6,7 +6,7 @@ Facts about a node are stored in `node.meta` under the keys below, so that they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,76 +16,15 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
 from tpcompiler._torch import LEAF_KINDS, WRITTEN_KINDS, tree_names
-from tpcompiler.ir.dim_sharding import DimSharding, Size
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding, refuse_mixed
 from tpcompiler.runtime.records import Note as Note
-from tpcompiler.runtime.records import Why
 
-MARK = "tpcompiler_mark"
-ORIGIN = "tpcompiler_origin"
-RESHARD = "tpcompiler_reshard"
 PIN = "tpcompiler_pin"
 IN_TURNS = "tpcompiler_in_turns"  # on attention that gathers its keys in turns
 BOTH = "tpcompiler_both"  # on a value chosen from both computed branches of a cond: the reason
 UNCUT = "tpcompiler_uncut"  # on control flow that takes a planned weight: the reason why its bodies stay whole
-CALL = "tpcompiler_call"  # the single-device call as data, if a rank calls something else for its share
-BODY = "tpcompiler_body"  # the op whose share a node computes, if its rule's body replaced it
 GLOBAL = "tpcompiler_global"  # the global fake value of a node whose "val" is already local
-
-Counts = Mapping[str, tuple[tuple[tuple[Size, DimSharding], ...], ...]]
-
-
-@dataclass(frozen=True)
-class LocalShare:
-    """A body that computes one shard's share, and the factors, with sizes, whose ranges it needs."""
-
-    body: Callable[..., Any]
-    cuts: tuple[tuple[DimSharding, Size], ...]
-
-
-@dataclass(frozen=True)
-class Mark:
-    """The decisions about one node.
-
-    Attributes:
-        shardings: what its rule makes, one per tensor output.
-        wants: what it needs of each tensor operand, in the order of `edit.operands`.
-        reason: why, for people.
-        why: the kind of the changes of sharding that its operands need.
-        sizes: size argument -> for each entry, the dim of the first output that it counts.
-        local: set if a plain local run of the op would be wrong.
-        skips_empty: True if an empty share of its output is made without running it.
-        counts: argument -> for each entry, the factors that it counts together, with their sizes and cuts.
-    """
-
-    shardings: tuple[Sharding, ...]
-    wants: tuple[Sharding, ...]
-    reason: str
-    why: Why = "fallback"
-    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    local: LocalShare | None = None
-    counts: Counts = field(default_factory=dict)
-    skips_empty: bool = False
-
-
-@dataclass(frozen=True)
-class Reshard:
-    """One change of sharding, carried by a `reshard` node and by every node it is lowered to.
-
-    `via`: the shardings after each step except the last (`choose_paths`).
-    """
-
-    name: str
-    source: Sharding
-    target: Sharding
-    why: Why
-    reason: str
-    via: tuple[Sharding, ...] = ()
-
-    @property
-    def states(self) -> tuple[Sharding, ...]:
-        return (self.source, *self.via, self.target)
 
 
 @dataclass(frozen=True)
@@ -131,7 +70,7 @@ def pin(value: Any) -> Any:
 
 
 def reshard(value: Any) -> Any:
-    """Mark in the graph that the sharding changes here (meta[RESHARD]). Gone after `lower_reshards`."""
+    """Mark in the graph that the sharding changes here (`NodePlacement.reshard`). Gone after `lower_reshards`."""
     return value
 
 
@@ -221,7 +160,7 @@ class PlannedProgram(Program):
 
 @dataclass(frozen=True)
 class PlacedProgram(Program):
-    """One program for all ranks: each node has a Mark, each change of sharding a `reshard` node; no `pin` is left."""
+    """One program for all ranks: a NodePlacement on every node, a `reshard` at every change of sharding, no `pin`."""
 
     mesh: Mesh
     notes: tuple[Note, ...]
@@ -255,12 +194,6 @@ class ShardedProgram(Program):
     mesh: Mesh
     rank: int
     local_state: Mapping[str, torch.Tensor]
-
-
-def mark_of(node: fx.Node) -> Mark:
-    mark = node.meta[MARK]
-    assert isinstance(mark, Mark)
-    return mark
 
 
 def tied(program: Program) -> dict[str, str]:

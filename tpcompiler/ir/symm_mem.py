@@ -20,8 +20,8 @@ from tpcompiler._torch import aten, c10d_functional, enable_python_dispatcher, s
 from tpcompiler.errors import ArtifactError, UnsupportedError, option
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import read_bodies
-from tpcompiler.ir.claims import CLAIM, read_claim
 from tpcompiler.ir.local import fake_mode_of
+from tpcompiler.ir.node_placement import CLAIM, read_claim
 from tpcompiler.ir.rebuilt import copy_signature, rebuilt
 from tpcompiler.ir.text import op_name
 

@@ -10,7 +10,8 @@ from torch import fx
 
 from tpcompiler._torch import OpOverload
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.program import MARK, PIN, Mark, Program, Seed
+from tpcompiler.ir.node_placement import PLACEMENT, NodePlacement
+from tpcompiler.ir.program import PIN, Program, Seed
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.runtime import records
 
@@ -53,7 +54,7 @@ def value_text(value: Any) -> str:
 
 
 def _sharding(node: fx.Node, mesh: Mesh | None) -> str:
-    mark: Mark | None = node.meta.get(MARK)
+    mark: NodePlacement | None = node.meta.get(PLACEMENT)
     if mesh is None:
         return ""
     if mark is None:

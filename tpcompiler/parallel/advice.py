@@ -17,7 +17,8 @@ from tpcompiler.cost.program import changes, value_behind
 from tpcompiler.errors import ShardingError, TpCompilerError
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import no_new_guards
-from tpcompiler.ir.program import PlacedProgram, PlannedProgram, Seed, mark_of, reshard
+from tpcompiler.ir.node_placement import placement_of
+from tpcompiler.ir.program import PlacedProgram, PlannedProgram, Seed, reshard
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.passes.place import place
 from tpcompiler.plan import Plan, PlanEntry
@@ -224,7 +225,7 @@ def wire_bytes(program: PlacedProgram, machine: Machine) -> int:
 def held_bytes(program: PlacedProgram) -> int:
     """Return the weight bytes of the first rank."""
     leaves = (node for node, _ in program.leaves())
-    return sum(local_bytes(edit.fake(node), mark_of(node).shardings[0], program.mesh) for node in leaves)
+    return sum(local_bytes(edit.fake(node), placement_of(node).shardings[0], program.mesh) for node in leaves)
 
 
 def planned_behind(program: PlacedProgram, value: str, far: bool = False) -> list[str]:
@@ -233,10 +234,10 @@ def planned_behind(program: PlacedProgram, value: str, far: bool = False) -> lis
     queue = [node for node in program.graph.nodes if node.name == value and node.target is not reshard]
     seen: dict[fx.Node, None] = {}
     for node in queue:  # it grows
-        if node not in seen and (far or not mark_of(node).shardings[0].is_replicated):
+        if node not in seen and (far or not placement_of(node).shardings[0].is_replicated):
             seen[node] = None
             queue += map(value_behind, edit.operands(node))
-    return [names[node] for node in seen if node in names and mark_of(node).reason.startswith("plan: ")]
+    return [names[node] for node in seen if node in names and placement_of(node).reason.startswith("plan: ")]
 
 
 def _gathered(program: PlacedProgram, machine: Machine) -> set[str]:

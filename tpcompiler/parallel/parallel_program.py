@@ -20,7 +20,8 @@ from tpcompiler.cost.timeline import Times, predict_times
 from tpcompiler.errors import InternalError
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.program import RESHARD, Note, PlacedProgram, mark_of, reshard, tied
+from tpcompiler.ir.node_placement import placement_of, reshard_of
+from tpcompiler.ir.program import Note, PlacedProgram, reshard, tied
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.judge.compare.compare import Call, VerifyReport, read_call
 from tpcompiler.judge.compare.judge import Layout
@@ -112,16 +113,16 @@ class ParallelProgram(Shown):
                 value = self.resharded.state(fqn)
                 whole += value.numel() * value.element_size()
                 for rank in range(self.world_size):
-                    sharding = mark_of(node).shardings[0]
+                    sharding = placement_of(node).shardings[0]
                     per_rank[rank] += sharding.local_bytes(value.shape, value.element_size(), self.mesh, rank)
         return whole, per_rank
 
     def advice(self) -> dict[str, str]:
         """Search for the change of the plan that avoids each fallback; return it by the name of its reshard."""
         return {
-            node.meta[RESHARD].name: self._advice(edit.operands(node)[0].name)
+            reshard_of(node).name: self._advice(edit.operands(node)[0].name)
             for node in edit.calls(self.resharded.graph)
-            if node.target is reshard and node.meta[RESHARD].why == "fallback"
+            if node.target is reshard and reshard_of(node).why == "fallback"
         }
 
     def report(self) -> Report:

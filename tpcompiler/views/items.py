@@ -14,7 +14,7 @@ from torch.export.graph_signature import OutputKind
 
 from tpcompiler._torch import OpOverload
 from tpcompiler.ir import edit
-from tpcompiler.ir.claims import Claim, read_claim, records_of
+from tpcompiler.ir.node_placement import NO_CLAIM, Claim, claims_of, records_of
 from tpcompiler.ir.text import op_name, value_text
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.records import Collective, PlacedRecord, TensorRecord
@@ -139,13 +139,14 @@ def _with_writes(items: Sequence[Item]) -> list[Item]:
 def _contracted(exported: ExportedProgram, manifest: Manifest) -> Iterator[Item]:
     leaves = _leaves(exported, manifest)
     records = records_of(exported.graph, manifest)
-    results = _results(exported)
+    claims = dict(claims_of(exported.graph))
+    ends = {claim.reshard: node for node, claim in claims.items() if claim.reshard and claim.sharding is not None}
     shardings = {row.name: row.sharding for row in manifest.inputs}
     came: dict[fx.Node, Came] = {}
     numbers = {s.arg.name for s in exported.graph_signature.input_specs if s.target in manifest.rank_numbers}
     bodies: set[str] = set()  # ops with a local body in the graph
     for node in exported.graph.nodes:
-        claim = read_claim(node)
+        claim = claims.get(node, NO_CLAIM)
         origin = claim.origin or ""
         origins = dict.fromkeys(x for operand in node.all_input_nodes for x in came[operand])
         came[node] = {node.name: None} if edit.outputs(node) and node.name not in numbers else {}
@@ -159,8 +160,9 @@ def _contracted(exported: ExportedProgram, manifest: Manifest) -> Iterator[Item]
             value = value_text(edit.fake(node))
             yield Item(node.name, "input", (node.name,), shardings.get(node.name, ""), value, origin=node.name)
         elif node in records:
-            result = results.get(claim.reshard or "", node)
-            yield replace(_collective(node, claim, records[node], result), **_split(origins))
+            end = ends.get(claim.reshard or "", node)
+            item = _collective(node, claim, records[node], edit.fake(end))
+            yield replace(item, origin=claims.get(end, NO_CLAIM).origin or "", **_split(origins))
         elif _is_layout(node) or claim.reshard is not None:
             came[node] = origins
         elif origin and claim.sharding is None:
@@ -173,17 +175,16 @@ def _contracted(exported: ExportedProgram, manifest: Manifest) -> Iterator[Item]
             yield replace(item, **_split(origins))
 
 
-def _collective(node: fx.Node, claim: Claim, record: Collective, result: fx.Node) -> Item:
+def _collective(node: fx.Node, claim: Claim, record: Collective, result: torch.Tensor) -> Item:
     return Item(
         name=node.name,
         kind="collective",
         ops=(record.kind,),
         sharding=claim.change or "",
-        value=value_text(edit.fake(result)),
+        value=value_text(result),
         modules=_modules(node),
         record=record,
         note=f"{record.reason}\n{record.source}".strip(),
-        origin=read_claim(result).origin or "",
     )
 
 
@@ -238,11 +239,6 @@ def _leaves(exported: ExportedProgram, manifest: Manifest) -> dict[str, LeafItem
 def _leaf(row: PlacedRecord) -> LeafItem:
     tied_to = row.tied_to if isinstance(row, TensorRecord) else None
     return LeafItem(row.name, row.sharding, f"{row.dtype}[{', '.join(map(str, row.shape))}]", tied_to)
-
-
-def _results(exported: ExportedProgram) -> dict[str, fx.Node]:
-    claims = ((node, read_claim(node)) for node in edit.calls(exported.graph))
-    return {claim.reshard: node for node, claim in claims if claim.reshard is not None and claim.sharding is not None}
 
 
 def joined(items: Sequence[Item]) -> list[Item]:

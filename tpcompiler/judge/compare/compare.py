@@ -14,7 +14,7 @@ from torch.export.graph_signature import InputKind
 
 from tpcompiler.errors import InputsError, MeshError, one_line, reason
 from tpcompiler.frontend.refused import refuse_hollow
-from tpcompiler.ir.claims import read_claim
+from tpcompiler.ir.node_placement import Claim, claims_of
 from tpcompiler.judge.compare.judge import (
     FLOOR,
     SPREAD,
@@ -311,16 +311,15 @@ class _Trial:
         simulate([exact], [[promoted(v, torch.float64) for v in flat]], state=[self.precise], seen=measure)
         # Padding of uneven shards appears in some graphs only and shifts the names of later nodes; claims stay the
         # same.
-        names = [_claimed(program.graph) for program in self.programs]
+        claims = [_claimed(program.graph) for program in self.programs]
         parts: dict[Any, dict[int, Any]] = {}
 
         def collect(rank: int, node: fx.Node, value: Any) -> None:
-            if node in names[rank] and isinstance(value, torch.Tensor):
-                parts.setdefault(names[rank][node], {})[rank] = value.cpu()
+            if node in claims[rank] and isinstance(value, torch.Tensor):
+                parts.setdefault(claims[rank][node][0], {})[rank] = value.cpu()
 
         simulate(self.programs, shares, state=self.held, seen=collect)
-        for node, name in names[0].items():
-            claim = read_claim(node)
+        for node, (name, claim) in claims[0].items():
             have = parts.get(name, {})
             origin = claim.origin or ""
             if len(have) != len(self.programs) or origin not in wanted:
@@ -375,14 +374,13 @@ def _refuse_nothing_finite(outputs: Sequence[Any], names: Sequence[str]) -> None
     )
 
 
-def _claimed(graph: fx.Graph) -> dict[fx.Node, Any]:
+def _claimed(graph: fx.Graph) -> dict[fx.Node, tuple[Any, Claim]]:
     """Return every node that claims a sharding, with a name that is the same in the graphs of all ranks."""
     counts: Counter[Any] = Counter()
-    names = {}
-    for node in graph.nodes:
-        claim = read_claim(node)
+    found = {}
+    for node, claim in claims_of(graph):
         if claim.sharding:
             key = (claim.origin, claim.reshard, *claim.sharding)
-            names[node] = (*key, counts[key])
+            found[node] = (*key, counts[key]), claim
             counts[key] += 1
-    return names
+    return found

@@ -11,8 +11,8 @@ from torch import fx
 from tpcompiler.cost.collective import KIND_OF
 from tpcompiler.cost.path import FREE, steps_along
 from tpcompiler.ir import edit
-from tpcompiler.ir.claims import claim_data, read_claim
 from tpcompiler.ir.local import key
+from tpcompiler.ir.node_placement import claim_data
 from tpcompiler.ir.text import op_name
 from tpcompiler.judge.sound.folded import Folded
 from tpcompiler.judge.sound.unsound import Unsound
@@ -75,7 +75,7 @@ def _lines(folded: Folded) -> Iterator[tuple[str, ...]]:
     program = folded.program
     for node in program.graph.nodes:
         call = body_text(node) if node.op == "get_attr" else f"{node.target}({node.args}, {node.kwargs})"
-        yield node.name, call, _value(node), str(claim_data(read_claim(node))) if node.op == "call_function" else ""
+        yield node.name, call, _value(node), str(claim_data(folded.claim(node)))
     specs = (*program.graph_signature.input_specs, *program.graph_signature.output_specs)
     yield from (("", str(spec), "", "") for spec in (*specs, program.range_constraints))
 

@@ -11,8 +11,8 @@ from torch.export import ExportedProgram
 
 from tpcompiler.artifact.report import transfer_of
 from tpcompiler.ir import edit
-from tpcompiler.ir.claims import read_claim
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.node_placement import read_claim
 from tpcompiler.judge.sound.unsound import Unsound
 from tpcompiler.runtime.artifact import Manifest
 

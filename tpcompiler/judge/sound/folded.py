@@ -18,9 +18,9 @@ from tpcompiler.errors import TpCompilerError, reason
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import all_calls, read_bodies
 from tpcompiler.ir.calls import read_call
-from tpcompiler.ir.claims import Claim, read_claim
 from tpcompiler.ir.local import fake_mode_of, key, local_strides, no_new_guards
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.node_placement import NO_CLAIM, Claim, claims_of
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import read_sharding
 from tpcompiler.ir.sizes import statically_equal
@@ -45,6 +45,7 @@ class Folded:
     """The whole program, and the node in it for each node of the rank's graph.
 
     Attributes:
+        claims: what the nodes of the rank's graph claim.
         graph: the single-device program; `meta["val"]` of its nodes are whole values.
         whole: node of the rank's graph -> node of `graph`; none inside a region.
         shardings: node of the rank's graph -> a sharding for each of its tensors.
@@ -65,6 +66,7 @@ class Folded:
     program: ExportedProgram
     mesh: Mesh
     mode: FakeTensorMode
+    claims: Mapping[fx.Node, Claim]
     graph: fx.Graph = field(default_factory=fx.Graph)
     whole: dict[fx.Node, fx.Node] = field(default_factory=dict)
     shardings: dict[fx.Node, Shardings] = field(default_factory=dict)
@@ -80,6 +82,9 @@ class Folded:
     sizes: DrawnSizes = field(default_factory=DrawnSizes)
     numbers: Numbers = field(default_factory=Numbers)
     at_door: Ranges | None = None
+
+    def claim(self, node: fx.Node) -> Claim:
+        return self.claims.get(node, NO_CLAIM)
 
     def run(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Run a call on fake values; calls with equal layouts of arguments share the result."""
@@ -119,12 +124,13 @@ def folded(program: ExportedProgram, manifest: Manifest, mesh: Mesh, results: Re
     Raises:
         Unsound: a node has no claim, a claim is unreadable, or no single-device program could have the node.
     """
-    made = Folded(program, mesh, fake_mode_of(program.graph), results=results)
-    made.numbers = find_numbers(program, manifest)
+    claims = dict(claims_of(program.graph))
+    made = Folded(program, mesh, fake_mode_of(program.graph), claims, results=results)
+    made.numbers = find_numbers(program, manifest, claims)
     if manifest.asked.check_indices:
         made.at_door = {row.name: (row.values[0], row.values[1]) for row in manifest.inputs if row.values is not None}
     read_bodies(program.graph, program.graph_module)
-    regions = find_regions(program.graph, made.numbers)
+    regions = find_regions(claims, made.numbers)
     last = {region.nodes[-1]: region for region in regions.values()}
     inside = {node for region in regions.values() for node in region.nodes} | made.numbers.nodes
     made.regions.update(regions)
@@ -214,7 +220,7 @@ def read_claimed(node: fx.Node | None, text: Any, mesh: Mesh, ndim: int) -> Shar
 
 
 def _claimed(made: Folded, node: fx.Node) -> tuple[Claim, Shardings]:
-    claim, values = read_claim(node), edit.outputs(node)
+    claim, values = made.claim(node), edit.outputs(node)
     texts = claim.sharding
     if texts is None or len(texts) != len(values):
         raise Unsound(node, f"makes {len(values)} tensors, and claims shardings {texts}")
@@ -353,7 +359,7 @@ def _whole_call(
     made: Folded, node: fx.Node, target: Any, args: Any, kwargs: Mapping[str, Any], graph: fx.Graph
 ) -> fx.Node:
     # Values that the model does not have, such as sizes, must not take a name of the model's.
-    claim = read_claim(node)
+    claim = made.claim(node)
     name = f"own_{node.name}" if claim.origin is None else claim.origin
     new = graph.create_node("call_function", target, tuple(args), dict(kwargs), name=name)
     edit.inherit_meta(new, node)

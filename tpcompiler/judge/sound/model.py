@@ -12,7 +12,6 @@ from torch.export.graph_signature import ConstantArgument
 from tpcompiler._torch import OpOverload, sym_expr
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import is_cond
-from tpcompiler.ir.claims import read_claim
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.program import BOTH, CanonicalProgram
 from tpcompiler.judge.sound.branches import with_both_branches
@@ -215,7 +214,7 @@ class _Comparison:
         node = self.owner.get(whole)
         if node is None or node.op != "call_function" or str(node.target) == "<built-in function getitem>":
             return None
-        return read_claim(node).origin if edit.outputs(node) else None
+        return self.made.claim(node).origin if edit.outputs(node) else None
 
     def _equate(self, ours: fx.Node, theirs: fx.Node) -> None:
         """Run the operands of two calls of one op that differ."""

@@ -10,7 +10,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import aten
-from tpcompiler.ir.claims import read_claim
+from tpcompiler.ir.node_placement import NO_CLAIM, Claim
 from tpcompiler.judge.sound.unsound import Unsound
 from tpcompiler.judge.sound.written import WrittenRank
 from tpcompiler.runtime.artifact import Manifest
@@ -24,7 +24,7 @@ class Numbers:
     nodes: frozenset[fx.Node] = frozenset()
 
 
-def find_numbers(program: ExportedProgram, manifest: Manifest) -> Numbers:
+def find_numbers(program: ExportedProgram, manifest: Manifest, claims: Mapping[fx.Node, Claim]) -> Numbers:
     """Find the tensor with the rank's row of numbers, and the nodes that read from it.
 
     Raises:
@@ -44,7 +44,7 @@ def find_numbers(program: ExportedProgram, manifest: Manifest) -> Numbers:
                 raise Unsound(user, "takes the numbers of the rank for a tensor of the program")
             read[user] = index
     for node in (*own, *read):
-        if (origin := read_claim(node).origin) not in manifest.rank_numbers:
+        if (origin := claims.get(node, NO_CLAIM).origin) not in manifest.rank_numbers:
             raise Unsound(node, f"reads the rank's numbers, and claims to stand for {origin!r}")
     return Numbers(read, frozenset([*rows, *own, *read]))
 

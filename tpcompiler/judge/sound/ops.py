@@ -12,7 +12,6 @@ from torch import fx
 from tpcompiler._torch import FakeTensorMode, OpOverload, aten, enable_python_dispatcher, symbols_of, tree_map
 from tpcompiler.errors import RuleError, reason
 from tpcompiler.ir import edit
-from tpcompiler.ir.claims import read_claim
 from tpcompiler.ir.dim_sharding import WHOLE, Size
 from tpcompiler.ir.local import key
 from tpcompiler.ir.mesh import Mesh
@@ -156,7 +155,7 @@ def _is_the_whole_call(made: Folded, node: fx.Node) -> bool:
     shardings = [made.shardings.get(each) for each in (node, *edit.operands(node))]
     whole = all(found is not None and all(each.is_replicated for each in found) for found in shardings)
     dynamic = _has_dynamic_sizes(node) or bool(node.meta.get("unbacked_bindings"))
-    return whole and read_claim(node).call is None and dynamic
+    return whole and made.claim(node).call is None and dynamic
 
 
 def _has_dynamic_sizes(node: fx.Node) -> bool:

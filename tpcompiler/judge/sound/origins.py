@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from torch import fx
 
 from tpcompiler.ir import edit
-from tpcompiler.ir.claims import read_claim
 from tpcompiler.ir.text import op_name
 from tpcompiler.judge.sound.folded import Folded
 from tpcompiler.judge.sound.region import ProgramRegion
@@ -58,11 +57,11 @@ def check_origins(
         for (before, one), (after, other) in itertools.pairwise(sorted(found)):
             if before < after and one > other:
                 node = found[after, other]
-                raise _untrue(node, read_claim(node).origin, names[ours[made.whole[node]]], shown(made.whole[node]))
+                raise _untrue(node, made.claim(node).origin, names[ours[made.whole[node]]], shown(made.whole[node]))
     for node in foreign:
         number = ours[made.whole[node]]
         if len(right.get(number, ())) < len(names[number]):
-            raise _untrue(node, read_claim(node).origin, names[number], shown(made.whole[node]))
+            raise _untrue(node, made.claim(node).origin, names[number], shown(made.whole[node]))
     for region in made.regions.values():
         _check_region(made, region, ours, names)
 
@@ -87,7 +86,7 @@ def _claims(made: Folded) -> Iterator[tuple[fx.Node, str]]:
         if node.op != "call_function" or (node.target is operator.getitem and node not in ends):
             continue
         if edit.outputs(node):
-            if (origin := read_claim(node).origin) is None:
+            if (origin := made.claim(node).origin) is None:
                 raise Unsound(node, "claims no origin")
             yield node, origin
 
@@ -98,18 +97,18 @@ def _check_region(
     """Check that all nodes in a region have its origin; the operand of a change already has one."""
     last = region.nodes[-1]
     if region.call is None:
-        wanted = read_claim(last).origin or ""
+        wanted = made.claim(last).origin or ""
         (operand,) = made.changed[last]
-        before = read_claim(operand).origin if operand.op == "call_function" else operand.name
+        before = made.claim(operand).origin if operand.op == "call_function" else operand.name
         if operand.target is not operator.getitem and before != wanted:
             raise Unsound(last, f"claims to change '{wanted}', and '{operand.name}' stands for '{before}'")
     else:
-        wanted = read_claim(last).body or ""
+        wanted = made.claim(last).body or ""
         have = names.get(ours[region.call], set())
         if have and _parts(wanted)[0] not in {_parts(name)[0] for name in have}:
             raise _untrue(last, wanted, have, str(region.call.target))
     for node in region.nodes:
-        if node not in made.whole and (origin := read_claim(node).origin) != wanted:
+        if node not in made.whole and (origin := made.claim(node).origin) != wanted:
             raise Unsound(node, f"is in {region.name} of '{wanted}', and claims to stand for '{origin}'")
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
-from tpcompiler.ir import edit
-from tpcompiler.ir.claims import read_claim
+from tpcompiler.ir.node_placement import Claim
 from tpcompiler.judge.sound.numbers import Numbers
 from tpcompiler.judge.sound.ordered import Ordered, find_ordered
 
@@ -30,11 +30,10 @@ class ProgramRegion:
     ordered: tuple[Ordered, ...] = ()
 
 
-def find_regions(graph: fx.Graph, numbers: Numbers) -> dict[str, ProgramRegion]:
+def find_regions(claims: Mapping[fx.Node, Claim], numbers: Numbers) -> dict[str, ProgramRegion]:
     """Return all regions of a graph, by the names in their claims."""
     members: dict[str, list[fx.Node]] = {}
-    for node in edit.calls(graph):
-        claim = read_claim(node)
+    for node, claim in claims.items():
         if name := claim.region:
             members.setdefault(f"{'body' if claim.reshard is None else 'reshard'} {name}", []).append(node)
     regions = {}
