@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 
@@ -173,18 +173,22 @@ def take_forms(task: Task, best: Solution, again: Again) -> Solution:
                     kept = [_keeping(program, best) for program in programs]
                     found = min(found, again(replace(task, programs=kept)), key=lambda each: each.rank)
         except TpCompilerError as error:
-            best = replace(best, declined=(*best.declined, _declined(styles, error.message)))
+            best = replace(best, declined=(*best.declined, *_declined(task, styles, error.message)))
             continue
         if math.isinf(found.seconds):
-            best = replace(best, declined=(*best.declined, _declined(styles, "no placement of all values suits it")))
+            declined = _declined(task, styles, "no placement of all values suits it")
+            best = replace(best, declined=(*best.declined, *declined))
         elif found.rank < best.rank:
             best = replace(found, given=programs, forms=forms, declined=best.declined)
     return best
 
 
-def _declined(styles: Styles, reason: str) -> str:
-    tried = ", ".join(dict.fromkeys(styles.values())) or "another form"
-    return f"{tried} was tried, and cannot be had: {reason}"
+def _declined(task: Task, styles: Styles, reason: str) -> Iterator[str]:
+    """Report that a form cannot be had, unless the plan places a weight in it otherwise."""
+    leaves = [fqn for program in task.programs for node, fqn in program.leaves() if node.name in program.kept]
+    if not any(f"{fqn}.".startswith(f"{name}.") for fqn in leaves for name in styles):
+        tried = ", ".join(dict.fromkeys(styles.values())) or "another form"
+        yield f"{tried} was tried, and cannot be had: {reason}"
 
 
 def find_conflict(task: Task, best: Solution, again: Again) -> Solution:
