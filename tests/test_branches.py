@@ -16,12 +16,12 @@ from torch.export import Dim, ExportedProgram
 
 import tpcompiler
 from tests.bad_input.models import PLAN, Net, X, exported, refusal
+from tests.compared import compare
 from tests.launch import called
 from tests.test_control_flow import choose, choose_twice, program_of
 from tpcompiler.api.verify_files import verify_artifact
 from tpcompiler.errors import InternalError
 from tpcompiler.ir.bodies import all_calls, has_bodies
-from tpcompiler.judge.compare.compare import compare
 from tpcompiler.judge.sound.check import check_programs
 from tpcompiler.judge.sound.written import written
 from tpcompiler.passes.canonicalize import canonicalize

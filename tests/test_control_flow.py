@@ -19,13 +19,13 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import tpcompiler
 from tests.bad_input.models import PLAN, Net, X, exported, refusal
+from tests.compared import compare
 from tests.launch import called
 from tpcompiler._torch import symbols_of
 from tpcompiler.api.verify_files import verify_artifact
 from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import all_calls, has_bodies
-from tpcompiler.judge.compare.compare import compare
 
 pytestmark = pytest.mark.slow
 

@@ -15,11 +15,11 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 import tpcompiler
+from tests.compared import compare
 from tests.zoo.case import randomise
 from tpcompiler._torch import fake_group
 from tpcompiler.api.verify_files import verify_artifact
 from tpcompiler.errors import InputsError, UnsupportedError
-from tpcompiler.judge.compare.compare import compare
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.model_file import read_model
 

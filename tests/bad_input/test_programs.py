@@ -17,11 +17,11 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import tpcompiler
 from tests.bad_input.models import PLAN, Net, X, exported, refusal
+from tests.compared import compare
 from tests.runtime.commands import refused
 from tests.runtime.models import randomised
 from tpcompiler.api.verify_files import verify_artifact
 from tpcompiler.errors import ProgramError, ShardingError
-from tpcompiler.judge.compare.compare import compare
 
 
 @torch.library.custom_op("toy::add_one", mutates_args={"x"})

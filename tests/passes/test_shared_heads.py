@@ -13,10 +13,10 @@ from torch import nn
 from torch.export import Dim, export
 
 import tpcompiler
+from tests.compared import compare
 from tests.launch import called
 from tests.zoo.case import randomise
 from tpcompiler import ParallelProgram
-from tpcompiler.judge.compare.compare import compare
 
 pytestmark = pytest.mark.slow
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch.export import ExportedProgram
 
+from tests.compared import compare
 from tests.promises.models import CASES, NAMES, converted, functional, ranks
 from tests.zoo.faults import without_collective
 from tpcompiler.ir import edit
 from tpcompiler.ir.node_placement import read_claim
-from tpcompiler.judge.compare.compare import VerifyReport, compare
+from tpcompiler.judge.compare.compare import VerifyReport
 
 pytestmark = pytest.mark.slow
 

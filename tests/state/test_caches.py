@@ -14,12 +14,13 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import OutputKind
 
 import tpcompiler
+from tests.compared import compare
 from tests.launch import called
 from tests.runtime.commands import right
 from tests.state.models import PLAN, WRITES, Llama, Normed, call
 from tests.zoo.case import randomise
 from tpcompiler import ParallelProgram
-from tpcompiler.judge.compare.compare import FLOOR, SPREAD, compare
+from tpcompiler.judge.compare.compare import FLOOR, SPREAD
 from tpcompiler.runtime.inputs import write_tensors
 
 pytestmark = pytest.mark.slow

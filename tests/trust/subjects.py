@@ -12,6 +12,7 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
 import tpcompiler
+from tests.compared import compare
 from tests.quantised.layers import Awq, Pair
 from tests.trust import small
 from tests.trust.damage import Artifact
@@ -20,9 +21,8 @@ from tests.zoo.index import CASES
 from tpcompiler._torch import with_state
 from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.ir.shares import read_sharding
-from tpcompiler.judge.compare.compare import compare
+from tpcompiler.judge.compare.judge import Layout
 from tpcompiler.judge.sound.check import CheckReport, check_programs
-from tpcompiler.parallel.compared import layout_of
 from tpcompiler.passes.canonicalize import canonicalize
 
 Call = tuple[Sequence[Any], dict[str, Any]]
@@ -74,7 +74,7 @@ class Subject:
             artifact.ranks,
             args,
             kwargs,
-            layout_of(shardings, artifact.mesh),
+            Layout(artifact.mesh, shardings),
             [row.name for row in manifest.inputs],
             self.output_names,
             then=then,

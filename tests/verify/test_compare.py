@@ -13,11 +13,12 @@ from torch import fx, nn
 from torch.export import ExportedProgram, export
 
 import tpcompiler
+from tests.compared import compare
 from tests.machines import CALLS
 from tests.verify.network import PLAN, Transformer, collectives, damaged, randomised, skipped
 from tpcompiler.errors import InputsError, MeshError
 from tpcompiler.ir import edit
-from tpcompiler.judge.compare.compare import FLOOR, SPREAD, VerifyReport, compare
+from tpcompiler.judge.compare.compare import FLOOR, SPREAD, VerifyReport
 
 pytestmark = pytest.mark.slow
 MACHINE = CALLS

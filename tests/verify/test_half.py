@@ -11,13 +11,14 @@ from torch import nn
 from torch.export import export
 
 import tpcompiler
+from tests.compared import compare
 from tests.half import PLAN, export_decoder, randomised, token_ids
 from tests.passes.stages import Call
 from tests.zoo.faults import collectives_of, without_collective
 from tpcompiler import ParallelProgram
 from tpcompiler.ir import edit
 from tpcompiler.ir.node_placement import read_claim
-from tpcompiler.judge.compare.compare import FLOOR, VerifyReport, compare
+from tpcompiler.judge.compare.compare import FLOOR, VerifyReport
 
 pytestmark = pytest.mark.slow
 

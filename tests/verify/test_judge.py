@@ -11,9 +11,12 @@ from torch import nn
 from torch.export import ExportedProgram, export
 
 import tpcompiler
+from tests.compared import compare
 from tests.test_api import PLAN, Mlp, exported
 from tests.zoo.faults import collectives_of, without_collective
-from tpcompiler.judge.compare.compare import VerifyReport, compare
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.judge.compare.compare import VerifyReport
 from tpcompiler.judge.compare.judge import Layout, difference
 from tpcompiler.judge.compare.simulate import simulate
 
@@ -126,6 +129,6 @@ def test_an_output_that_is_zero_but_for_rounding(seed: int) -> None:
 def test_how_far_off_an_output_may_be(noise: float, off: float, ok: bool) -> None:
     exact = torch.zeros(4, dtype=torch.float64) if noise < 1 else torch.tensor([1.0, 0, 0, 0], dtype=torch.float64)
     want = (exact + torch.tensor([0, noise, 0, 0])).float()
-    layout = Layout(lambda name, value, rank: value, lambda name, parts, shape: list(parts))
+    layout = Layout(Mesh((("tp", 2),)), {"y": Sharding.replicated(1)})
     found = difference("y", "y", want, exact, [want, want + off * torch.eye(4)[2]], layout, magnitude=1.0)
     assert found.ok == ok

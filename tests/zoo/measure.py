@@ -17,12 +17,13 @@ from torch.export import ExportedProgram
 from torch.utils.flop_counter import FlopCounterMode
 
 import tpcompiler
+from tests.compared import compare
 from tests.machines import CALLS
 from tests.zoo.case import OUTSIDE, Case
 from tpcompiler import ParallelProgram
 from tpcompiler.artifact.report import Collective
 from tpcompiler.errors import InternalError, TpCompilerWarning
-from tpcompiler.judge.compare.compare import Difference, VerifyReport, compare
+from tpcompiler.judge.compare.compare import Difference, VerifyReport
 from tpcompiler.judge.compare.reference import reference_of
 from tpcompiler.judge.compare.simulate import simulate
 from tpcompiler.judge.sound.check import check_programs

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import tpcompiler
+from tests.compared import compare
 from tests.zoo.case import randomise
 from tests.zoo.faults import collectives_of, without_collective
-from tpcompiler.judge.compare.compare import compare
 
 pytestmark = pytest.mark.slow
 

@@ -23,12 +23,13 @@ from tpcompiler.ir.mesh import Mesh, groups_named
 from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.ir.shares import row_sharding
 from tpcompiler.judge.compare.compare import Call, VerifyReport, compare_calls, read_call
+from tpcompiler.judge.compare.judge import Layout
 from tpcompiler.judge.compare.processes import LONGEST, answers_of_ranks
 from tpcompiler.judge.compare.subject import Run, Subject, shares_of
 from tpcompiler.judge.sound.boundary import compare_calling
 from tpcompiler.judge.sound.check import read_proved_model
 from tpcompiler.judge.sound.unsound import Unsound
-from tpcompiler.parallel.compared import compared_calls, layout_of, on_cpu
+from tpcompiler.parallel.compared import compared_calls, on_cpu
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.runtime.artifact import MODEL, Manifest, programs_in, read_manifest
 from tpcompiler.runtime.package import read_package
@@ -171,7 +172,7 @@ def _subject_of(
     return Subject(
         original,
         programs,
-        layout_of(shardings, mesh),
+        Layout(mesh, shardings),
         [row.name for row in manifest.inputs],
         canonical.output_names(),
         canonical.source,

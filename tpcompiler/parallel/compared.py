@@ -6,17 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from msgspec import structs
 from torch.export import ExportedProgram
 
 from tpcompiler.ir.devices import device_types
-from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.sharding import Sharding
-from tpcompiler.ir.shares import cut, join, read_sharding
 from tpcompiler.ir.symm_mem import expand_collectives
 from tpcompiler.judge.compare.compare import VerifyReport, compare_calls
-from tpcompiler.judge.compare.judge import Layout
 from tpcompiler.judge.compare.subject import Subject
 from tpcompiler.passes.move_device import move_device
 from tpcompiler.runtime.place import place_state
@@ -25,17 +20,6 @@ from tpcompiler.runtime.place import place_state
 def on_cpu(program: ExportedProgram) -> ExportedProgram:
     """Return the program for a CPU, where its ops can be evaluated on any machine."""
     return expand_collectives(move_device(program, "cpu"))
-
-
-def layout_of(shardings: Mapping[str, Sharding], mesh: Mesh) -> Layout:
-    """Return the `Layout` of named shardings."""
-
-    def joined(name: str, parts: Sequence[torch.Tensor], shape: torch.Size) -> list[torch.Tensor]:
-        if name.startswith("="):
-            return join(parts, read_sharding(name[1:], mesh, len(shape)), mesh, shape)
-        return join(parts, shardings[name], mesh, shape)
-
-    return Layout(lambda name, value, rank: cut(value, shardings[name], mesh, rank), joined)
 
 
 def compared_calls(

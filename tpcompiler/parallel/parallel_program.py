@@ -27,7 +27,7 @@ from tpcompiler.judge.compare.compare import Call, VerifyReport, read_call
 from tpcompiler.judge.compare.judge import Layout
 from tpcompiler.judge.compare.subject import Subject
 from tpcompiler.judge.sound.check import check_artifact
-from tpcompiler.parallel.compared import compared_calls, layout_of, on_cpu
+from tpcompiler.parallel.compared import compared_calls, on_cpu
 from tpcompiler.parallel.partition import Partition
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.plan import Plan
@@ -230,8 +230,8 @@ class ParallelProgram(Shown):
         )
 
     def layout(self) -> Layout:
-        """Return the layout of tensors at the boundary, by name, and of values with a claim (`=text`)."""
-        return layout_of(self.manifest_shardings(), self.mesh)
+        """Return the layout of tensors at the boundary."""
+        return Layout(self.mesh, self.manifest_shardings())
 
     def manifest_shardings(self) -> dict[str, Sharding]:
         """Return the shardings of inputs, outputs and leaves by name."""

@@ -9,17 +9,16 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 from torch import fx
-from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from tpcompiler.errors import InputsError, MeshError, one_line, reason
 from tpcompiler.frontend.refused import refuse_hollow
 from tpcompiler.ir.node_placement import Claim, claims_of
+from tpcompiler.ir.shares import join, read_sharding
 from tpcompiler.judge.compare.judge import (
     FLOOR,
     SPREAD,
     Difference,
-    Layout,
     difference,
     is_rounded,
     largest_difference,
@@ -74,38 +73,6 @@ class VerifyReport(Record, Shown, frozen=True, omit_defaults=False):
         return "\n".join(map(one_line, lines))
 
 
-def compare(
-    reference: ExportedProgram,
-    programs: Sequence[ExportedProgram],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    layout: Layout,
-    input_names: Sequence[str],
-    output_names: Sequence[str],
-    intermediate: ExportedProgram | None = None,
-    then: Sequence[Call] = (),
-) -> VerifyReport:
-    """Run the reference, the reference in float64, and all ranks in lock step; compare every output on every rank.
-
-    Outputs of the model and values written back to buffers and inputs are compared. Each output's tolerance is
-    `SPREAD` times the reference's own error against float64, at least `FLOOR` machine epsilons and at most `CEILING`;
-    values of very different magnitude (`_bands`) have separate tolerances. Integer and
-    boolean outputs must be equal. A program with values below float32 is compared unchanged, dtypes included, and
-    once more in float32.
-
-    Args:
-        then: args, or (args, kwargs), of further calls, each on the buffers that earlier calls have written.
-        intermediate: the canonical single-device program, whose values locate the first wrong one.
-
-    Raises:
-        InputsError: the program rejects the arguments.
-        MeshError: there is not one program per rank.
-        ProgramError: weights have no values.
-    """
-    subject = Subject(reference, programs, layout, input_names, output_names, intermediate)
-    return compare_calls({"": subject}, [("", args, kwargs), *(("", *read_call(call)) for call in then)])
-
-
 def read_call(call: Call) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Return (args, kwargs) for a call given as both, or as args alone."""
     if len(call) == 2 and isinstance(call[0], (tuple, list)) and isinstance(call[1], Mapping):
@@ -116,9 +83,21 @@ def read_call(call: Call) -> tuple[Sequence[Any], Mapping[str, Any]]:
 def compare_calls(
     subjects: Mapping[str, Subject], calls: Sequence[tuple[str, Sequence[Any], Mapping[str, Any]]]
 ) -> VerifyReport:
-    """Compare several programs that share their buffers, like `compare`.
+    """Run each reference, the same in float64, and all ranks in lock step; compare every output on every rank.
 
-    Each call, (name, args, kwargs), starts from the buffers that earlier calls have written.
+    Outputs of the model and values written back to buffers and inputs are compared. Each output's tolerance is
+    `SPREAD` times the reference's own error against float64, at least `FLOOR` machine epsilons and at most `CEILING`;
+    values of very different magnitude (`_bands`) have separate tolerances. Integer and boolean outputs must be equal. A
+    program with values below float32 is compared unchanged, dtypes included, and once more in float32.
+
+    Args:
+        subjects: programs that share their buffers, by name.
+        calls: (name, args, kwargs) of each call, which starts from the buffers that earlier calls have written.
+
+    Raises:
+        InputsError: a program rejects the arguments.
+        MeshError: there is no program of a rank.
+        ProgramError: weights have no values.
     """
     trials = {name: [_Trial(subject)] for name, subject in subjects.items()}
     simulated = all(subject.run is None for subject in subjects.values())
@@ -327,7 +306,8 @@ class _Trial:
             want = wanted[origin]
             text = (claim.sharding or [""])[0]
             try:
-                whole = self.layout.join(f"={text}", [have[r] for r in sorted(have)], want.shape)
+                sharding = read_sharding(text, self.layout.mesh, want.ndim)
+                whole = join([have[r] for r in sorted(have)], sharding, self.layout.mesh, want.shape)
             except (RuntimeError, ValueError):
                 return f"'{node.name}' ({node.target}, claimed {text}) has shapes that do not fit together"
             if not want.numel():

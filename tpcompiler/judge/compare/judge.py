@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-# Two orders of summing the same terms have rounding errors of the same size. The error of one order is measured
-# (float32 against float64); 8 allows for the spread of the maximum over a few outputs. A wrong shard or a missing
-# reduction is off by about 1, five orders of magnitude more.
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.shares import cut, join
 from tpcompiler.runtime.records import Record
 
 # A sum of the same terms in another order has a rounding error of the same size as the first order's. The error of
@@ -44,13 +44,18 @@ class Difference(Record, frozen=True, omit_defaults=False):
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of tensors over the ranks, looked up by name; `output NAME` for an output.
+    """The shardings of tensors at the boundary, by name; `output NAME` for an output."""
 
-    `cut(name, value, rank)` returns a rank's share of a global tensor; `join(name, parts, shape)` joins shares.
-    """
+    mesh: Mesh
+    shardings: Mapping[str, Sharding]
 
-    cut: Callable[[str, torch.Tensor, int], torch.Tensor]
-    join: Callable[[str, Sequence[torch.Tensor], torch.Size], list[torch.Tensor]]
+    def cut(self, name: str, value: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return a rank's share of a global tensor."""
+        return cut(value, self.shardings[name], self.mesh, rank)
+
+    def join(self, name: str, parts: Sequence[torch.Tensor], shape: torch.Size) -> list[torch.Tensor]:
+        """Join the ranks' shares: one whole tensor for each set of replicas."""
+        return join(parts, self.shardings[name], self.mesh, shape)
 
 
 def difference(

@@ -22,7 +22,7 @@ Run = Callable[[Sequence[Sequence[Any]]], Sequence[RankResult]]  # runs all rank
 
 @dataclass(frozen=True)
 class Subject:
-    """A single-device program, its ranks' programs, and the facts that `compare` needs.
+    """A single-device program, its ranks' programs, and the facts that `compare_calls` needs.
 
     `indices`: rows of the manifest's inputs, for the values that `load` checks before it runs a rank. `run` runs the
     ranks for one call after another instead of `simulate`, and keeps their writes.
@@ -62,7 +62,7 @@ def deal(flat: Sequence[Any], subject: Subject) -> list[list[Any]]:
         for dim, size in enumerate(takes[0][position].shape):
             sizes = [part.shape[dim] for part in parts]
             if not isinstance(size, int) and len(set(sizes)) > 1:
-                degree = _degree(layout, name, value, dim, len(programs))
+                degree = layout.mesh.size(layout.shardings[name].dims[dim].axes)
                 raise InputsError(
                     f"input '{name}' has {value.shape[dim]} on dim {dim}, which is cut by {degree} ranks",
                     help=f"give a multiple of {degree}",
@@ -71,12 +71,6 @@ def deal(flat: Sequence[Any], subject: Subject) -> list[list[Any]]:
             own.append(part)
     feeds = [iter(own) for own in cut]
     return [[next(feed) if isinstance(value, torch.Tensor) else value for value in flat] for feed in feeds]
-
-
-def _degree(layout: Layout, name: str, value: torch.Tensor, dim: int, ranks: int) -> int:
-    """Return the number of ranks that cut a dim, from the local size of as many elements as there are ranks."""
-    shape = [ranks if at == dim else size for at, size in enumerate(value.shape)]
-    return ranks // layout.cut(name, torch.empty(shape, device="meta"), 0).shape[dim]
 
 
 def _tensor_inputs(program: ExportedProgram) -> list[torch.Tensor]:

@@ -13,8 +13,8 @@ from tpcompiler._torch import OpOverload, enable_python_dispatcher, trace_ops
 from tpcompiler.ir import edit
 from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.local import key
-from tpcompiler.ir.sizes import statically_equal
-from tpcompiler.judge.sound.folded import VIEWS, Folded
+from tpcompiler.judge.sound.folded import Folded
+from tpcompiler.judge.sound.numbering import Numbering
 from tpcompiler.judge.sound.region import ProgramRegion
 from tpcompiler.judge.sound.unsound import Unsound
 from tpcompiler.rules.index_range import ASSERT, PositionCheck, is_needed, position_checks, with_checks
@@ -55,12 +55,12 @@ def check_body(made: Folded, region: ProgramRegion, rule: Rule, rank: int, row: 
     if known not in made.results:
         made.results[known] = _traced(made, call, held, with_checks(body, checks), shard, parts)
     traced: fx.Graph = made.results[known]
-    table = _Table()
+    table = Numbering(sizes_by_value=True)
     offset, *inputs = (node for node in traced.nodes if node.op == "placeholder")
-    wanted = {node: table.number(("input", used.name)) for node, used in zip(inputs, held, strict=True)}
-    wanted[offset] = table.number(("number", key(shard.offset)))
-    numbers = {node: table.number(("input", used.name)) for used, node in held.items()}
-    numbers.update({node: table.number(("number", key(row[made.numbers.read[node]]))) for node in region.numbers})
+    wanted = {node: table.number("input", used.name) for node, used in zip(inputs, held, strict=True)}
+    wanted[offset] = table.number("number", key(shard.offset))
+    numbers = {node: table.number("input", used.name) for used, node in held.items()}
+    numbers.update({node: table.number("number", key(row[made.numbers.read[node]])) for node in region.numbers})
     ends: Any = traced.output_node().args[0]
     for node, end in zip(region.outputs, ends, strict=True):
         if table.of(node, numbers) != table.of(end, wanted):
@@ -131,51 +131,3 @@ def _traced(
     with made.mode, torch.no_grad(), enable_python_dispatcher():
         values = [torch.empty_like(edit.fake(n)) if edit.is_tensor(n) else edit.fake(n) for n in held.values()]
         return trace_ops(run, torch.empty((), dtype=torch.int64), *values)
-
-
-class _Table:
-    """Numbers for everything that is computed: equal ops on equal arguments have equal numbers."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[Any, int] = {}
-        self.sizes: list[Any] = []
-
-    def number(self, what: Any) -> int:
-        return self.numbers.setdefault(what, len(self.numbers))
-
-    def of(self, node: fx.Node, known: dict[fx.Node, int]) -> int:
-        if node not in known:
-            known[node] = self.number(self._call(node, known))
-        return known[node]
-
-    def _call(self, node: fx.Node, known: dict[fx.Node, int]) -> Any:
-        value = node.meta.get("val")
-        if isinstance(value, (int, float, torch.SymInt)) and not isinstance(value, bool):
-            return self._size(value)
-        target: Any = node.target
-        if isinstance(target, OpOverload):
-            arguments = list(edit.bound(node).values())
-            target = "view" if target in VIEWS else str(target)
-        else:
-            arguments = [*node.args, *node.kwargs.values()]
-        return target, self._text(arguments, known)
-
-    def _text(self, value: Any, known: dict[fx.Node, int]) -> Any:
-        if isinstance(value, fx.Node):
-            number = value.meta.get("val")
-            return self._size(number) if isinstance(number, torch.SymInt) else ("node", self.of(value, known))
-        if isinstance(value, (list, tuple)):
-            return tuple(self._text(each, known) for each in value)
-        if isinstance(value, torch.device):
-            return "device"
-        return type(value).__name__, repr(value)
-
-    def _size(self, value: Any) -> Any:
-        """Return a key that is equal for sizes that are equal in every run; literals are their own key."""
-        if not isinstance(value, torch.SymInt):
-            return type(value).__name__, repr(value)
-        for at, other in enumerate(self.sizes):
-            if statically_equal(value, other):
-                return "size", at
-        self.sizes.append(value)
-        return "size", len(self.sizes) - 1

@@ -247,7 +247,7 @@ def _check_agreement(
                 one, two = (" and ".join(sorted(found)) for found in (there, here))
                 findings.append(f"ranks {other} and {rank} take '{key[-1]}' for '{key[0]}' as {one}, and as {two}")
                 return
-    done: Done = set()
+    done = Done()
     for name in dict.fromkeys(name for each in ranks for name in each.regions):
         if not all(name in each.regions for each in ranks):
             findings.append(f"not all ranks have {name}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,15 +15,12 @@ from tpcompiler.ir.bodies import is_cond
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.program import BOTH, CanonicalProgram
 from tpcompiler.judge.sound.branches import with_both_branches
-from tpcompiler.judge.sound.folded import VIEWS, Folded, dtype_name
+from tpcompiler.judge.sound.folded import Folded, dtype_name
+from tpcompiler.judge.sound.numbering import Numbering, call_of
 from tpcompiler.judge.sound.origins import check_origins
 from tpcompiler.judge.sound.pieces import Pieces
 from tpcompiler.judge.sound.unsound import Unsound
-from tpcompiler.judge.sound.whole_text import body_text
 from tpcompiler.runtime.artifact import MODEL
-
-# Arguments that depend on the machine, and the text of an assertion, which names symbols: not part of the model.
-OF_THE_PLACE = ("device", "pin_memory", "layout", "assert_msg")
 
 
 def check_model(made: Folded, model: CanonicalProgram) -> int:
@@ -114,40 +111,6 @@ def _stands_for(ours: Any, theirs: Any, standing: dict[Any, Any]) -> bool:
     return bool(not wanted.free_symbols <= standing.keys() or wanted.xreplace(standing) == expr)
 
 
-class Numbering:
-    """Numbers for the values of two graphs: equal ops on equal values have equal numbers."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[Any, int] = {}
-
-    def number(self, node: fx.Node, known: Mapping[fx.Node, int], drawn: int) -> int:
-        """Return a node's number, given those of its operands; `drawn` counts earlier ops that draw random numbers."""
-        what: tuple[Any, ...]
-        if node.op in ("placeholder", "get_attr"):
-            what = (node.op, node.name if node.op == "placeholder" else body_text(node))
-        else:
-            head, arguments = self.call(node)
-            what = (head, self._text(arguments, known), drawn if _draws(node) else 0)
-        return self.numbers.setdefault(what, len(self.numbers))
-
-    def call(self, node: fx.Node) -> tuple[str, list[Any]]:
-        """Return the op and its arguments, with defaults filled in and machine-dependent ones left out."""
-        target: Any = node.target
-        if not isinstance(target, OpOverload):
-            return str(target), [*node.args, *(pair for pair in node.kwargs.items())]
-        bound = edit.bound(node)
-        if target in VIEWS:
-            return "view", list(bound.values())
-        return str(target), [(name, value) for name, value in bound.items() if name not in OF_THE_PLACE]
-
-    def _text(self, value: Any, known: Mapping[fx.Node, int]) -> Any:
-        if isinstance(value, fx.Node):
-            return "node", known[value]
-        if isinstance(value, (list, tuple)):
-            return tuple(self._text(each, known) for each in value)
-        return type(value).__name__, repr(value)
-
-
 def _draws(node: fx.Node) -> bool:
     return node.op == "call_function" and draws(node)
 
@@ -162,7 +125,7 @@ class _Comparison:
         self.named: dict[str, fx.Node] = {}
         drawn = 0
         for node in model.graph.nodes:
-            self.theirs[node] = self.numbering.number(node, self.theirs, drawn)
+            self.numbering.of(node, self.theirs, drawn)
             self.named[node.name] = node
             drawn += _draws(node)
         self.names: dict[int, set[str]] = {}
@@ -201,7 +164,8 @@ class _Comparison:
             self._run(ours, theirs)
 
     def _number(self, node: fx.Node, drawn: int) -> None:
-        self.ours[node] = self.numbering.number(node, self.ours, drawn)
+        self.ours.pop(node, None)
+        self.numbering.of(node, self.ours, drawn)
 
     def _namesake(self, node: fx.Node) -> fx.Node | None:
         """Return the model's node that a value claims as its origin."""
@@ -218,7 +182,7 @@ class _Comparison:
 
     def _equate(self, ours: fx.Node, theirs: fx.Node) -> None:
         """Run the operands of two calls of one op that differ."""
-        if (head := self.numbering.call(ours))[0] != (other := self.numbering.call(theirs))[0]:
+        if (head := call_of(ours))[0] != (other := call_of(theirs))[0]:
             return
         for one, two in _pairs(head[1], other[1]) or ():
             if isinstance(one, fx.Node) and isinstance(two, fx.Node) and self.ours[one] != self.theirs[two]:
@@ -250,7 +214,8 @@ class _Comparison:
             self._equate(ours, theirs)
         except Unsound:
             return False
-        return self.numbering.number(ours, self.ours, 0) == self.theirs[theirs]
+        self._number(ours, 0)
+        return self.ours[ours] == self.theirs[theirs]
 
 
 def _is_silent(node: fx.Node) -> bool:

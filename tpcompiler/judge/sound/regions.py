@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,22 +21,31 @@ from tpcompiler.judge.compare.simulate import Waiting, lock_step, run_call
 from tpcompiler.judge.sound.bodies import check_body, needed_checks
 from tpcompiler.judge.sound.drawn import LONGER, SHORT, DrawnSizes
 from tpcompiler.judge.sound.folded import Folded
+from tpcompiler.judge.sound.numbering import Numbering
 from tpcompiler.judge.sound.region import ProgramRegion
 from tpcompiler.judge.sound.rising import find_rising, is_integer
 from tpcompiler.judge.sound.shares import cut, join, runs_of
 from tpcompiler.judge.sound.sizes import operand_shapes, plain, region_shapes, whole_shape
 from tpcompiler.judge.sound.unsound import DoesNotRun, Unsound
-from tpcompiler.rules.index_range import ASSERT
 from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
 
-Done = set[Any]
 Rows = Sequence[Sequence[int]]  # of every rank, the numbers that it may read
 # For an op's share: between sums in another order, in float32 or (so many epsilons) in half precision; a wrong share
 # differs by about the size of the values.
 TOLERANCE, EPSILONS = 1e-3, 8
 MANY = 2**22  # elements
 TRIALS, DRAWS = 2, 8  # number of trials of dynamic sizes, and of draws in each trial
+
+
+@dataclass
+class Done:
+    """Keys of the regions that were found right."""
+
+    known: set[Any] = field(default_factory=set)
+    numbering: Numbering = field(default_factory=Numbering)
+
+
 Check = Callable[[Sequence[Folded], Sequence[ProgramRegion], Rows], None]
 
 
@@ -50,12 +60,12 @@ def check_region(name: str, ranks: Sequence[Folded], rows: Rows, done: Done) -> 
         Unsound: some rank does not get the claimed result.
     """
     regions = [each.regions[name] for each in ranks]
-    texts = {id(each): _described(each, region) for each, region in zip(ranks, regions, strict=True)}
+    texts = {id(each): _described(each, region, done.numbering) for each, region in zip(ranks, regions, strict=True)}
     for rank, region in enumerate(regions):
         _check_numbers(ranks[rank], region, rows[rank])
     read = ([row[each.numbers.read[n]] for n in r.numbers] for each, r, row in zip(ranks, regions, rows, strict=True))
     known = tuple((texts[id(each)], *numbers) for each, numbers in zip(ranks, read, strict=True))
-    if known in done:
+    if known in done.known:
         return
     check = _check_change if regions[0].call is None else _check_body
     sizes = DrawnSizes()
@@ -64,7 +74,7 @@ def check_region(name: str, ranks: Sequence[Folded], rows: Rows, done: Done) -> 
     if regions[0].call is not None:
         for rank, (each, region) in enumerate(zip(ranks, regions, strict=True)):
             check_body(each, region, _rule(region), rank, rows[rank])
-    done.add(known)
+    done.known.add(known)
 
 
 def _check_numbers(made: Folded, region: ProgramRegion, row: Sequence[int]) -> None:
@@ -343,46 +353,28 @@ def is_close(value: torch.Tensor, whole: torch.Tensor) -> bool:
     return torch.allclose(widened(value), widened(whole), rtol=0, atol=limit, equal_nan=True)
 
 
-def _described(made: Folded, region: ProgramRegion) -> Any:
-    """Return a key with everything that the result depends on: the nodes with numbers for names, inputs and outputs."""
-    number: dict[Any, str] = {node: f"i{i}" for i, node in enumerate(region.inputs)}
-    number.update({node: f"n{i}" for i, node in enumerate(region.nodes)})
-    number.update({node: f"r{i}" for i, node in enumerate(region.numbers)})
-    lines = [
-        f"{number[node]} = {node.target}({_text(args, number)}, {_text(node.kwargs, number)})"
-        for node in region.nodes
-        for args in [node.args[:1] if node.target is ASSERT else node.args]  # its message names a line
-    ]
-    ends = [
-        (number[node], *(sharding.text(made.mesh) for sharding in made.shardings.get(node, ())), *_sizes(made, node))
-        for node in (*region.inputs, *region.outputs)
-    ]
-    call = region.call
-    parts: list[Any] = []
-    if call is not None:
-        # The input for each operand, and the result for each output.
-        values = {node: f"{at}: {_layout(edit.fake(node))}" for at, node in enumerate(call.all_input_nodes)}
-        parts = [values[made.whole[node]] for node in region.inputs if made.whole.get(node) in values]
-        parts += [None if made.whole[node] is call else made.whole[node].args[1] for node in region.outputs]
-        parts += needed_checks(made, call)
-        call = f"{call.target}({_text(call.args, values)}, {_text(call.kwargs, values)})"
-    return tuple(lines), tuple(ends), call, tuple(parts)
+def _described(made: Folded, region: ProgramRegion, numbering: Numbering) -> Any:
+    """Return a key with everything that the result depends on: what the nodes compute, inputs and outputs."""
+    known = {node: numbering.number("input", at, *_end(made, node)) for at, node in enumerate(region.inputs)}
+    known |= {node: numbering.number("own", at) for at, node in enumerate(region.numbers)}
+    steps = [numbering.of(node, known, at + 1) for at, node in enumerate(region.nodes)]
+    ends = [(known[node], *_end(made, node)) for node in region.outputs]
+    if (call := region.call) is None:
+        return tuple(steps), tuple(ends)
+    # The input for each operand, and the result for each output.
+    values = {node: numbering.number("operand", at, _layout(node)) for at, node in enumerate(call.all_input_nodes)}
+    parts: list[Any] = [values[made.whole[node]] for node in region.inputs if made.whole.get(node) in values]
+    parts += [None if made.whole[node] is call else made.whole[node].args[1] for node in region.outputs]
+    return tuple(steps), tuple(ends), numbering.of(call, values), *parts, *needed_checks(made, call)
 
 
-def _text(value: Any, names: Mapping[Any, str]) -> str:
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_text(each, names) for each in value)}]"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name}: {_text(each, names)}' for name, each in value.items())}}}"
-    return names[value] if isinstance(value, fx.Node) else repr(value)
-
-
-def _layout(value: Any) -> str:
-    return f"{value.dtype}{list(value.shape)}" if isinstance(value, torch.Tensor) else str(value)
-
-
-def _sizes(made: Folded, node: fx.Node) -> tuple[Any, ...]:
+def _end(made: Folded, node: fx.Node) -> tuple[Any, ...]:
+    """Return the size of a number, or the shardings and the whole's layout of a tensor."""
     if not edit.is_tensor(node):
         return (str(node.meta.get("val")),)
-    value = edit.outputs(made.whole[node])[0]
-    return tuple(map(str, value.shape)), value.dtype
+    return (*(sharding.text(made.mesh) for sharding in made.shardings[node]), _layout(made.whole[node]))
+
+
+def _layout(node: fx.Node) -> str:
+    value = edit.fake(node)
+    return f"{value.dtype}{list(value.shape)}" if isinstance(value, torch.Tensor) else str(value)

@@ -23,7 +23,6 @@ from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.rank_file import load_rank, open_rank, read_state
 from tpcompiler.terminal.progress import counted
 
-GRAPH = "models/model.json"
 Prepare = Callable[[ExportedProgram], ExportedProgram]
 
 
@@ -62,15 +61,10 @@ def read_ranks(
     if manifest.programs:
         return _read_shared(directory, manifest, prepare, trust)
     known: dict[str, WrittenRank] = {}
-    rests: list[Any] = []
     programs: list[WrittenRank] = []
     for rank in counted(range(manifest.world_size), "reading programs", "ranks"):
         with open_rank(directory, manifest, rank, trust=trust) as file:
-            graph = _graph(file)
-            rests.append(_rest(file))
-            if not _are_alike(rests[0], rests[-1]):
-                graph = None  # only torch can decide whether it reads that
-            name = hashlib.sha256(graph).hexdigest() if graph is not None else str(file.path)
+            name = _fingerprint(file) or str(file.path)
             if name in known:
                 programs.append(replace(known[name], state=read_archive_state(file.path, file)))
                 continue
@@ -96,43 +90,25 @@ def _read_shared(
     return [programs[rank] for rank in range(manifest.world_size)]
 
 
-def _graph(file: Opened) -> bytes | None:
-    """Return the entry with the whole program except its tensors; None for a file of another form."""
+def _fingerprint(file: Opened) -> str | None:
+    """Return a hash of all that torch makes the program of, without the tensors' values; None for another form.
+
+    Of examples the structure counts, of the tables of tensors which are parameters; `.data/` has a hash of the file.
+    """
+    found = hashlib.sha256()
     try:
         with zipfile.ZipFile(file) as archive:
-            (name,) = (name for name in archive.namelist() if name.partition("/")[2] == GRAPH)
-            return archive.read(name)
-    except (zipfile.BadZipFile, ValueError, OSError):
-        return None
-
-
-def _rest(file: Opened) -> tuple[dict[str, bytes], dict[str, object]] | None:
-    """Return a file's other entries, and the tensors that are parameters; None for another form."""
-    entries, parameters = {}, {}
-    try:
-        with zipfile.ZipFile(file) as archive:
-            for name in archive.namelist():
+            for name in sorted(archive.namelist()):
                 entry = name.partition("/")[2]
+                if entry.startswith(".data/") or TENSORS.fullmatch(entry):
+                    continue
+                content = archive.read(name)
                 if entry.endswith("_config.json"):
-                    rows = json.loads(archive.read(name))["config"].items()
-                    parameters.update({tensor: row["is_param"] for tensor, row in rows})
-                elif entry != GRAPH and not entry.startswith(".data/") and not TENSORS.fullmatch(entry):
-                    # `.data/` has a hash of the whole file. For examples, only the structure matters.
-                    entries[entry] = archive.read(name)
-                    if "sample_inputs" in entry:
-                        entries[entry] = _structure(entries[entry])
-        return entries, parameters
+                    rows = json.loads(content)["config"].items()
+                    content = repr(sorted((tensor, row["is_param"]) for tensor, row in rows)).encode()
+                elif "sample_inputs" in entry and content:
+                    content = str(tree_flatten(torch.load(io.BytesIO(content), weights_only=True))[1]).encode()
+                found.update(f"{entry} {len(content)} ".encode() + content)
     except (zipfile.BadZipFile, pickle.UnpicklingError, ValueError, LookupError, TypeError, AttributeError, OSError):
         return None
-
-
-def _structure(pickled: bytes) -> bytes:
-    examples = torch.load(io.BytesIO(pickled), weights_only=True) if pickled else None
-    return str(tree_flatten(examples)[1]).encode()
-
-
-def _are_alike(one: tuple[Any, Any] | None, other: tuple[Any, Any] | None) -> bool:
-    """Return True if torch reads both files or neither; a tensor that one of them lacks is detected elsewhere."""
-    if one is None or other is None or one[0] != other[0]:
-        return False
-    return all(one[1][name] == other[1][name] for name in one[1].keys() & other[1].keys())
+    return found.hexdigest()
