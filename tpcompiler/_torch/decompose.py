@@ -98,11 +98,12 @@ def quiet_torch() -> Iterator[list[BaseException]]:
     """Keep torch's logs and warnings off the terminal; yield the errors that it logged."""
     errors: list[BaseException] = []
 
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.exc_info and record.exc_info[1] is not None:
-                errors.append(record.exc_info[1])
+    def listen(record: logging.LogRecord) -> None:
+        if record.exc_info and record.exc_info[1] is not None:
+            errors.append(record.exc_info[1])
 
+    listener = logging.Handler()
+    listener.emit = listen  # type: ignore[method-assign]
     loggers = logging.root.manager.loggerDict.items()
     loud = [
         logger
@@ -112,7 +113,7 @@ def quiet_torch() -> Iterator[list[BaseException]]:
     before = [(logger, logger.handlers) for logger in loud]
     try:
         for logger in loud:  # torch builds its structured trace only if it has a handler
-            logger.handlers = [] if logger.name == "torch.__trace" else [Listener()]
+            logger.handlers = [] if logger.name == "torch.__trace" else [listener]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield errors

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import typing
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any, cast
 
 import torch
@@ -28,21 +30,6 @@ def is_registered_class(name: str) -> bool:
     return name in vars(_pytree)["SERIALIZED_TYPE_TO_PYTHON_TYPE"]
 
 
-class _Hints:
-    """The module `typing`, with the type hints of a class cached."""
-
-    def __init__(self) -> None:
-        self._known: dict[type, dict[str, Any]] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(typing, name)
-
-    def get_type_hints(self, of: type, **names: Any) -> dict[str, Any]:
-        if of not in self._known:
-            self._known[of] = typing.get_type_hints(of, **names)
-        return self._known[of]
-
-
 @contextlib.contextmanager
 def quick_files() -> Iterator[None]:
     """Speed up reading and writing of programs in this block.
@@ -50,9 +37,13 @@ def quick_files() -> Iterator[None]:
     torch evaluates the type hints of a node's class for each node that it reads, a sixth of a load's time. It also
     brings a copy of the program into a canonical form and discards it, half of a save's time.
     """
-    from torch._export.serde import serialize
+    from torch._export.serde import schema, serialize
 
-    names: dict[str, Any] = {"typing": _Hints(), "canonicalize": lambda program, constants=None: program}
+    hints = functools.cache(functools.partial(typing.get_type_hints, globalns=vars(schema)))
+    names: dict[str, Any] = {
+        "typing": SimpleNamespace(**vars(typing) | {"get_type_hints": lambda kind, globalns=None: hints(kind)}),
+        "canonicalize": lambda program, constants=None: program,
+    }
     before = {name: vars(serialize)[name] for name in names if name in vars(serialize)}
     for name in before:
         setattr(serialize, name, names[name])
