@@ -9,7 +9,7 @@ from tpcompiler.cost.machine_file import shipped_machines
 
 CONVERT = "tpcompiler convert model.pt2 --tp 2 --plan auto -o new"
 RATES = "flops: 1.0e+15\nmemory_bandwidth: 3.0e+12\nmemory: 8.0e+10\n"
-NUMBER = "give a number above 0, such as 4.5e+11 (YAML wants the sign)"
+NUMBER = "give a number such as 4.5e+11 (YAML wants the sign)"
 KNOWN = f"give {', '.join(shipped_machines())}, or the path of a YAML file"
 LINKS = "links:\n- {latency: 0.0, bandwidth: 4.0e+11}\n"
 
@@ -35,19 +35,19 @@ MACHINES = [
     _machine(
         "a number of 400 digits",
         RATES.replace("1.0e+15", "1" * 400) + LINKS,
-        f"machine m.yaml: flops is '{'1' * 59}... (402 characters)",
+        f"machine m.yaml at $.flops: expected float | null, got str ('{'1' * 59}... (402 characters))",
         NUMBER,
     ),
     _machine(
         "a number to the base 60",
         RATES.replace("1.0e+15", "190:20:30") + LINKS,
-        "machine m.yaml: flops is '190:20:30'",
+        "machine m.yaml at $.flops: expected float | null, got str ('190:20:30')",
         NUMBER,
     ),
     _machine(
         "a number without an end",
         RATES.replace("1.0e+15", "1.0e+400") + LINKS,
-        "machine m.yaml: flops is inf",
+        "machine m.yaml at $.flops: expected float < 1e+100 (inf)",
         NUMBER,
     ),
     _machine(
@@ -84,39 +84,39 @@ MACHINES = [
     _machine(
         "an unknown name",
         RATES + LINKS + "watts: 700\n",
-        "machine m.yaml: unknown 'watts'",
-        "use flops, memory_bandwidth, memory, product, attention, other, view, cache_bandwidth, fuses, rows, dtypes, host, "
-        "nodes, links, symm_mem, collectives, base",
+        "machine m.yaml: object contains unknown field watts",
+        "a machine has base, flops, memory_bandwidth, memory, links, product, attention, other, view, fuses, cache_bandwidth, "
+        "rows, dtypes, host, symm_mem, collectives, nodes; docs/machines.md has their forms",
     ),
     _machine(
         "a number that is text",
         RATES.replace("1.0e+15", "1e15") + LINKS,
-        "machine m.yaml: flops is '1e15'",
-        "give a number above 0, such as 4.5e+11 (YAML wants the sign)",
+        "machine m.yaml at $.flops: expected float | null, got str ('1e15')",
+        NUMBER,
     ),
     _machine(
         "an impossible number",
         RATES.replace("3.0e+12", "-3.0e+12") + LINKS,
-        "machine m.yaml: memory_bandwidth is -3000000000000.0",
-        "give a number above 0, such as 4.5e+11 (YAML wants the sign)",
+        "machine m.yaml at $.memory_bandwidth: expected float > 0.0 (-3000000000000.0)",
+        NUMBER,
     ),
     _machine(
         "a latency below nothing",
         RATES + LINKS + "- {collective: all_reduce, latency: -1.0e-6, bandwidth: 4.0e+11}\n",
-        "machine m.yaml, links[1]: latency is -1e-06",
-        "give a number from 0, such as 4.5e+11 (YAML wants the sign)",
+        "machine m.yaml at $.links[1].latency: expected float >= 0.0 (-1e-06)",
+        NUMBER,
     ),
     _machine(
         "a floor below nothing",
         RATES + "product: -1.0e-6\n" + LINKS,
-        "machine m.yaml: product is -1e-06",
-        "give a number from 0, such as 4.5e+11 (YAML wants the sign)",
+        "machine m.yaml at $.product: expected float >= 0.0 (-1e-06)",
+        NUMBER,
     ),
     _machine(
         "a compiler that there may be",
         RATES + LINKS + "fuses: maybe\n",
-        "machine m.yaml: fuses is 'maybe'",
-        "give true or false",
+        "machine m.yaml at $.fuses: invalid enum value 'maybe'",
+        "use one of true, false",
     ),
     _machine(
         "a base that there is not",
@@ -127,14 +127,14 @@ MACHINES = [
     _machine(
         "rates of a dtype that has none",
         RATES + LINKS + "dtypes: {int4: {flops: 1.0e+15}}\n",
-        "machine m.yaml: dtypes are {'int4': {'flops': 1000000000000000.0}}",
-        "give some of flops, memory_bandwidth, product for some of int8, int8_weights, float8, float8_weights",
+        "machine m.yaml at key in $.dtypes: invalid enum value 'int4'",
+        "use one of int8, int8_weights, float8, float8_weights",
     ),
     _machine(
         "nodes of no ranks",
         RATES + LINKS + "nodes: {ranks_per_node: 0, links: []}\n",
-        "machine m.yaml, nodes are {'ranks_per_node': 0, 'links': []}",
-        "give ranks_per_node from 1, and links",
+        "machine m.yaml at $.nodes.ranks_per_node: expected int >= 1 (0)",
+        "docs/machines.md has the form",
     ),
     Row(
         "calls that are no numbers",
@@ -151,14 +151,14 @@ MACHINES = [
     _machine(
         "collectives that nothing makes",
         RATES + LINKS + "collectives: mpi\n",
-        "machine m.yaml: collectives are 'mpi'",
+        "machine m.yaml at $.collectives: invalid enum value 'mpi'",
         "use one of auto, nccl, symm_mem",
     ),
     _machine(
         "an unknown collective",
         RATES + LINKS + "- {collective: gossip, latency: 0.0, bandwidth: 4.0e+11}\n",
-        "machine m.yaml, links[1] is for 'gossip' of 0 ranks",
-        "use one of all_reduce, all_gather, reduce_scatter, all_to_all, and a number of ranks from 2",
+        "machine m.yaml at $.links[1].collective: invalid enum value 'gossip'",
+        "use one of all_reduce, all_gather, reduce_scatter, all_to_all",
     ),
     _machine(
         "no link for all",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tpcompiler.ask.measured import CountedCollectives
+from tpcompiler.cost.machine_file import LinkEntry, ShareOfRows
 from tpcompiler.judge.compare.compare import VerifyReport
 from tpcompiler.runtime.records import Package, Record
 from tpcompiler.runtime.run import ReturnedTensor
@@ -16,22 +17,6 @@ class FoundPlan(Record, frozen=True, kw_only=True):
     out: str | None  # the file that was written
     mesh: dict[str, int]  # axis -> degree
     plan: dict[str, Any]  # as a plan file has it
-
-
-class MeasuredLink(Record, frozen=True, kw_only=True):
-    """A link between ranks, as a machine file has it."""
-
-    latency: float  # seconds
-    bandwidth: float  # bytes/s that each rank sends
-    collective: str | None = None  # all others by default
-    ranks: int | None = None  # all other numbers by default
-
-
-class ShareOfRows(Record, frozen=True, kw_only=True):
-    """The share of FLOP/s that matrix products of so many rows reach."""
-
-    rows: int  # of the left operand
-    share: float  # of `flops`
 
 
 class Calibration(Record, frozen=True, kw_only=True):
@@ -49,7 +34,7 @@ class Calibration(Record, frozen=True, kw_only=True):
     fuses: bool = True  # false where no compiler fuses ops
     rows: list[ShareOfRows] | None = None  # where no compiler fuses ops
     host: dict[str, float] | None = None  # seconds to launch an operation and a collective, on a GPU
-    links: list[MeasuredLink]  # in the file's order
+    links: list[LinkEntry]  # in the file's order
 
 
 class ExportedFiles(Record, frozen=True, kw_only=True):

@@ -2,26 +2,83 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from tpcompiler.cost.collective import KINDS, Collectives
-from tpcompiler.cost.machine import DTYPES, Host, Link, Machine
+from msgspec import Meta
+
+from tpcompiler.cost.machine import Host, Link, Machine
 from tpcompiler.errors import MachineError
-from tpcompiler.runtime.records import Asked
+from tpcompiler.runtime.records import Asked, CollectiveKind, Collectives, Record, read_record
 from tpcompiler.yaml_file import YamlError, compose, plain, read_small_text
 
 SHIPPED = Path(__file__).parent / "machines"
 DEFAULT, VARIABLE = "h100", "TPCOMPILER_MACHINE"
 SHOWN = 60  # characters of a value in an error
-RATES = ("flops", "memory_bandwidth", "memory")  # required of each device
-FLOORS = ("product", "attention", "other", "view")
-OTHERS = ("cache_bandwidth", "fuses", "rows", "dtypes", "host", "nodes", "links", "symm_mem", "collectives", "base")
-FIELDS = (*RATES, *FLOORS, *OTHERS)
-OF_DTYPE = ("flops", "memory_bandwidth", "product")
+LARGEST = 1e100
+REQUIRED = ("flops", "memory_bandwidth", "memory", "links")  # unless a base has them
+
+Rate = Annotated[float, Meta(gt=0, lt=LARGEST)]
+Seconds = Annotated[float, Meta(ge=0, lt=LARGEST)]
+NarrowDtype = Literal["int8", "int8_weights", "float8", "float8_weights"]
+RateOfDtype = Literal["flops", "memory_bandwidth", "product"]
+Fuses = Literal["true", "false"]  # texts, because the reader of YAML makes only numbers of scalars
+CHOICES = {  # by the end of a place in a file
+    "dtypes": NarrowDtype,
+    "dtypes[...]": RateOfDtype,
+    "fuses": Fuses,
+    "collectives": Collectives,
+    "collective": CollectiveKind,
+}
+
+
+class LinkEntry(Record, frozen=True, kw_only=True):
+    """A link between ranks, as a machine file has it."""
+
+    latency: Seconds  # seconds
+    bandwidth: Rate  # bytes/s that each rank sends
+    hop: Seconds = 0.0  # seconds of each step of a ring
+    collective: CollectiveKind | None = None  # all others by default
+    ranks: Annotated[int, Meta(ge=2)] | None = None  # all other numbers by default
+
+
+class ShareOfRows(Record, frozen=True, kw_only=True):
+    """The share of FLOP/s that matrix products of so many rows reach."""
+
+    rows: Rate  # of the left operand
+    share: Rate  # of `flops`
+
+
+class NodesEntry(Record, frozen=True, kw_only=True):
+    """The number of ranks on a node, and the links between nodes."""
+
+    ranks_per_node: Annotated[int, Meta(ge=1)]
+    links: list[LinkEntry]
+
+
+class MachineEntry(Record, frozen=True, kw_only=True):
+    """A machine file: the fields of `Machine` that it gives."""
+
+    base: str | None = None
+    flops: Rate | None = None
+    memory_bandwidth: Rate | None = None
+    memory: Rate | None = None
+    links: list[LinkEntry] | None = None
+    product: Seconds | None = None
+    attention: Seconds | None = None
+    other: Seconds | None = None
+    view: Seconds | None = None
+    fuses: Fuses | None = None
+    cache_bandwidth: Rate | None = None
+    rows: list[ShareOfRows] | None = None
+    dtypes: dict[NarrowDtype, Annotated[dict[RateOfDtype, Rate], Meta(min_length=1)]] | None = None
+    host: dict[Literal["operation", "collective"], Seconds] | None = None
+    symm_mem: list[LinkEntry] | None = None
+    collectives: Collectives | None = None
+    nodes: NodesEntry | None = None
 
 
 def shipped_machines() -> list[str]:
@@ -42,48 +99,36 @@ def read_machine(given: str | os.PathLike[str] | None = None) -> Machine:
     path = SHIPPED / f"{given}.yaml"
     path = path if path.is_file() else Path(given)
     data = _read_data(path, given)
-    if not isinstance(data, dict):
-        raise MachineError(f"machine {path} is no mapping", help=f"begin with a copy of {SHIPPED / 'h100.yaml'}")
-    if unknown := [name for name in data if name not in FIELDS]:
-        raise MachineError(f"machine {path}: unknown {_short(unknown[0])}", help=f"use {', '.join(FIELDS)}")
-    base = _read_base(data, path)
-    if base is None and not isinstance(data.get("links"), list):
-        raise MachineError(f"machine {path} has no list of links", help=f"begin with a copy of {SHIPPED / 'h100.yaml'}")
-    where = str(path)
-    numbers = {name: _number(data, name, where) for name in RATES if base is None or name in data}
-    numbers |= {name: _number(data, name, where, least=0.0) for name in FLOORS if name in data}
-    links = {**(base.links if base else {}), **_read_links(data.get("links", []), where)}
-    if ("", 0) not in links:
-        raise MachineError(
-            f"machine {path}: no link is for all kinds and numbers of ranks",
-            help="add one without collective and ranks",
-        )
-    more: dict[str, Any] = {"links": links, "name": os.fspath(given)}
-    if "symm_mem" in data:
-        more["symm_mem"] = _read_links(data["symm_mem"], f"{where}, symm_mem")
-    if "collectives" in data:
-        if data["collectives"] not in get_args(Collectives):
+    try:
+        entry = read_record(MachineEntry, data)
+    except ValueError as error:
+        raise MachineError(f"machine {path}{error}{_value_at(data, str(error))}", help=_remedy(str(error))) from None
+    others = [name for name in shipped_machines() if name != path.stem]
+    if entry.base is not None and entry.base not in others:
+        raise MachineError(f"machine {path}: base is {_short(entry.base)}", help=f"use one of {', '.join(others)}")
+    if lacks := [name for name in REQUIRED if entry.base is None and getattr(entry, name) is None]:
+        raise MachineError(f"machine {path} has no {lacks[0]}", help=f"begin with a copy of {SHIPPED / 'h100.yaml'}")
+    fields = dict(vars(read_machine(entry.base))) if entry.base else {}
+    links = {**fields.get("links", {}), **_group(entry.links or ())}
+    changed = {
+        **{name: getattr(entry, name) for name in entry.__struct_fields__ if name in Machine.__dataclass_fields__},
+        "fuses": entry.fuses and entry.fuses == "true",
+        "rows": entry.rows and dict(sorted((each.rows, each.share) for each in entry.rows)),
+        "host": entry.host and Host(**entry.host),
+        "symm_mem": entry.symm_mem and _group(entry.symm_mem),
+        "ranks_per_node": entry.nodes and entry.nodes.ranks_per_node,
+        "between_nodes": entry.nodes and _group(entry.nodes.links),
+        "links": links,
+        "name": os.fspath(given),
+    }
+    machine = Machine(**{**fields, **{name: value for name, value in changed.items() if value is not None}})
+    for where, each in (("", machine.links), (", nodes", machine.between_nodes if entry.nodes else machine.links)):
+        if ("", 0) not in each:
             raise MachineError(
-                f"machine {where}: collectives are {_short(data['collectives'])}",
-                help=f"use one of {', '.join(get_args(Collectives))}",
+                f"machine {path}{where}: no link is for all kinds and numbers of ranks",
+                help="add one without collective and ranks",
             )
-        more["collectives"] = data["collectives"]
-    if "cache_bandwidth" in data:
-        more["cache_bandwidth"] = _number(data, "cache_bandwidth", where)
-    if "fuses" in data:
-        if data["fuses"] not in ("true", "false"):
-            raise MachineError(f"machine {where}: fuses is {_short(data['fuses'])}", help="give true or false")
-        more["fuses"] = data["fuses"] == "true"
-    if "rows" in data:
-        more["rows"] = _read_rows(data["rows"], where)
-    if "dtypes" in data:
-        more["dtypes"] = _read_dtypes(data["dtypes"], where)
-    if "host" in data:
-        more["host"] = _read_host(data["host"], where)
-    if "nodes" in data:
-        more["ranks_per_node"], more["between_nodes"] = _read_nodes(data["nodes"], where)
-    defaults = {} if base is None else vars(base)
-    return Machine(**{**defaults, **numbers, **more})
+    return machine
 
 
 def machine_of(asked: Asked, given: str | os.PathLike[str] | None = None) -> Machine:
@@ -101,15 +146,6 @@ def machine_of(asked: Asked, given: str | os.PathLike[str] | None = None) -> Mac
     return machine.using(asked.collectives)
 
 
-def _read_base(data: Mapping[str, Any], path: Path) -> Machine | None:
-    if "base" not in data:
-        return None
-    others = [name for name in shipped_machines() if name != path.stem]
-    if data["base"] not in others:
-        raise MachineError(f"machine {path}: base is {_short(data['base'])}", help=f"use one of {', '.join(others)}")
-    return read_machine(data["base"])
-
-
 def _read_data(path: Path, given: str | os.PathLike[str]) -> Any:
     reason, line, help = "", "", f"give {', '.join(shipped_machines())}, or the path of a YAML file"
     try:
@@ -124,92 +160,37 @@ def _read_data(path: Path, given: str | os.PathLike[str]) -> Any:
     raise MachineError(f"machine {str(given)!r}{line} cannot be read: {reason}", help=help)
 
 
-def _read_links(data: Any, where: str) -> dict[tuple[str, int], list[Link]]:
+def _group(links: Sequence[LinkEntry]) -> dict[tuple[str, int], list[Link]]:
     """Return links by kind and ranks, in the file's order."""
-    if not isinstance(data, list):
-        raise MachineError(f"machine {where}: links are {_short(data)}", help="give a list of links")
-    links = dict[tuple[str, int], list[Link]]()
-    for at, each in enumerate(data):
-        key, link = _read_link(each, f"{where}, links[{at}]")
-        links.setdefault(key, []).append(link)
-    return links
-
-
-def _read_link(data: Any, where: str) -> tuple[tuple[str, int], Link]:
-    if not isinstance(data, dict) or set(data) - {"collective", "ranks", "latency", "hop", "bandwidth"}:
-        raise MachineError(
-            f"machine {where} is {_short(data)}",
-            help="give latency and bandwidth, and where they differ collective and ranks",
+    groups: dict[tuple[str, int], list[Link]] = {}
+    for each in links:
+        groups.setdefault((each.collective or "", each.ranks or 0), []).append(
+            Link(each.latency, each.bandwidth, each.hop)
         )
-    kind, ranks = data.get("collective", ""), data.get("ranks", 0)
-    if (
-        not isinstance(kind, str)
-        or kind not in ("", *KINDS)
-        or type(ranks) is not int
-        or (ranks < 2 and "ranks" in data)
-    ):
-        raise MachineError(
-            f"machine {where} is for {_short(kind)} of {_short(ranks)} ranks",
-            help=f"use one of {', '.join(KINDS)}, and a number of ranks from 2",
-        )
-    hop = _number(data, "hop", where, least=0.0) if "hop" in data else 0.0
-    return (kind, ranks), Link(_number(data, "latency", where, least=0.0), _number(data, "bandwidth", where), hop)
+    return groups
 
 
-def _read_rows(data: Any, where: str) -> dict[float, float]:
-    if not isinstance(data, list) or not all(
-        isinstance(each, dict) and set(each) == {"rows", "share"} for each in data
-    ):
-        raise MachineError(
-            f"machine {where}: rows are {_short(data)}",
-            help="give the shares of flops, such as [{rows: 128, share: 0.36}, {rows: 1024, share: 1.0}]",
-        )
-    pairs = [(_number(each, "rows", where), _number(each, "share", where)) for each in data]
-    return dict(sorted(pairs))
+def _value_at(data: Any, error: str) -> str:
+    """Return the value that an error ` at $.links[0].latency: ...` is about, in brackets; empty for a table or list."""
+    if "enum" in error:  # it has the value
+        return ""
+    for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", error.partition(":")[0]):
+        data = data[name] if name else data[int(index)]
+    return "" if isinstance(data, (dict, list)) else f" ({_short(data)})"
 
 
-def _read_dtypes(data: Any, where: str) -> dict[str, dict[str, float]]:
-    rows = data.values() if isinstance(data, dict) and not set(data) - {*DTYPES} else [None]
-    if not all(isinstance(own, dict) and own and not set(own) - {*OF_DTYPE} for own in rows):
-        raise MachineError(
-            f"machine {where}: dtypes are {_short(data)}",
-            help=f"give some of {', '.join(OF_DTYPE)} for some of {', '.join(DTYPES)}",
-        )
-    return {dtype: {name: _number(own, name, f"{where}, {dtype}") for name in own} for dtype, own in data.items()}
-
-
-def _read_host(data: Any, where: str) -> Host:
-    if not isinstance(data, dict) or set(data) - {*Host._fields}:
-        raise MachineError(f"machine {where}: host is {_short(data)}", help="give seconds of operation and collective")
-    return Host(**{name: _number(data, name, f"{where}, host", least=0.0) for name in data})
-
-
-def _read_nodes(data: Any, where: str) -> tuple[int, dict[tuple[str, int], list[Link]]]:
-    where = f"{where}, nodes"
-    ranks = data.get("ranks_per_node") if isinstance(data, dict) else None
-    if not isinstance(data, dict) or set(data) != {"ranks_per_node", "links"} or type(ranks) is not int or ranks < 1:
-        raise MachineError(f"machine {where} are {_short(data)}", help="give ranks_per_node from 1, and links")
-    links = _read_links(data["links"], where)
-    if ("", 0) not in links:
-        raise MachineError(
-            f"machine {where}: no link is for all kinds and numbers of ranks",
-            help="add one without collective and ranks",
-        )
-    return ranks, links
+def _remedy(error: str) -> str:
+    if "unknown field" in error:
+        return f"a machine has {', '.join(MachineEntry.__struct_fields__)}; docs/machines.md has their forms"
+    for place, choices in CHOICES.items():
+        if f"{place}: invalid" in error:
+            return f"use one of {', '.join(get_args(choices))}"
+    if "expected float" in error:
+        return "give a number such as 4.5e+11 (YAML wants the sign)"
+    return "docs/machines.md has the form"
 
 
 def _short(value: object) -> str:
     """Return a value as an error shows it: a file may hold a long one."""
     text = repr(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
-
-
-def _number(data: Mapping[str, Any], name: str, where: str, least: float | None = None) -> float:
-    value: Any = data.get(name)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or value < 0 or (value == 0 and least is None):
-        raise MachineError(
-            f"machine {where}: {name} is {_short(value)}",
-            help=f"give a number {'from 0' if least is not None else 'above 0'}, such as 4.5e+11 (YAML wants the sign)",
-        )
-    return float(value)
