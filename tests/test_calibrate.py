@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -17,9 +18,10 @@ from tpcompiler.cost import measure
 from tpcompiler.cost.collective import KINDS
 from tpcompiler.cost.machine import Host, Link
 from tpcompiler.cost.machine_file import read_machine
-from tpcompiler.cost.measure import fit_link, fit_links
+from tpcompiler.cost.measure import LinksOfKind, Measurements, fit_link, fit_links
 from tpcompiler.errors import LaunchError, MachineError, TpCompilerWarning
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.runtime.records import CollectiveKind
 
 
 @pytest.mark.parametrize(
@@ -54,11 +56,11 @@ def test_two_links_are_found_again() -> None:
 RATES_HERE = {"flops": 5.78e10, "memory_bandwidth": 5e9, "memory": 6.3e9}
 
 
-def measured_as(links: Any, missing: Any = (), **other: Any) -> dict[str, Any]:
+def measured_as(links: Any, **other: Any) -> Measurements:
     """What the ranks of `calibrate` found."""
     floors = {"product": 2e-6, "attention": 5e-6, "other": 1e-6}
-    parts = {"rates": RATES_HERE, "again": RATES_HERE, "floors": floors, "host": {}, "links": links, "missing": missing}
-    return {"backend": "gloo", **parts, **other}
+    parts = {"rates": RATES_HERE, "again": RATES_HERE, "floors": floors, "host": {}, "links": links}
+    return msgspec.convert({"backend": "gloo", **parts, **other}, Measurements)
 
 
 def link_of(kind: str, ranks: int) -> dict[str, Any]:
@@ -85,12 +87,12 @@ def test_the_file_of_a_processor_that_runs_op_by_op(tmp_path: Path) -> None:
     """A GPU's says nothing of that: a compiler makes its kernels."""
     floors = {"product": 2e-6, "attention": 5e-6, "other": 3e-6, "view": 1e-6}
     rows = [{"rows": 1, "share": 0.25}, {"rows": 64, "share": 1.05}]
-    more = {"floors": floors, "cache_bandwidth": 3e10, "fuses": False, "rows": rows}
+    more = {"floors": floors, "cache_bandwidth": 3e10, "rows": rows}
     for measured in (measured_as([link_of("all_reduce", 2)], **more), measured_as([link_of("all_reduce", 2)])):
         (tmp_path / "here.yaml").write_text(machine_text(measured, 2))
         read = read_machine(tmp_path / "here.yaml")
         found = (read.fuses, read.view, read.cache_bandwidth, read.rows)
-        assert found == ((False, 1e-6, 3e10, {1: 0.25, 64: 1.05}) if measured.get("rows") else (True, 0.0, 0.0, {}))
+        assert found == ((False, 1e-6, 3e10, {1: 0.25, 64: 1.05}) if measured.rows else (True, 0.0, 0.0, {}))
 
 
 def test_a_busy_machine_is_a_warning() -> None:
@@ -100,31 +102,28 @@ def test_a_busy_machine_is_a_warning() -> None:
 
 
 def test_what_cannot_be_measured_is_said(tmp_path: Path) -> None:
-    missing = [{"collective": "all_to_all", "ranks": 2, "reason": "Backend mpi does not support alltoall"}]
-    measured = measured_as([link_of("all_reduce", 2)], missing, backend="mpi")
+    missing = {"collective": "all_to_all", "ranks": 2, "reason": "Backend mpi does not support alltoall"}
+    measured = measured_as([link_of("all_reduce", 2), missing], backend="mpi")
     said = "all_to_all of 2 ranks: not measured: Backend mpi does not support alltoall"
     with pytest.warns(TpCompilerWarning, match=said):
         text = machine_text(measured, 2)
     assert text.endswith(f"  # {said}\n")
     (tmp_path / "here.yaml").write_text(text)
     assert read_machine(tmp_path / "here.yaml").links["", 0] == [Link(2e-4, 5e8), Link(2e-3, 5e9)]
-    missing = [{**each, "collective": "all_reduce"} for each in missing]
     with pytest.raises(MachineError, match="all_reduce of 2 ranks: not measured: Backend mpi does not support"):
-        machine_text({**measured, "links": [], "missing": missing}, 2)
+        machine_text(measured_as([{**missing, "collective": "all_reduce"}], backend="mpi"), 2)
 
 
 def test_a_collective_that_the_backend_lacks_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure_link(kind: str, ranks: int, *_: object) -> dict[str, object]:
+    def measure_link(kind: CollectiveKind, ranks: int, *_: object) -> LinksOfKind:
         if kind == "all_gather":
             raise RuntimeError("not here\nframe #0: more")
-        return {"collective": kind, "ranks": ranks, "links": [(0.0, 1e9)], "error": 0.0}
+        return LinksOfKind(collective=kind, ranks=ranks, links=[(0.0, 1e9)])
 
     monkeypatch.setattr(measure, "measure_link", measure_link)
     found = list(measure.measure_links(2, None, torch.device("cpu")))
-    assert [each["collective"] for each in found] == list(KINDS)
-    assert [each for each in found if "reason" in each] == [
-        {"collective": "all_gather", "ranks": 2, "reason": "not here"}
-    ]
+    assert [each.collective for each in found] == list(KINDS)
+    assert [(each.collective, each.reason) for each in found if each.reason] == [("all_gather", "not here")]
 
 
 @pytest.mark.slow

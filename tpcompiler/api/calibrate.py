@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 import warnings
@@ -10,12 +9,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from tpcompiler.cost.measure import RESULT, Measurements
 from tpcompiler.errors import MachineError, TpCompilerWarning
 from tpcompiler.judge.compare.processes import run_ranks
 from tpcompiler.yaml_file import compose, plain
 
 LONGEST = timedelta(minutes=5)
 NOISE = 1.2  # largest ratio of two measurements of one rate
+UNITS = {"flops": "FLOP/s", "memory_bandwidth": "bytes/s", "memory": "bytes"}
 FLOORS = {
     "product": "seconds of a matrix product on top of its bytes and FLOPs",
     "attention": "the same of an attention",
@@ -40,7 +43,7 @@ def measure_machine(ranks: int = 2, *, timeout: timedelta = LONGEST) -> str:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         launch += ["-m", "tpcompiler.cost.measure", folder]
         run_ranks(launch, 1, timeout, help="use fewer ranks, or an idle machine")
-        return machine_text(json.loads(Path(folder, "measured.json").read_text()), ranks)
+        return machine_text(msgspec.json.decode(Path(folder, RESULT).read_bytes(), type=Measurements), ranks)
 
 
 def machine_data(text: str) -> dict[str, Any]:
@@ -51,47 +54,47 @@ def machine_data(text: str) -> dict[str, Any]:
     return data
 
 
-def machine_text(measured: dict[str, Any], ranks: int) -> str:
+def machine_text(measured: Measurements, ranks: int) -> str:
     """Return the text of the file; collectives without a link use that of an all_reduce over all ranks."""
-    for name, first in measured["rates"].items():
-        if not 1 / NOISE < (again := measured["again"][name]) / first < NOISE:
+    for name, first in measured.rates.items():
+        if not 1 / NOISE < (again := measured.again[name]) / first < NOISE:
             warnings.warn(
                 f"{name} was {first:.2e}, and {again:.2e} a minute later: measure again on an idle machine",
                 TpCompilerWarning,
                 stacklevel=2,
             )
-    links = measured["links"]
+    links = [each for each in measured.links if not each.reason]
     missing = [
-        f"{each['collective']} of {each['ranks']} ranks: not measured: {each['reason']}" for each in measured["missing"]
+        f"{each.collective} of {each.ranks} ranks: not measured: {each.reason}"
+        for each in measured.links
+        if each.reason
     ]
-    plain = next((link for link in links if link["collective"] == "all_reduce" and link["ranks"] == ranks), None)
-    if plain is None:
+    default = next((each for each in links if (each.collective, each.ranks) == ("all_reduce", ranks)), None)
+    if default is None:
         raise MachineError(
-            f"{measured['backend']} does not do what all others are reckoned by: {'; '.join(missing)}",
-            help="measure where it does",
+            f"{measured.backend} lacks the collective that is the default for all others: {'; '.join(missing)}",
+            help="measure where it can be measured",
         )
     for text in missing:
         warnings.warn(text, TpCompilerWarning, stacklevel=2)
-    notes = {"flops": "FLOP/s", "memory_bandwidth": "bytes/s", "memory": "bytes"}
-    rates = [f"{name}: {measured['rates'][name]:.2e}  # {unit}\n" for name, unit in notes.items()]
-    rates += [f"{name}: {seconds:.2e}  # {FLOORS[name]}\n" for name, seconds in measured["floors"].items()]
-    if "fuses" in measured:
-        rates.append(f"cache_bandwidth: {measured['cache_bandwidth']:.2e}  # bytes/s of what was just written\n")
-        rates.append("fuses: false  # no compiler: each op is a kernel\n")
-        rates.append("rows:  # the share of flops that products of so many rows reach\n")
-        rates += [f"  - {{rows: {each['rows']}, share: {each['share']:.2f}}}\n" for each in measured["rows"]]
-    if measured["host"]:
-        said = ", ".join(f"{name}: {seconds:.2e}" for name, seconds in measured["host"].items())
-        rates.append(f"host: {{{said}}}  # seconds to launch each, outside of a CUDA graph\n")
-    lines = [f"  - {{{_speed(link)}}}\n" for link in plain["links"]]
+    lines = [f"# Measured by tpcompiler calibrate: {measured.backend}, {ranks} ranks. Of each device, or process.\n"]
+    lines += [f"{name}: {measured.rates[name]:.2e}  # {unit}\n" for name, unit in UNITS.items()]
+    lines += [f"{name}: {seconds:.2e}  # {FLOORS[name]}\n" for name, seconds in measured.floors.items()]
+    if measured.cache_bandwidth is not None:
+        lines.append(f"cache_bandwidth: {measured.cache_bandwidth:.2e}  # bytes/s of values that were just written\n")
+        lines.append("fuses: false  # no compiler: each op is a kernel\n")
+        lines.append("rows:  # the share of flops that products of so many rows reach\n")
+        lines += [f"  - {{rows: {each.rows:g}, share: {each.share:.2f}}}\n" for each in measured.rows]
+    if measured.host:
+        host = ", ".join(f"{name}: {seconds:.2e}" for name, seconds in measured.host.items())
+        lines.append(f"host: {{{host}}}  # seconds to launch each, outside of a CUDA graph\n")
+    lines.append("links:  # seconds, bytes/s that each rank sends; of several the fastest counts\n")
+    lines += [f"  - {{{_speed(link)}}}\n" for link in default.links]
     for each in links:
-        of = f"collective: {each['collective']}, ranks: {each['ranks']}"
-        lines.append(f"  # {each['collective']} of {each['ranks']} ranks: mean error {each['error']:.0%}\n")
-        lines += [f"  - {{{of}, {_speed(link)}}}\n" for link in each["links"]]
-    lines += [f"  # {text}\n" for text in missing]
-    head = f"# Measured by tpcompiler calibrate: {measured['backend']}, {ranks} ranks. Of each device, or process.\n"
-    links_of = "links:  # seconds, bytes/s that each rank sends; of several the fastest counts\n"
-    return "".join([head, *rates, links_of, *lines])
+        lines.append(f"  # {each.collective} of {each.ranks} ranks: mean error {each.error:.0%}\n")
+        of = f"collective: {each.collective}, ranks: {each.ranks}"
+        lines += [f"  - {{{of}, {_speed(link)}}}\n" for link in each.links]
+    return "".join([*lines, *(f"  # {text}\n" for text in missing)])
 
 
 def _speed(link: tuple[float, float]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import statistics
@@ -14,13 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy
 import torch
 import torch.distributed as dist
 
 from tpcompiler._torch import aten, c10d_functional
 from tpcompiler.cost.collective import KINDS, wire_bytes
+from tpcompiler.cost.machine_file import ShareOfRows
 from tpcompiler.errors import reason
+from tpcompiler.runtime.records import CollectiveKind, Record
 
 ROUNDS = 7  # per measurement; the median counts
 LONGEST = timedelta(minutes=1)  # per collective
@@ -32,6 +34,32 @@ WIDTH, ROWS = 512, (1, 2, 4, 8, 16, 32, 64, 128, 512)  # of small products whose
 FILLING = {"cpu": (512, 1 << 26), "cuda": (8192, 1 << 30)}  # side of a square matrix, and bytes that fit no cache
 
 
+RESULT = "measured.json"
+
+
+class LinksOfKind(Record, frozen=True, kw_only=True):
+    """The links that explain the times of a kind of collective, or the reason why it cannot be measured."""
+
+    collective: CollectiveKind
+    ranks: int
+    links: list[tuple[float, float]] = []  # latency and bytes/s, of which the faster counts
+    error: float = 0.0  # mean, relative
+    reason: str = ""
+
+
+class Measurements(Record, frozen=True):
+    """The results of all ranks."""
+
+    backend: str
+    rates: dict[str, float]
+    again: dict[str, float]  # the rates at the end
+    floors: dict[str, float]
+    host: dict[str, float]
+    links: list[LinksOfKind]
+    cache_bandwidth: float | None = None  # without a compiler of kernels
+    rows: list[ShareOfRows] = []  # likewise
+
+
 def main(folder: str) -> None:
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
@@ -39,29 +67,19 @@ def main(folder: str) -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo", timeout=LONGEST)
     world, rates = dist.get_world_size(), measure_device(device)
-    floors, host, more = measure_floors(device), measure_host(device), dict[str, Any]()
+    floors, host, written, rows = measure_floors(device), measure_host(device), None, list[ShareOfRows]()
     if not cuda:  # no compiler is assumed for a CPU
-        more = measure_uncompiled(rates["flops"], floors)
-    links, missing = list[dict[str, Any]](), list[dict[str, Any]]()
+        written, rows = measure_uncompiled(rates["flops"], floors)
+    links: list[LinksOfKind] = []
     for ranks in sorted({*(1 << power for power in range(1, world.bit_length())), world}):
         group = dist.new_group(list(range(ranks)), timeout=LONGEST)
         if dist.get_rank() < ranks:
-            for each in measure_links(ranks, group, device):
-                (missing if "reason" in each else links).append(each)
+            links += measure_links(ranks, group, device)
         dist.barrier()
     again = measure_device(device)
     if dist.get_rank() == 0:
-        parts = {
-            "rates": rates,
-            "floors": floors,
-            "host": host,
-            "links": links,
-            "missing": missing,
-            "again": again,
-            **more,
-        }
-        report = {"backend": dist.get_backend(), **parts}
-        Path(folder, "measured.json").write_text(json.dumps(report))
+        measured = Measurements(dist.get_backend(), rates, again, floors, host, links, written, rows)
+        Path(folder, RESULT).write_bytes(msgspec.json.encode(measured))
     dist.destroy_process_group()
 
 
@@ -95,8 +113,8 @@ def measure_floors(device: torch.device) -> dict[str, float]:
     return {name: seconds_each(kernel, device) for name, kernel in kernels.items()}
 
 
-def measure_uncompiled(flops: float, floors: dict[str, float]) -> dict[str, Any]:
-    """Measure a processor that runs a graph op by op, and the share of its FLOP/s in products of few rows.
+def measure_uncompiled(flops: float, floors: dict[str, float]) -> tuple[float, list[ShareOfRows]]:
+    """Return the bytes/s of just written values on a processor that runs op by op, and the shares of small products.
 
     Floors are those of common ops in turn, as in a graph: repeated calls of one op take half as long.
     """
@@ -105,11 +123,12 @@ def measure_uncompiled(flops: float, floors: dict[str, float]) -> dict[str, Any]
     floors["other"] = ops / len(little)
     floors["view"] = seconds_each(partial(_in_turn, views), device) / len(views)
     count, took = 2 * 256 * WIDTH * 4 * len(much), seconds_each(partial(_in_turn, much), device) - ops
-    weight, shares = torch.randn(WIDTH, WIDTH), list[dict[str, float]]()
+    weight, shares = torch.randn(WIDTH, WIDTH), list[ShareOfRows]()
     for rows in ROWS:
         seconds = seconds_each(partial(aten.linear.default, torch.randn(rows, WIDTH), weight), device)
-        shares.append({"rows": rows, "share": 2 * rows * WIDTH**2 / (seconds - floors["product"]) / flops})
-    return {"cache_bandwidth": count / took, "fuses": False, "rows": shares}
+        share = 2 * rows * WIDTH**2 / (seconds - floors["product"]) / flops
+        shares.append(ShareOfRows(rows=rows, share=share))
+    return count / took, shares
 
 
 def _in_turn(kernels: Sequence[Callable[[], object]]) -> None:
@@ -195,16 +214,16 @@ def measure_host(device: torch.device) -> dict[str, float]:
     return took
 
 
-def measure_links(ranks: int, group: Any, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield `measure_link` for each kind of collective, or the `reason` why it cannot be measured."""
+def measure_links(ranks: int, group: Any, device: torch.device) -> Iterator[LinksOfKind]:
+    """Yield `measure_link` for each kind of collective."""
     for kind in KINDS:
         try:
             yield measure_link(kind, ranks, group, device)
         except RuntimeError as error:  # such as a missing collective
-            yield {"collective": kind, "ranks": ranks, "reason": reason(error)}
+            yield LinksOfKind(collective=kind, ranks=ranks, reason=reason(error))
 
 
-def measure_link(kind: str, ranks: int, group: Any, device: torch.device) -> dict[str, Any]:
+def measure_link(kind: CollectiveKind, ranks: int, group: Any, device: torch.device) -> LinksOfKind:
     """Measure the links of a kind of collective in a group of so many ranks, and the error of the fit.
 
     Calls it as programs do: with a separate result, and a wait for it. The fastest link counts.
@@ -228,7 +247,7 @@ def measure_link(kind: str, ranks: int, group: Any, device: torch.device) -> dic
         seconds.append(seconds_of(partial(_call, waited, times), device, group) / times)
         sent.append(wire_bytes(kind, count * 4, ranks))
     links, error = fit_links(sent, seconds)
-    return {"collective": kind, "ranks": ranks, "links": links, "error": error}
+    return LinksOfKind(collective=kind, ranks=ranks, links=links, error=error)
 
 
 def _wait(call: Callable[[], torch.Tensor]) -> torch.Tensor:
