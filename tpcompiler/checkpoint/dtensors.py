@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from tpcompiler.checkpoint.leaves import entries_of, leaves_of, shardings_of
 from tpcompiler.checkpoint.ranks import RankShares
-from tpcompiler.errors import ArtifactError, MeshError, TpCompilerWarning, reason
+from tpcompiler.errors import ArtifactError, LaunchError, MeshError, TpCompilerWarning, reason
 from tpcompiler.ir.local import local_strides
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import format_placement
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut
+from tpcompiler.runtime.agree import WAIT, agreeing
 from tpcompiler.runtime.artifact import Manifest, read_manifest, say_files, weights_file
 from tpcompiler.runtime.target import refuse_full_disk
 from tpcompiler.runtime.weights import write_weights
@@ -69,7 +71,7 @@ def state_dict(directory: str | os.PathLike[str], mesh: DeviceMesh, *, trust: bo
     if whole:
         more = f" and {len(whole) - SHOWN} more" if len(whole) > SHOWN else ""
         warnings.warn(
-            f"whole on every rank, for DTensor cannot say their cut: {', '.join(whole[:SHOWN])}{more}",
+            f"whole on every rank, because DTensor cannot express their sharding: {', '.join(whole[:SHOWN])}{more}",
             TpCompilerWarning,
             stacklevel=2,
         )
@@ -97,8 +99,9 @@ def load_state_dict(directory: str | os.PathLike[str], state: Mapping[str, Any])
             f"the artifact has {mesh.world_size} ranks, this world has {dist.get_world_size()}",
             help=f"start {mesh.world_size} processes, or reshard the artifact",
         )
-    _agree(_misfit(manifest, state, path), path)  # before the collectives below, which would hang
-    _agree(_disagreement(state), path)
+    with _in_agreement() as mine:  # before the collectives below, which would hang
+        _refuse_misfit(manifest, state, path)
+        mine.update({repr(name): _form(value) for name, value in state.items()})
     source, shardings = RankShares(path), shardings_of(manifest)
     tied = {row.name: row.holder for row in manifest.tensors}
     given: dict[str, list[str]] = {}
@@ -113,17 +116,20 @@ def load_state_dict(directory: str | os.PathLike[str], state: Mapping[str, Any])
             whole = _whole(state[name])
             digests[name] = _digest(whole)
             values[entry.name] = cut(whole, shardings[entry.name], mesh, rank).clone()
-    _agree(_difference(digests, tied), path)
-    failed, hash = "", ""
-    try:
-        refuse_full_disk(new, sum(entry.nbytes for entry in entries))
-        own = {**numbers, **values}
-        hash = write_weights(new, entries, (own[n] if n in own else source.share(n, rank) for n, _, _ in entries))
-    except OSError as error:
-        failed = f"rank {rank}: {reason(error)}"
+    with _in_agreement() as mine:
+        for first, *names in given.values():
+            if other := next((name for name in names if digests[name] != digests[first]), None):
+                raise ArtifactError(
+                    f"{first!r} and {other!r} have different values, and the artifact ties them",
+                    help="give one of them",
+                )
+        mine.update({f"the content of {name!r}": f"SHA-256 {digest[:12]}.." for name, digest in digests.items()})
     hashes: list[Any] = [None] * mesh.world_size
     try:
-        _agree((f"cannot write the weights of {path}: {failed}", "check the free space") if failed else None, path)
+        with _in_agreement():
+            refuse_full_disk(new, sum(entry.nbytes for entry in entries))
+            own = {**numbers, **values}
+            hash = write_weights(new, entries, (own[n] if n in own else source.share(n, rank) for n, _, _ in entries))
     except ArtifactError:
         new.unlink(missing_ok=True)
         raise
@@ -154,14 +160,21 @@ def _placements(sharding: Sharding, mesh: Mesh) -> Sequence[Placement] | None:
     return placements
 
 
-def _agree(problem: tuple[str, str] | None, path: Path) -> None:
-    """Raise an error of any rank on all ranks; a collective."""
-    problems: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for rank, each in enumerate(problems):
-        if each is not None:
-            of = f"rank {rank}: " if rank != dist.get_rank() and f"rank {rank}" not in each[0] else ""
-            raise ArtifactError(f"{of}{each[0]}", help=each[1])
+@contextlib.contextmanager
+def _in_agreement() -> Iterator[dict[str, Any]]:
+    """Raise ArtifactError on all ranks if the block fails on one, or if ranks put other facts in the dict.
+
+    A file that cannot be written is an ArtifactError too.
+    """
+    try:
+        with agreeing(WAIT) as mine:
+            try:
+                yield mine
+            except OSError as error:
+                problem = f"cannot write the weights of rank {dist.get_rank()}: {reason(error)}"
+                raise ArtifactError(problem, help="check the free space") from error
+    except LaunchError as error:
+        raise ArtifactError(error.message, help=error.help) from error
 
 
 def _whole(value: torch.Tensor) -> torch.Tensor:
@@ -175,18 +188,6 @@ def _digest(value: torch.Tensor) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _disagreement(state: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Compare names and placements with rank 0, because ranks join tensors by them; a collective."""
-    own = {name: _form(value) for name, value in state.items()}
-    first = [own]
-    dist.broadcast_object_list(first)
-    for name in sorted(own.keys() | first[0].keys()):
-        here, there = own.get(name, "nothing"), first[0].get(name, "nothing")
-        if here != there:
-            return f"{name!r} is {here} on rank {dist.get_rank()}, and {there} on rank 0", "give the same on all ranks"
-    return None
-
-
 def _form(value: torch.Tensor) -> str:
     if not isinstance(value, DTensor):
         return "a whole tensor"
@@ -194,37 +195,23 @@ def _form(value: torch.Tensor) -> str:
     return f"a DTensor {placements} over {value.device_mesh.mesh.tolist()}"
 
 
-def _difference(digests: Mapping[str, str], tied: Mapping[str, str]) -> tuple[str, str] | None:
-    """Find a weight with different values, on two ranks or under its names; a collective."""
-    first = [dict(digests)]
-    dist.broadcast_object_list(first)
-    for name, digest in digests.items():
-        if digest != first[0][name]:
-            return f"{name!r} has other values on rank {dist.get_rank()} than on rank 0", "give the same on all ranks"
-    names: dict[str, str] = {}
-    for name, digest in digests.items():
-        other = names.setdefault(tied[name], name)
-        if digest != digests[other]:
-            return f"{other!r} and {name!r} have different values, and the artifact ties them", "give one of them"
-    return None
-
-
-def _misfit(manifest: Manifest, state: Mapping[str, Any], path: Path) -> tuple[str, str] | None:
-    """Return (the first misfit of these weights with the artifact, the remedy), or None."""
+def _refuse_misfit(manifest: Manifest, state: Mapping[str, Any], path: Path) -> None:
+    """Raise ArtifactError for weights that are not the artifact's, or that its layout cannot take."""
     if not manifest.programs:
-        return (
-            f"{path} has self-contained files, whose weights stay as they were written",
-            'save it with layout="shared", or reshard it',
+        raise ArtifactError(
+            f"{path} has self-contained files, whose weights cannot be replaced",
+            help='save it with layout="shared", or reshard it',
         )
     elsewhere = {row.name: row.stored_in for row in manifest.tensors if row.stored_in is not None}
     leaves = {name: leaf for leaf in leaves_of(manifest) for name in (leaf.name, *leaf.aliases)}
     for name, value in state.items():
-        if name in elsewhere:
-            return f"{name!r} is stored in the files of {elsewhere[name]!r}", f"give {path.parent / elsewhere[name]}"
+        if program := elsewhere.get(name):
+            raise ArtifactError(f"{name!r} is stored in the files of {program!r}", help=f"give {path.parent / program}")
         if name not in leaves:
-            return f"{path} has no weight {name!r}", "give the names of its manifest"
+            raise ArtifactError(f"{path} has no weight {name!r}", help="give the names of its manifest")
         have, want = (value.dtype, tuple(value.shape)), (leaves[name].dtype, leaves[name].shape)
         if have != want:
-            problem = f"{name!r} is {have[0]} {list(have[1])}, {path} has {want[0]} {list(want[1])}"
-            return problem, "give the weights of the same model"
-    return None
+            raise ArtifactError(
+                f"{name!r} is {have[0]} {list(have[1])}, {path} has {want[0]} {list(want[1])}",
+                help="give the weights of the same model",
+            )

@@ -45,10 +45,11 @@ def agreeing(timeout: timedelta) -> Iterator[dict[str, Any]]:
         raise
     _publish(key, mine)
     for rank, theirs in enumerate(_collect_facts(key, timeout)):
-        for what, value in mine.items():
-            if theirs.get(what) != value:
+        for name in {**mine, **theirs}:
+            own, other = mine.get(name, "nothing"), theirs.get(name, "nothing")
+            if own != other:
                 raise LaunchError(
-                    f"{what} is {value} on rank {dist.get_rank()}, and {theirs.get(what)} on rank {rank}",
+                    f"{name} is {own} on rank {dist.get_rank()}, and {other} on rank {rank}",
                     help="give all ranks the same, and restart the job",
                 )
 
