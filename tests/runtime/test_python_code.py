@@ -166,7 +166,7 @@ def rewrite(directory: Path, out: Path, change: Callable[[dict[str, Any]], dict[
         ({"y": "\uff44own_bias"}, "`(add\\w*|_guards_fn) = "),  # for Python the variable of a weight
         ({"false_graph_0": "\uff54rue_graph_0"}, "`_rue_graph_0 = self.true_graph_0`"),
         ({"sum_1": "self"}, "`gt = |`true_graph_0 = "),
-        ({"true_graph_0": "_guards_fn"}, "a module of its own in the place of '_guards_fn'"),
+        ({"true_graph_0": "_guards_fn"}, "torch replaces '_guards_fn' by another module"),
     ],
 )
 def test_names_in_a_file_that_python_takes_for_others(

@@ -115,14 +115,18 @@ def base_prefix(config: Mapping[str, Any]) -> str:
 
     A checkpoint of the base lacks the prefix, and a base model reads checkpoints of a whole model.
     """
-    listed = config.get("architectures")
-    name = listed[0] if isinstance(listed, list) and listed else ""
-    if not isinstance(name, str) or not name.isidentifier() or importlib.util.find_spec("transformers") is None:
-        return ""
-    import transformers
-
-    prefix = getattr(getattr(transformers, name, None), "base_model_prefix", "")
+    prefix = getattr(_architecture(config), "base_model_prefix", "")
     return f"{prefix}." if isinstance(prefix, str) and prefix else ""
+
+
+def _architecture(config: Mapping[str, Any]) -> Any:
+    """Return the class of transformers that a config names first; None without one."""
+    match config.get("architectures"):
+        case [str(name), *_] if name.isidentifier() and importlib.util.find_spec("transformers") is not None:
+            import transformers
+
+            return getattr(transformers, name, None)
+    return None
 
 
 def _transforms(config: Mapping[str, Any]) -> list[Any]:
@@ -133,8 +137,7 @@ def _transforms(config: Mapping[str, Any]) -> list[Any]:
     from transformers import conversion_mapping
 
     conversions: Any = conversion_mapping
-    listed = config.get("architectures")
-    build: Any = getattr(transformers, str(listed[0]), None) if isinstance(listed, list) and listed else None
+    build = _architecture(config)
     if build is not None and hasattr(conversions, "get_model_conversion_mapping"):
         with contextlib.suppress(Exception), weightless():  # else use the conversions of its type
             model = build._from_config(transformers.AutoConfig.for_model(**config))

@@ -71,17 +71,12 @@ class Checkpoint:
         """Read a tensor into memory: faster than page by page if all of it is needed."""
         stored = self.tensors[name]
         start, end = stored.bytes
-        data_bytes = torch.empty(end - start, dtype=torch.uint8)  # torch rejects a view of numpy's empty arrays
-        data = data_bytes.numpy()
-        with stored.file.open("rb", buffering=0) as file:
+        data = torch.empty(end - start, dtype=torch.uint8)
+        with stored.file.open("rb") as file:
             file.seek(start)
-            done = 0
-            while done < len(data):
-                count = file.readinto(data[done:].data)
-                if not count:
-                    raise ArtifactError(f"{stored.file} ends in {name!r}", help="copy the file again")
-                done += count
-        return data_bytes.view(stored.dtype).view(stored.shape)
+            if file.readinto(data.numpy().data) < len(data):
+                raise ArtifactError(f"{stored.file} ends in {name!r}", help="copy the file again")
+        return data.view(stored.dtype).view(stored.shape)
 
     def fingerprint(self) -> dict[str, list[int]]:
         """Return the size and times of every file, to detect a change."""
@@ -120,20 +115,17 @@ def _read_header(file: Path) -> dict[str, Stored]:
         Opened(file).close()  # reject pipes
         with safe_open(file, "pt") as opened, file.open("rb") as raw:
             length = int.from_bytes(raw.read(8), "little")
-            rows, base, found = json.loads(raw.read(length)), 8 + length, {}
+            rows, base, found = json.loads(raw.read(length)), 8 + length, dict[str, Stored]()
             for name in opened.keys():  # noqa: SIM118  (it is no mapping)
                 part = opened.get_slice(name)
                 if part.get_dtype() not in DTYPES:
                     raise ArtifactError(f"{file}: {name!r} is of {part.get_dtype()}, which torch lacks", help=again)
-                found[name] = Stored(file, DTYPES[part.get_dtype()], tuple(part.get_shape()), _bytes(rows[name], base))
+                start, end = rows[name]["data_offsets"]
+                shape = tuple(part.get_shape())
+                found[name] = Stored(file, DTYPES[part.get_dtype()], shape, (base + start, base + end))
             return found
     except (SafetensorError, OSError, ValueError) as error:
         raise ArtifactError(f"{file} cannot be read: {reason(error)}", help=again) from error
-
-
-def _bytes(row: Any, base: int) -> tuple[int, int]:
-    start, end = row["data_offsets"]
-    return base + start, base + end
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,6 +35,12 @@ KNOWN_MODULES = re.compile(r"transformers\.(modeling_outputs|cache_utils|models\
 KNOWN_OPS = {  # namespace of ops -> the module that registers them
     "transformers": "transformers.integrations.moe",
     "torchao": "torchao.quantization",
+}
+ARCHIVES = {  # an entry -> the kind of archive that has it
+    r"^data/aotinductor/": "an AOTInductor package: compiled code, not a .pt2 with a graph",
+    r"^constants\.pkl$|^code/": "a TorchScript archive (torch.jit.save), not a .pt2",
+    r"^data\.pkl$": "a pickle of something else (torch.save of weights or a module), not a .pt2",
+    "": "a zip archive of something else, not a .pt2",
 }
 EXPORT_SUPPORT = "transformers.integrations.executorch"
 EXPORT = "export the model and write it with torch.export.save(exported_program, path)"
@@ -158,17 +164,17 @@ def open_model(path: str | os.PathLike[str], *, trust: bool = False) -> Iterator
     """
     file = Path(path)
     if os.path.isdir(file):  # unlike pathlib's, it does not raise for a long name or a closed folder
-        raise _refusal(file, *_directory(file))
+        raise _directory(file)
     try:
         opened = Opened(file)
     except FileNotFoundError as error:
         help = download_help(path, "then tpcompiler export {} -o model.pt2")
-        raise _refusal(
-            file, "does not exist", help or f"give the path of a .pt2 file; to make one, {EXPORT}"
-        ) from error
+        help = help or f"give the path of a .pt2 file; to make one, {EXPORT}"
+        raise ArtifactError(f"{file} does not exist", help=help) from error
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
-        problem = f"cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise _refusal(file, problem, "check the path and the permissions") from error
+        raise ArtifactError(
+            f"{file} cannot be read: {reason(error)}", help="check the path and the permissions"
+        ) from error
     with opened, looked_into(opened, trust=trust):
         yield opened
 
@@ -177,7 +183,7 @@ def open_model(path: str | os.PathLike[str], *, trust: bool = False) -> Iterator
 def looked_into(file: Opened, *, trust: bool) -> Iterator[None]:
     """Inspect a file that is already open, as `open_model` does."""
     if problem := _other_than_pt2(file):
-        raise _refusal(file.path, *problem)
+        raise ArtifactError(f"{file.path} {problem[0]}", help=problem[1])
     try:
         with quiet_torch() as heard, file.telling():
             if not trust:
@@ -213,56 +219,41 @@ def _strange_calling(program: ExportedProgram) -> str:
 
 def _strange_examples(program: ExportedProgram) -> str:
     """Describe invalid example inputs: torch returns any object that the file contains."""
-    examples = program.example_inputs
-    if examples is None or (
-        isinstance(examples, tuple)
-        and len(examples) == 2
-        and isinstance(examples[0], tuple)
-        and isinstance(examples[1], dict)
-    ):
-        for value in tree_flatten(examples)[0] if examples is not None else ():
-            if isinstance(value, torch.Tensor) and (value.is_meta or value.layout is not torch.strided):
-                kind = "on the meta device" if value.is_meta else f"of layout {value.layout}"
-                return f"its example inputs have a tensor {kind}, without numbers that could be taken"
-        if examples is not None and not _fit(program, *examples):
-            return "its example inputs are not the arguments that its program takes"
-        return _strange_texts(program, tree_flatten(examples)[0])
-    return f"its example inputs are of type {type(examples).__name__}, and no (args, kwargs)"
-
-
-def _fit(program: ExportedProgram, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return True if these are arguments of the program; torch derives its input checks from them."""
+    match program.example_inputs:
+        case None:
+            return ""
+        case tuple((tuple() as args, dict() as kwargs)):
+            values = tree_flatten((args, kwargs))[0]
+        case examples:
+            return f"its example inputs are of type {type(examples).__name__}, and no (args, kwargs)"
+    for value in values:
+        if isinstance(value, torch.Tensor) and (value.is_meta or value.layout is not torch.strided):
+            kind = "on the meta device" if value.is_meta else f"of layout {value.layout}"
+            return f"its example inputs have a tensor {kind}, without numbers that could be taken"
     spec = program.call_spec.in_spec
     assert spec is not None
-    names = keywords_of(spec)
-    if set(names) != set(kwargs):
-        return False
-    return bool(tree_flatten((tuple(args), {name: kwargs[name] for name in names}))[1] == spec)
-
-
-def _strange_texts(program: ExportedProgram, examples: Sequence[Any]) -> str:
-    """Describe example inputs that are text where the program takes none: an input check would compute with them."""
+    names = keywords_of(spec)  # torch derives its input checks from the examples, in this order
+    if {*names} != kwargs.keys() or tree_flatten((args, {name: kwargs[name] for name in names}))[1] != spec:
+        return "its example inputs are not the arguments that its program takes"
     takes = [spec.arg for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
-    if any(isinstance(spec, ConstantArgument) and isinstance(spec.value, str) for spec in takes):
-        return ""
-    strange = next((each for each in examples if isinstance(each, (str, bytes))), None)
-    return f"its example inputs have the text {strange[:80]!r}, and its program takes none" if strange else ""
+    texts = [value for value in values if isinstance(value, (str, bytes))]  # an input check would compute with them
+    if texts and not any(isinstance(spec, ConstantArgument) and isinstance(spec.value, str) for spec in takes):
+        return f"its example inputs have the text {texts[0][:80]!r}, and its program takes none"
+    return ""
 
 
-def _refusal(file: Path, said: str, help: str) -> ArtifactError:
-    return ArtifactError(f"{file} {said}", help=help)
-
-
-def _directory(file: Path) -> tuple[str, str]:
+def _directory(file: Path) -> ArtifactError:
     if os.path.isfile(file / "manifest.json"):
-        return "is a directory that tpcompiler wrote", "give the .pt2 file of the single-device model"
+        return ArtifactError(
+            f"{file} is a directory that tpcompiler wrote", help="give the .pt2 file of the single-device model"
+        )
     if os.path.isfile(file / "config.json"):
-        return (
-            "is a Hugging Face directory: a config, and maybe weights, and no program",
-            f"tpcompiler export {file} -o model.pt2 makes one; {file / 'config.json'} is a plan for "
+        return ArtifactError(
+            f"{file} is a Hugging Face directory: a config, and maybe weights, and no program",
+            help=f"tpcompiler export {file} -o model.pt2 makes one; {file / 'config.json'} is a plan for "
             + option("--plan", "plan="),
         )
-    return "is a directory", "give a .pt2 file"
+    return ArtifactError(f"{file} is a directory", help="give a .pt2 file")
 
 
 def _other_than_pt2(file: Opened) -> tuple[str, str] | None:
@@ -295,8 +286,8 @@ def _other_than_zip(head: bytes) -> tuple[str, str]:
 
 
 def _other_archive(names: Sequence[str]) -> tuple[str, str] | None:
-    inside = {name.partition("/")[2] for name in names}  # every entry is in one folder named after the archive
-    models = sorted(name[7:-5] for name in inside if name.startswith("models/") and name.endswith(".json"))
+    inside = "\n".join(name.partition("/")[2] for name in names)  # every entry is in one folder named after the archive
+    models = sorted(re.findall(r"^models/(.*)\.json$", inside, re.MULTILINE))
     if "model" in models or OLD_FORMAT in names:
         return None
     if models:
@@ -304,13 +295,8 @@ def _other_archive(names: Sequence[str]) -> tuple[str, str] | None:
             f"holds exported programs named {', '.join(models)}, and none named 'model'",
             "write a file with one program by torch.export.save(exported_program, path)",
         )
-    if any(name.startswith("data/aotinductor/") for name in inside):
-        return "is an AOTInductor package: compiled code, not a .pt2 with a graph", EXPORT
-    if "constants.pkl" in inside or any(name.startswith("code/") for name in inside):
-        return "is a TorchScript archive (torch.jit.save), not a .pt2", EXPORT
-    if "data.pkl" in inside:
-        return "is a pickle of something else (torch.save of weights or a module), not a .pt2", EXPORT
-    return "is a zip archive of something else, not a .pt2", EXPORT
+    kind = next(kind for entry, kind in ARCHIVES.items() if re.search(entry, inside, re.MULTILINE))
+    return f"is {kind}", EXPORT
 
 
 def _load_error(file: Path, cause: BaseException) -> ArtifactError:

@@ -245,7 +245,7 @@ class _Reader:
                 (expected,), name = node.args, node.name
             case _:
                 raise _Difference
-        if node.name != name or not _same(actual, expected):
+        if node.name != name or _form(actual) != _form(expected):
             raise _Difference
         return node
 
@@ -309,31 +309,19 @@ def _result(function: Any, left: Any, right: Any) -> Any:
     return _TracedCall(function, (left, right))
 
 
-def _same(actual: Any, expected: Any) -> bool:
-    if isinstance(expected, fx.Node):
-        return actual is expected
-    if isinstance(expected, _TracedCall):
-        return (
-            isinstance(actual, _TracedCall)
-            and actual.function == expected.function
-            and _same(actual.args, expected.args)
-            and _same(actual.kwargs, expected.kwargs)
-        )
-    if isinstance(expected, slice):
-        return isinstance(actual, slice) and _same(
-            [actual.start, actual.stop, actual.step], [expected.start, expected.stop, expected.step]
-        )
-    if isinstance(expected, dict):
-        return (
-            isinstance(actual, dict)
-            and list(actual) == list(expected)
-            and _same([*actual.values()], [*expected.values()])
-        )
-    if isinstance(expected, list | tuple):
-        kind = tuple if isinstance(expected, tuple) else list
-        return isinstance(actual, kind) and len(actual) == len(expected) and all(map(_same, actual, expected))
-    if isinstance(expected, complex) and actual == expected and expected.imag:
-        return True  # torch writes -0.0-2j as -0 - 2j, which Python reads as 0.0-2j: equal in every use
-    # Compare numbers by text, which separates -0.0 from 0.0 and equates NaNs.
-    alike = repr(actual) == repr(expected) if isinstance(expected, float | complex) else actual == expected
-    return type(actual) is type(expected) and bool(alike)
+def _form(value: Any) -> object:
+    """Return a value in a form whose `==` tells apart what Python's `==` does not: 1, 1.0 and True, 0.0 and -0.0."""
+    match value:
+        case _TracedCall():
+            return _TracedCall, value.function, _form(value.args), _form(value.kwargs)
+        case slice():
+            return slice, _form((value.start, value.stop, value.step))
+        case dict():
+            return dict, [*value], [*map(_form, value.values())]
+        case list() | tuple():
+            return tuple if isinstance(value, tuple) else list, [*map(_form, value)]
+        case complex() if value.imag:  # torch writes -0.0-2j as -0 - 2j, which Python reads as 0.0-2j: equal in use
+            return complex, repr(value.real + 0.0), repr(value.imag)
+        case float() | complex():  # as text, in which NaN equals itself
+            return type(value), repr(value)
+    return type(value), value

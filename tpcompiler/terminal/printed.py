@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import decimal
 import difflib
-import io
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from tpcompiler.errors import printable
 
@@ -55,50 +54,35 @@ def nearest_names(name: str, known: Sequence[str]) -> str:
     return ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.3) or known[:3])
 
 
-class Printed(io.TextIOBase):
+class Printed:
     """A text stream that escapes invisible characters and those outside its encoding."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+        self._stream, self.encoding = stream, stream.encoding or "utf-8"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        encoding = self.encoding
-        with self._going_on():
-            self._stream.write(printable(text).encode(encoding, "backslashreplace").decode(encoding))
+        with self._unless_closed():
+            self._stream.write(printable(text).encode(self.encoding, "backslashreplace").decode(self.encoding))
         return len(text)
 
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self._stream.encoding or "utf-8"
-
-    @property
-    def errors(self) -> str:  # type: ignore[override]
-        return self._stream.errors or "strict"
-
-    def writable(self) -> bool:
-        return True
-
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
 
     def flush(self) -> None:
-        if not self._stream.closed:  # closed by the time this object is destroyed
-            with self._going_on():
-                self._stream.flush()
+        with self._unless_closed():
+            self._stream.flush()
 
     @contextmanager
-    def _going_on(self) -> Iterator[None]:
+    def _unless_closed(self) -> Iterator[None]:
         """Discard further output if the reader has closed the pipe, so that the command ends normally."""
         try:
             yield
         except BrokenPipeError:
             print_nowhere(self._stream)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 def print_nowhere(stream: TextIO) -> None:
@@ -116,8 +100,8 @@ def printed_streams(out: TextIO | None, error: TextIO | None) -> Iterator[None]:
         OSError: standard output cannot be written.
     """
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        output = Printed(out or nowhere)
-        with redirect_stdout(output), redirect_stderr(Printed(error or nowhere)):
+        output, errors = (cast(TextIO, Printed(stream or nowhere)) for stream in (out, error))
+        with redirect_stdout(output), redirect_stderr(errors):
             try:
                 yield
             finally:
