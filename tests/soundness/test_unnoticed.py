@@ -187,6 +187,7 @@ def terms_of_two_sums(ranks: list[ExportedProgram]) -> None:
         whole, late = (n for n in program.graph.nodes if n.target is torch.ops._c10d_functional.wait_tensor.default)
         add, start = next(n for n in program.graph.nodes if n.name == "add"), late.args[0]
         assert isinstance(start, fx.Node)
+        start.prepend(whole)
         made = aten.full_like.default if rank else aten.clone.default
         term = inserted(start, made, (whole, 0) if rank else (whole,), whole)
         early = inserted(start, aten.add.Tensor, (term if rank else product, other), product)

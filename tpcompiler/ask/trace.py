@@ -110,13 +110,17 @@ def _records(graph: fx.Graph, manifest: Manifest) -> dict[fx.Node, Collective]:
 
 
 def _insert_spans(module: fx.GraphModule, records: Mapping[fx.Node, Collective], spans: _Spans) -> None:
-    """Let the program say when it enters and leaves a module, or a collective with the wait that follows at once."""
+    """Make the program report when it enters and leaves a module, a collective, and a wait that follows later."""
     graph: fx.Graph = module.graph
     around: list[str] = []
     (output,) = graph.find_nodes(op="output")
+    labels = {node: _label(record) for node, record in records.items()}
+    for start, record in records.items():
+        waits = (user for user in start.users if edit.is_wait(user) and user is not start.next)
+        labels |= dict.fromkeys(waits, f"wait for {record.kind} {record.module}".strip())
     for node in [*edit.calls(graph), output]:
-        is_told = "nn_module_stack" in node.meta and not edit.is_wait(node)
-        inside = [] if node is output else edit.module_paths(node) if is_told else around
+        has_module = "nn_module_stack" in node.meta and not edit.is_wait(node)
+        inside = [] if node is output else edit.module_paths(node) if has_module else around
         pairs = zip(around, inside, strict=False)
         shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
         with graph.inserting_before(node):
@@ -124,11 +128,11 @@ def _insert_spans(module: fx.GraphModule, records: Mapping[fx.Node, Collective],
                 graph.call_function(spans.leave)
             for path in inside[shared:]:
                 graph.call_function(spans.enter, (path,))
-            if node in records:
-                graph.call_function(spans.enter, (_label(records[node]),))
+            if node in labels:
+                graph.call_function(spans.enter, (labels[node],))
         around = inside
-        if node in records:
-            last = node.next if edit.is_wait(node.next) else node
+        if node in labels:
+            last = node.next if node in records and edit.is_wait(node.next) else node
             with graph.inserting_after(last):
                 graph.call_function(spans.leave)
                 if edit.is_collective(node):

@@ -135,6 +135,14 @@ def erase(node: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
+def reorder(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    """Put all nodes of a graph into this order, in which every node follows its operands."""
+    output = graph.output_node()
+    for node in nodes:
+        if node is not output:
+            output.prepend(node)
+
+
 def graft(node: fx.Node, body: fx.Graph, inputs: Sequence[Any], meta: Mapping[str, Any]) -> list[fx.Node]:
     """Replace `node` by the nodes of `body`, whose placeholders become `inputs`. Return the inserted nodes.
 

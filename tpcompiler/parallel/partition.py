@@ -23,6 +23,7 @@ from tpcompiler.passes.fit_collectives import Fit, fit_collectives
 from tpcompiler.passes.localize_shapes import localize_shapes
 from tpcompiler.passes.lower_reshards import lower_reshards
 from tpcompiler.passes.move_device import move_device
+from tpcompiler.passes.schedule_collectives import schedule_collectives
 from tpcompiler.passes.shard_state import Hollow, shard_state
 from tpcompiler.terminal.printed import format_bytes
 
@@ -55,7 +56,7 @@ class Partition:
         if ranks not in self._local:
             with no_new_guards(self.program.graph):
                 lowered = lower_reshards(self.program, ranks, self._traces)
-                self._local[ranks] = localize_shapes(lowered, self._results)
+                self._local[ranks] = schedule_collectives(localize_shapes(lowered, self._results))
         return self._local[ranks]
 
     @cached_property
