@@ -69,7 +69,7 @@ def _start_early(order: Sequence[fx.Node]) -> list[fx.Node]:
     starts = [node for node in order if edit.is_collective(node)]
     waits = [next((user for user in start.users if edit.is_wait(user)), start) for start in starts]
     groups = [_before_start(start) for start in starts]
-    done: dict[fx.Node, None] = {}
+    done = dict.fromkeys(node for node in order if node.op == "placeholder")  # first in every exported graph
     next_start = 0
     for node in order:
         done.setdefault(node)

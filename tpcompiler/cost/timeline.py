@@ -34,7 +34,7 @@ class StepTime(Record, frozen=True):
 
     work: float  # the bytes that kernels move, or their FLOPs, whichever takes longer
     kernels: float  # the floors of kernels, on top of their work
-    network: float  # collectives, one after the other
+    network: float  # collectives, one after the other, except where other work hides them
     host: float  # launching all of that, at the same time; 0 in a CUDA graph
     total: float  # of the call
 
@@ -75,7 +75,7 @@ class Times(NamedTuple):
     """Predicted times of one call on one rank.
 
     Attributes:
-        total: the sum of all steps, one after the other.
+        total: of the whole call: kernels one after the other, and collectives one after the other next to them.
         steps: kernels and collectives, in order.
         chain: the critical path: the nodes of the longest chain of dependences, in order.
         uncounted: op -> number of calls that may multiply matrices but count 0 here, because their FLOPs are unknown.
@@ -127,8 +127,37 @@ def predict_times(graph: fx.Graph, sent: Mapping[str, float], machine: Machine, 
         if seconds[node] or node in links
     )
     host = len(kernels) * machine.host.operation + len(links) * machine.host.collective
-    total = StepTime.of(math.fsum(work.values()), math.fsum(floors.values()), math.fsum(links.values()), host)
+    network = _exposed_seconds(graph, seconds, links)
+    total = StepTime.of(math.fsum(work.values()), math.fsum(floors.values()), network, host)
     return Times(total, tuple(steps), tuple(node.name for node in chain), uncounted)
+
+
+def _exposed_seconds(graph: fx.Graph, seconds: Mapping[fx.Node, float], links: Mapping[fx.Node, float]) -> float:
+    """Return the seconds of collectives that no kernel hides.
+
+    Collectives run one after the other, next to the kernels between a start and its wait; an op over symmetric memory
+    waits at once.
+    """
+    left: dict[fx.Node, float] = {}  # of the collectives in flight, in order
+    exposed: list[float] = []
+    for node in graph.nodes:
+        if node in links:
+            left[node] = links[node]
+        elif not edit.is_wait(node):
+            hidden = seconds[node]
+            for start in left:
+                part = min(hidden, left[start])
+                left[start], hidden = left[start] - part, hidden - part
+        done = (
+            node
+            if node in links and not any(map(edit.is_wait, node.users))
+            else node.args[0]
+            if edit.is_wait(node)
+            else None
+        )
+        while done in left:
+            exposed.append(left.pop(next(iter(left))))
+    return math.fsum((*exposed, *left.values()))
 
 
 def duration(seconds: float) -> str:
