@@ -36,7 +36,7 @@ def test_the_file(tmp_path: Path) -> None:
     assert (found.bandwidth_of(stored=True), found.bandwidth_of(stored=False)) == (1e11, 2e11)
     old = machine(tmp_path, RATES + LINKS + "fuses: true\n")
     assert (old.fuses, old.view, old.bandwidth_of(stored=False)) == (True, 0.0, 1e11)
-    with pytest.raises(MachineError, match=r"fuses is 'maybe'\n  help: give true or false"):
+    with pytest.raises(MachineError, match=r"fuses: invalid enum value 'maybe'\n  help: use one of true, false"):
         machine(tmp_path, RATES + LINKS + "fuses: maybe\n")
 
 
