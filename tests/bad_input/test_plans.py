@@ -11,6 +11,7 @@ from torch import nn
 
 import tpcompiler
 from tests.bad_input.models import PLAN, Net, X, exported, refusal
+from tests.opaque import opaque
 
 IDS = torch.tensor([[1, 5, 15], [0, 8, 7]])
 
@@ -108,13 +109,13 @@ class Wrapped(nn.Module):
         return self.layer(x)
 
 
-class Distances(nn.Module):
+class Opaque(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.eye(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.sum() + torch.pdist(self.weight)
+        return x.sum() + opaque(self.weight)
 
 
 NORM = """use 'replicate', or give a dim of a parameter to cut, as in "layer.weight": "S(0)\""""
@@ -131,9 +132,9 @@ NORM = """use 'replicate', or give a dim of a parameter to cut, as in "layer.wei
             "name a layer inside it, such as 'layer.0'",
         ),
         (
-            Distances(),
+            Opaque(),
             "colwise",
-            "aten._pdist_forward.default has no rule for its use of 'layer.weight'",
+            "tests.opaque.default has no rule for its use of 'layer.weight'",
             "use 'replicate' for this layer",
         ),
         (

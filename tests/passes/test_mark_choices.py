@@ -11,6 +11,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 from torch.export import Dim
 
+from tests.opaque import opaque
 from tests.passes.models import Mlp
 from tests.passes.stages import Call, placed
 from tpcompiler.errors import ShardingError
@@ -123,7 +124,7 @@ return cumsum
 
 
 def test_an_op_without_a_rule_is_noted() -> None:
-    module = Call(lambda self, x: torch.pdist(self.up(x)), up=nn.Linear(4, 6))
+    module = Call(lambda self, x: opaque(self.up(x)), up=nn.Linear(4, 6))
     program = placed(module, (X,), {"up": "colwise"})
     assert_expected_inline(
         program_text(program),
@@ -133,12 +134,12 @@ p_up_bias: S(0) = up.bias f32[6]
 x: R = input f32[2, 4]
 linear: S(1) = linear(x, p_up_weight, p_up_bias)
 reshard: R = reshard(linear)
-_pdist_forward: R = _pdist_forward(reshard)
-return _pdist_forward
+opaque: R = opaque(reshard)
+return opaque
 """,
     )
     assert [note.text for note in program.notes if note.kind == "no rule"] == [
-        "aten._pdist_forward.default at '_pdist_forward' has no rule: 'linear' is replicated"
+        "tests.opaque.default at 'opaque' has no rule: 'linear' is replicated"
     ]
 
 
