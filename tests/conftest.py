@@ -64,8 +64,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A part of each sweep; and the longest files first, so that no worker is left with one when the others have ended."""
-    if thinned := left_out(items) if len(items) > 1 else []:  # who names one case wants it
+    """A part of each sweep, unless cases are selected by name; and the longest files first, so that workers end together."""
+    named = config.option.keyword or len(items) == 1
+    if thinned := [] if named else left_out(items):
         config.hook.pytest_deselected(items=thinned)
         items[:] = [item for item in items if item not in thinned]
     recorded = read_record()

@@ -1,7 +1,7 @@
 """Sweeps of which the ordinary suite runs a part: `make trust` runs all of each.
 
 `some` thins what a test goes through, and the marker `sweep` the cases of a parametrized test: `sweep(3)` keeps one in
-three, `sweep` as few as have every value of every parameter.
+three, `sweep` as few as have every value of every parameter. Cases selected by name (`-k`) all run.
 """
 
 from __future__ import annotations

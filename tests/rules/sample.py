@@ -1,4 +1,7 @@
-"""One call of an op, with the text of its rule; and random tensors for its operands."""
+"""One call of an op, with the text of its rule; and random tensors for its operands.
+
+Every sample draws from the same seed, so that a new one changes the numbers of no other.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from torch import fx
 from tpcompiler._torch import OpOverload, tree_map
 from tpcompiler.judge.rules import run_on_shards
 
-_random = torch.Generator().manual_seed(0)
+SEED = 0
+_random = torch.Generator().manual_seed(SEED)
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class Sample:
 
 
 def call(target: OpOverload, *args: Any, text: str | None, **kwargs: Any) -> Sample:
+    _random.manual_seed(SEED)  # for the operands of the next sample
     return Sample(target, text, args, kwargs)
 
 

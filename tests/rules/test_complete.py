@@ -1,12 +1,10 @@
 """What our rules leave out: sound ways to run a call, found by execution, that its rule does not offer.
 
-`left_out.txt` lists them under their reasons ("? " before what random numbers may or may not show), and nothing else:
-python -m tests.rules.test_complete prints what to change.
+`left_out.txt` lists them under their reasons ("? " before what random numbers may or may not show), and nothing else.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pytest
 import torch
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
+from tests.rules.listed import OPS, changes, samples_of
 from tests.rules.sample import Sample, node_of
 from tests.rules.samples import SAMPLES
 from tpcompiler.errors import RuleError
@@ -40,13 +39,6 @@ SILENT = {  # calls that show nothing
 }
 
 
-def read_list(path: Path) -> tuple[set[str], set[str]]:
-    """(what must be found, what may be found)."""
-    lines = [line for line in path.read_text().splitlines() if line and not line.startswith("# ")]
-    assert len(lines) == len(set(lines)), "a line stands twice"
-    return {line for line in lines if line[0] != "?"}, {line[2:] for line in lines if line[0] == "?"}
-
-
 def _left_out(samples: list[Sample]) -> set[str]:
     found = set()
     for sample in samples:
@@ -63,26 +55,11 @@ def _left_out(samples: list[Sample]) -> set[str]:
     return found
 
 
-def _family(op: str) -> str:
-    """The file of the op's rule."""
-    return _HOME.get(op, "tagged pointwise")
-
-
-_HOME = {str(target): entry.write.__module__.rpartition(".")[2] for target, entry in _RULES.items()}
-
-
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("family", sorted({_family(str(sample.target)) for sample in SAMPLES}))
-def test_nothing_is_left_out_but_what_is_listed(family: str) -> None:
-    found = _left_out([sample for sample in SAMPLES if _family(str(sample.target)) == family])
-    must, may = ({line for line in each if _family(re.split("[: ]", line)[0]) == family} for each in read_list(LIST))
-    assert sorted(found - must - may) == [], "sound, and not offered: write it into the rule, or here with its reason"
-    assert sorted(must - found) == [], "offered now, or not found any more: take it off the list"
-
-
-def test_every_line_is_of_an_op_with_a_sample() -> None:
-    ops = {str(sample.target) for sample in SAMPLES}
-    assert {re.split("[: ]", line)[0] for each in read_list(LIST) for line in each} <= ops
+@pytest.mark.parametrize("op", OPS)
+def test_nothing_is_left_out_but_what_is_listed(op: str) -> None:
+    if change := changes(LIST, op, _left_out(samples_of(op))):
+        pytest.fail(f"the rule omits sound placements: offer them, or change {LIST.name}, with the reason:\n{change}")
 
 
 def test_a_rule_that_leaves_out_a_factor_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,11 +71,3 @@ def test_a_rule_that_leaves_out_a_factor_is_noticed(monkeypatch: pytest.MonkeyPa
         "aten.mm.default: P(sum), R -> P(sum)",
         "aten.mm.default: R, P(sum) -> P(sum)",
     }
-
-
-if __name__ == "__main__":
-    must, may = read_list(LIST)
-    now = _left_out(SAMPLES)
-    print(
-        "\n".join([*(f"+ {line}" for line in sorted(now - must - may)), *(f"- {line}" for line in sorted(must - now))])
-    )

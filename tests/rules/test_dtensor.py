@@ -1,18 +1,17 @@
 """DTensor's rules beside ours: every disagreement over a call on 2 ranks is listed in `dtensor.txt` with its reason.
 
-    OP: no rule                 DTensor takes the op apart, or does not know it
     OP: fails                   its rule raises for a call that runs
     OP: offers IN -> OUT        and our rule does not
     OP: IN -> OUT is OUT        our rule makes another placement of it
     OP: wrong, IN -> OUT        running the shards does not give the whole
 
-python -m tests.rules.test_dtensor prints what to change.
+Ops that DTensor has no rule for are left out.
 """
 
 from __future__ import annotations
 
 import logging
-import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,9 +20,10 @@ from torch.distributed.tensor import Partial, Placement, Replicate
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
 from tests.rules.dtensor import answer, knows, mesh_of, text
+from tests.rules.listed import OPS, changes, samples_of
 from tests.rules.sample import Sample, call, node_of, t
-from tests.rules.samples import SAMPLES
-from tests.rules.test_complete import NOT_RUN, read_list
+from tests.rules.test_complete import NOT_RUN
+from tpcompiler._torch import DeviceMesh
 from tpcompiler.errors import RuleError
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
@@ -39,26 +39,22 @@ LIST = Path(__file__).with_name("dtensor.txt")
 DEGREE = 2
 
 
-def disagreements(samples: list[Sample]) -> set[str]:
+def disagreements(samples: list[Sample], mesh: DeviceMesh) -> set[str]:
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it prints what a rule raises
     found = set()
-    with mesh_of(DEGREE) as mesh:
-        for sample in samples:
-            node = node_of(sample)
-            operands = [operand.meta["val"] for operand in edit.operands(node)]
-            if not knows(sample.target):
-                found.add(f"{sample.target}: no rule")
-                continue
-            if not operands or str(sample.target) in NOT_RUN:
-                continue
-            ways = []
-            for inputs in combinations(operands, DEGREE):
-                if is_even(SoundWay(inputs, ()), operands, DEGREE):
-                    try:
-                        ways += [way] if (way := answer(sample, inputs, mesh)) else []
-                    except Exception:
-                        found.add(f"{sample.target}: fails")
-            found |= {f"{sample.target}: {what}" for what in _compared(sample, rule_of(node), ways)}
+    for sample in samples:
+        node = node_of(sample)
+        operands = [operand.meta["val"] for operand in edit.operands(node)]
+        if not operands or str(sample.target) in NOT_RUN:
+            continue
+        ways = []
+        for inputs in combinations(operands, DEGREE):
+            if is_even(SoundWay(inputs, ()), operands, DEGREE):
+                try:
+                    ways += [way] if (way := answer(sample, inputs, mesh)) else []
+                except Exception:
+                    found.add(f"{sample.target}: fails")
+        found |= {f"{sample.target}: {what}" for what in _compared(sample, rule_of(node), ways)}
     return found
 
 
@@ -102,32 +98,25 @@ def _offered(rule: Rule | None) -> dict[tuple[Placement, ...], tuple[Placement, 
     return found
 
 
-def test_every_disagreement_is_listed() -> None:
-    found, (must, may) = disagreements(SAMPLES), read_list(LIST)
-    assert sorted(found - must - may) == [], "judge these, and write them into the list"
-    assert sorted(must - found) == [], "not found any more: take these off the list"
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    with mesh_of(DEGREE) as mesh:
+        yield mesh
 
 
-def test_the_list_has_no_op_without_a_sample() -> None:
-    ops = {str(sample.target) for sample in SAMPLES}
-    assert {re.split("[: ]", line)[0] for each in read_list(LIST) for line in each} <= ops
+@pytest.mark.parametrize("op", [op for op in OPS if knows(samples_of(op)[0].target)])
+def test_every_disagreement_is_listed(op: str, mesh: DeviceMesh) -> None:
+    if change := changes(LIST, op, disagreements(samples_of(op), mesh)):
+        pytest.fail(f"another answer than DTensor's: judge it, and change {LIST.name}, with the reason:\n{change}")
 
 
-def test_a_disagreement_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disagreement_is_seen(monkeypatch: pytest.MonkeyPatch, mesh: DeviceMesh) -> None:
     """A rule of ours that offers less, and answers of DTensor that are wrong."""
     sample = call(torch.ops.aten.mm.default, t(4, 6), t(6, 8), text="")
-    assert disagreements([sample]) == set()
+    assert disagreements([sample], mesh) == set()
     monkeypatch.setattr("tests.rules.test_dtensor.rule_of", lambda node: None)
-    assert "aten.mm.default: offers S(0), R -> S(0)" in disagreements([sample])
+    assert "aten.mm.default: offers S(0), R -> S(0)" in disagreements([sample], mesh)
     monkeypatch.setattr(
         "tests.rules.test_dtensor.answer", lambda sample, inputs, mesh: SoundWay(inputs, (Replicate(),) * 1)
     )
-    assert "aten.mm.default: wrong, S(0), R -> R" in disagreements([sample])
-
-
-if __name__ == "__main__":
-    must, may = read_list(LIST)
-    now = disagreements(SAMPLES)
-    print(
-        "\n".join([*(f"+ {line}" for line in sorted(now - must - may)), *(f"- {line}" for line in sorted(must - now))])
-    )
+    assert "aten.mm.default: wrong, S(0), R -> R" in disagreements([sample], mesh)
