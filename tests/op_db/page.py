@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class Entry:
     op: str
     texts: tuple[str, ...]
     shards: str
-    besides: str
+    options: str
 
     @property
     def stamp(self) -> str:
@@ -44,23 +45,25 @@ class Entry:
 def registry() -> tuple[Entry, ...]:
     """The rules as the samples of tests/rules show them, by op."""
     texts: dict[Any, dict[str, None]] = defaultdict(dict)
-    besides: dict[Any, dict[str, None]] = defaultdict(dict)
+    options: dict[Any, dict[str, None]] = defaultdict(dict)
     for sample in SAMPLES:
         if sample.text is not None and sample.target in _RULES:
             written = written_of(node_of(sample))
             assert written is not None
             texts[sample.target][_plain(written.text)] = None
-            besides[sample.target].update(dict.fromkeys(_besides(written)))
+            options[sample.target].update(dict.fromkeys(_options(written, _RULES[sample.target].relayout)))
     return tuple(
-        Entry(str(target), tuple(texts[target]), _RULES[target].shards, "; ".join(besides[target]))
+        Entry(str(target), tuple(texts[target]), _RULES[target].shards, "; ".join(options[target]))
         for target in sorted(texts, key=str)
     )
 
 
-def _besides(written: RuleText) -> list[str]:
-    said = ["linear in " + " and ".join(map(str, group)) for group in written.linear]
-    said += [f"leaves P({written.reduce})"] * (written.reduce != "sum")
-    return said + ["own body"] * bool(written.local)
+def _options(written: RuleText, relayout: bool) -> list[str]:
+    options = ["relayout"] * relayout
+    options += ["linear in " + " and ".join(map(str, group)) for group in written.linear]
+    options += [f"leaves P({written.reduce})"] * (written.reduce != "sum")
+    options += ["own body"] * bool(written.local)
+    return options + [f"sizes {argument}" for argument in (*written.sizes, *written.counts)]
 
 
 def _plain(text: str) -> str:
@@ -109,6 +112,7 @@ def figures(rows: Rows) -> dict[str, Any]:
         "whole": dict(sorted(Counter(row["what"] for row in rows["whole"]).items())),
         "lines": {"shardable": len(lines), "offered": sum(not why for why in lines.values())},
         "cuts": cuts,
+        "no rule": sorted({row["op"] for row in judged if row["verdict"] == "no rule"}),
         "pointwise": len({row["op"] for row in judged if row["verdict"] == "right"} - stamps.keys()),
         "stamps": stamps,
         "per_op": dict(sorted(per_op.items())),
@@ -149,8 +153,8 @@ def page(results: Mapping[str, Any]) -> str:
 {front_line("ops.md")}
 
 Written by `make ops` from the rules and from runs over torch {results["torch"]}'s own op database, which holds sample inputs
-of every op that torch tests. [write-a-rule.md](write-a-rule.md) explains rules and their notation. An op without a rule
-is correct too: its operands are gathered, and the report says so.
+of every op that torch tests. [write-a-rule.md](write-a-rule.md) explains rules, their notation and their options. An op
+[without a rule](#ops-without-a-rule) is correct too: its operands are gathered, and the report says so.
 
 - **The rules by themselves**: {judged:,} distinct calls that have a rule were run on the shards of 2 and 3 ranks in every way
   that the rule offers: {calls["right"]:,} right, {calls["wrong"]} wrong, {calls["crash"]} crashes. {calls["no rule"]:,} calls have no rule.
@@ -160,12 +164,12 @@ is correct too: its operands are gathered, and the report says so.
   (`tests/op_db/shardable.txt`); the rules offer {lines["offered"]:,} of them ({_percent(lines)}).
   Counted by call, {cuts["offered"]:,} of {cuts["shardable"]:,} ({_percent(cuts)}).
 
-Besides the ops below, the overloads that torch tags as pointwise share one rule ({results["pointwise"]} of them are among the calls):
+In addition to the ops below, the overloads that torch tags as pointwise share one rule ({results["pointwise"]} of them are among the calls):
 operands broadcast, every dim may be sharded.
 The last column counts the dims of operands that the rule offers, of those that can be sharded. It is empty if torch has no
-sample, and `?` if the rule has changed since the measurement.
+sample, and `?` if the rule is newer than the measurement: the next `make ops` (hours) replaces it.
 
-| op | rule, as its samples show it | shards | besides | offered |
+| op | rule, as its samples show it | shards | options | offered |
 |---|---|---|---|---|
 """
     for entry in registry():
@@ -173,8 +177,10 @@ sample, and `?` if the rule has changed since the measurement.
         count = count if results["stamps"].get(entry.op) == entry.stamp else "?"
         texts = "<br>".join(f"`{rule}`" for rule in entry.texts[:3]) + ("<br>.." if len(entry.texts) > 3 else "")
         op = entry.op.removeprefix("aten.")
-        text += f"| {op} | {texts} | {entry.shards} | {entry.besides} | {count} |\n"
-    return text
+        text += f"| {op} | {texts} | {entry.shards} | {entry.options} | {count} |\n"
+    without = [op for op in results["no rule"] if op not in {entry.op for entry in registry()}]
+    names = fill(" ".join(op.removeprefix("aten.") for op in without), 120, break_on_hyphens=False)
+    return f"{text}\n## Ops without a rule\n\nOf the ops above, a rule may decline a call. These have no rule at all:\n\n```\n{names}\n```\n"
 
 
 def _percent(counted: Mapping[str, int]) -> str:

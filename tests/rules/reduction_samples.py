@@ -76,6 +76,11 @@ REDUCTIONS = [
     call(aten._cdist_forward.default, t(3, 4, 6), t(3, 5, 6), 2.0, None, text="b0 m k!, b0 n k! -> b0 m n"),
     call(aten._cdist_forward.default, t(1, 4, 6), t(3, 5, 6), 1.0, None, text="1 m k, b0 n k -> b0 m n"),
     call(aten._cdist_forward.default, t(4, 5), t(6, 5), INF, None, text="m k, n k -> m n"),
+    call(aten._pdist_forward.default, t(5, 6), text="n! k! -> q!"),
+    call(aten._pdist_forward.default, t(4, 5), 1.0, text="n! k -> q!"),
+    call(aten._pdist_forward.default, t(6, 4), 0.0, text="n! k -> q!"),
+    call(aten._pdist_forward.default, t(4, 6), INF, text="n! k -> q!"),
+    call(aten._pdist_forward.default, t(6, 5), 3.0, text="n! k! -> q!"),
 ]
 
 ORDERED = [

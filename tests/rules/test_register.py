@@ -71,6 +71,7 @@ def register(op: object, rule: object, **options: object) -> None:
             "'toy_rules::none' is not an op of torch\n  help: give an op, or a name such as",
         ),
         ("toy_rules", "a -> a", {}, "'toy_rules' is not an op of torch"),
+        (torch.pdist, "a b -> c", {}, "is not an op of torch\n  help: give the op that an exported program has for"),
         ("toy_rules::gate.out", "a -> a", {}, "'toy_rules::gate.out' is not an op of torch"),
         ("toy_rules::fill_", "a ->", {}, "toy_rules.fill_.default changes its operands in place"),
         ("aten::linear", "b k, n k -> b n", {}, "aten.linear.default has a rule already"),

@@ -70,6 +70,18 @@ WRONG_REDUCTIONS = {
         call(aten._cdist_forward.default, t(4, 6), t(3, 6), 2.0, None, text=""),
         RuleText("m k, n k -> m n"),
     ),
+    "distances of pairs over cut coordinates": (
+        call(aten._pdist_forward.default, t(4, 6), text=""),
+        RuleText("n! k -> q!"),
+    ),
+    "a sum of greatest distances": (
+        call(aten._pdist_forward.default, t(4, 6), float("inf"), text=""),
+        RuleText("n! k -> q!"),
+    ),
+    "pairs of the rows of a shard": (
+        call(aten._pdist_forward.default, t(6, 4), 1.0, text=""),
+        RuleText("n k! -> q!"),
+    ),
     "groups that are told the number of all": (
         call(aten.group_norm.default, t(4, 12, 3), 6, text=""),
         RuleText("n (g c!) s! -> n (g c!) s!", factors={"g": 6}),

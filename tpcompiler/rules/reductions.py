@@ -101,6 +101,13 @@ def distances(node: fx.Node) -> RuleText:
     return RuleText(f"{', '.join(terms)} -> {' '.join(batch)} m n", reduce=reduce or "sum")
 
 
+@op_rule(aten._pdist_forward.default, shards="any")
+def pair_distances(node: fx.Node) -> RuleText:
+    """ "n! k! -> q!": from every row to every later one, so rows stay whole; k behaves as in a norm."""
+    reduce = NORMS.get(edit.bound(node)["p"])
+    return RuleText(f"n! k{'' if reduce else '!'} -> q!", reduce=reduce or "sum")
+
+
 @op_rule(
     aten.softmax.int,
     aten._softmax.default,

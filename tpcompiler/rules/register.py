@@ -14,6 +14,21 @@ from tpcompiler.rules.notation import Pattern, RuleText, Shards, parse
 from tpcompiler.rules.registry import Written, op_rule, op_variant
 
 
+def resolve_op(op: object) -> OpOverload:
+    """Return the op that is given, maybe by name.
+
+    Raises:
+        RuleError: there is no such op.
+    """
+    target = op_overload(op)
+    if target is None:
+        help = "give an op, or a name such as 'mylib::f' or 'mylib::f.out'"
+        if callable(op):
+            help = "give the op that an exported program has for this function, such as torch.ops.aten.mm.default"
+        raise RuleError(f"{op!r} is not an op of torch", help=help)
+    return target
+
+
 def register_rule(
     op: object,
     rule: str | Written,
@@ -46,11 +61,7 @@ def register_rule(
         RuleError: an unknown op, an op that already has a rule or mutates an operand, or a text that cannot be its
             rule.
     """
-    target = op_overload(op)
-    if target is None:
-        raise RuleError(
-            f"{op!r} is not an op of torch", help="give an op, or a name such as 'mylib::f' or 'mylib::f.out'"
-        )
+    target = resolve_op(op)
     if target._schema.is_mutable:
         raise RuleError(f"{target} changes its operands in place", help="write the op so that it returns what it makes")
     if shards not in get_args(Shards):

@@ -10,13 +10,14 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from tpcompiler._torch import OpOverload, op_overload, tree_flatten
+from tpcompiler._torch import OpOverload, tree_flatten
 from tpcompiler.errors import RuleError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.judge.rules.placements import SoundWay, sound_placements
 from tpcompiler.judge.rules.run_on_shards import check, check_variant, node_of
 from tpcompiler.rules.infer import Refusal, options, shardings
 from tpcompiler.rules.notation import Rule
+from tpcompiler.rules.register import resolve_op
 from tpcompiler.rules.registry import rule_of, variant_of
 
 DEGREES = (2, 3, 4)
@@ -79,9 +80,7 @@ def calls_of(op: object, sample_inputs: Iterable[Inputs]) -> list[tuple[OpOverlo
     Raises:
         RuleError: the op does not exist, or a sample is not a tuple of arguments.
     """
-    target = op_overload(op)
-    if target is None:
-        raise RuleError(f"{op!r} is not an op of torch", help="give an op, or a name such as 'mylib::f'")
+    target = resolve_op(op)
     calls = []
     for given in sample_inputs:
         if isinstance(given, torch.Tensor) or not isinstance(given, Sequence):
