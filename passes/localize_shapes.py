@@ -179,7 +179,7 @@ def _put_in_body(
     if next(iter(traced.nodes)).users:
         if not all(isinstance(each.offset, int) for each in ranges):
             raise RuleError(
-                f"the local body of {node.target} asks where a shard of a dynamic dim begins, which is no number",
+                f"the local body of {node.target} asks where a shard of a dynamic dim begins, which is not a number",
                 help="keep the factor whole where its size is no int (`!`)",
                 used_at=edit.source_line(node),
             )

@@ -342,7 +342,7 @@ def test_a_rank_with_its_own_indices_ends_the_others(tmp_path: Path) -> None:
     ended = fork_ranks(4, tmp_path / "worker.py", tmp_path / "out", together=False)
     assert ended.codes == (1, 1, 1, 1), ended.printed
     for rank, text in enumerate(ended.printed):
-        own = "RuntimeError: embedding: an index is outside of [0, 10]", "another rank has ended, or did not come to it"
+        own = "RuntimeError: embedding: an index is outside of [0, 10]", "another rank has ended, or did not reach it"
         assert own[rank < 2] in text
     assert "an answer" not in "".join(ended.printed)
 

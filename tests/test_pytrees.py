@@ -263,7 +263,7 @@ DTYPE = "give a tensor of that dtype and shape"
         (
             (X,),
             {},
-            "the program was called with other arguments: keyword argument 'c' is missing\n"
+            "the program was called with wrong arguments: keyword argument 'c' is missing\n"
             "  help: it takes the keyword arguments c",
         ),
         (

@@ -52,8 +52,8 @@ def test_a_newer_torch_is_a_warning(version: str, said: bool) -> None:
         warnings.simplefilter("always")
         _torch.warn_of_newer(version)
     assert [str(each.message) for each in heard] == [
-        f"torch {version} is newer than 2.15, the newest that tpcompiler was run with: "
-        "where something fails, install torch 2.15"
+        f"torch {version} is newer than 2.15, the newest that tpcompiler was tested with: "
+        "if something fails, install torch 2.15"
     ] * said
     assert all(each.category is tpcompiler.TpCompilerWarning for each in heard)
 

@@ -135,4 +135,4 @@ def test_spans_stay_inside_of_each_other_on_another_clock() -> None:
 def test_a_package_shows_nothing(out: Path, tmp_path: Path) -> None:
     words = ("run", out, "--inputs", "none", "--trace", tmp_path / "trace.json")
     assert "a package is machine code, whose calls are not seen" in refused(*words, "--compiled")
-    assert "is no directory" in refused("run", out, "--inputs", "none", "--trace", tmp_path / "no" / "trace.json")
+    assert "is not a directory" in refused("run", out, "--inputs", "none", "--trace", tmp_path / "no" / "trace.json")

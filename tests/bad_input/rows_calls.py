@@ -54,37 +54,37 @@ ENVIRONMENTS = [
     Row(
         "not started by torchrun",
         RUN,
-        "this process is part of no group: RANK and WORLD_SIZE are not set",
+        "this process is in no group: RANK and WORLD_SIZE are not set",
         "start it with torchrun --nproc-per-node 2",
     ),
     Row(
         "RANK alone",
         f"RANK=0 {RUN}",
-        "this process is part of no group: WORLD_SIZE is not set",
+        "this process is in no group: WORLD_SIZE is not set",
         "start it with torchrun --nproc-per-node 2",
     ),
     Row(
         "WORLD_SIZE alone",
         f"WORLD_SIZE=2 {RUN}",
-        "this process is part of no group: RANK is not set",
+        "this process is in no group: RANK is not set",
         "start it with torchrun --nproc-per-node 2",
     ),
     Row(
         "WORLD_SIZE is no number",
         f"RANK=0 WORLD_SIZE=two {RUN}",
-        "WORLD_SIZE is 'two', which is no number",
+        "WORLD_SIZE is 'two', which is not a number",
         "start it with torchrun, which sets it",
     ),
     Row(
         "RANK is no number",
         f"RANK=first WORLD_SIZE=2 {RUN}",
-        "RANK is 'first', which is no number",
+        "RANK is 'first', which is not a number",
         "start it with torchrun, which sets it",
     ),
     Row(
         "RANK is below zero",
         f"RANK=-1 WORLD_SIZE=2 {RUN}",
-        "RANK is '-1', which is no number",
+        "RANK is '-1', which is not a number",
         "start it with torchrun, which sets it",
     ),
     Row(
@@ -108,7 +108,7 @@ ENVIRONMENTS = [
     Row(
         "a port that is no number",
         f"RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=http {RUN}",
-        "MASTER_PORT is 'http', which is no number",
+        "MASTER_PORT is 'http', which is not a number",
         "start it with torchrun, which sets it",
     ),
     Row(
@@ -134,14 +134,14 @@ ENVIRONMENTS = [
     Row(
         "LOCAL_RANK is no number",
         "RANK=0 WORLD_SIZE=2 LOCAL_RANK=x tpcompiler run cuda --inputs in.safetensors",
-        "LOCAL_RANK is 'x', which is no number",
+        "LOCAL_RANK is 'x', which is not a number",
         "start it with torchrun, which sets it",
         spoil=one_gpu,
     ),
     Row(
         "an outputs file in a folder that does not exist",
         f"{RUN} --outputs none/o.safetensors",
-        "cannot write none/o.safetensors: none is no directory",
+        "cannot write none/o.safetensors: none is not a directory",
         "make it first",
     ),
     Row(
@@ -166,7 +166,7 @@ ENVIRONMENTS = [
     Row(
         "an artifact with a file of someone else's in it, to be replaced",
         "tpcompiler convert none.pt2 --tp 2 --plan plan.yaml -o out --force",
-        "out holds 'notes.txt', which is no part of an artifact",
+        "out holds 'notes.txt', which is not part of an artifact",
         "move it elsewhere, or choose another directory",
         spoil=text("out/notes.txt", "mine"),
     ),
@@ -186,13 +186,13 @@ ENVIRONMENTS = [
     Row(
         "a file where its folder belongs",
         f"{CONVERT} -o plan.yaml/new",
-        "cannot write plan.yaml/new: plan.yaml is no directory",
+        "cannot write plan.yaml/new: plan.yaml is not a directory",
         "choose another directory",
     ),
     Row(
         "a link to nothing where its folder belongs",
         f"{CONVERT} -o away/new",
-        "cannot write away/new: away is no directory",
+        "cannot write away/new: away is not a directory",
         "choose another directory",
         spoil=lambda patch: Path("away").symlink_to("nowhere"),
     ),
@@ -319,14 +319,14 @@ CALLS = [
     Row(
         "a loaded program without a keyword argument",
         lambda _: call_shifted(),
-        "the program was called with other arguments: keyword argument 'shift' is missing",
+        "the program was called with wrong arguments: keyword argument 'shift' is missing",
         "it takes the keyword arguments shift",
         code=InputsError,
     ),
     Row(
         "a loaded program with another keyword argument",
         lambda _: call_shifted(shif=torch.ones(2)),
-        "the program was called with other arguments: keyword argument 'shift' is missing; it has no keyword argument "
+        "the program was called with wrong arguments: keyword argument 'shift' is missing; it has no keyword argument "
         "'shif'",
         "it takes the keyword arguments shift",
         code=InputsError,

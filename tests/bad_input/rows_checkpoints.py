@@ -88,7 +88,7 @@ CHECKPOINTS = [
         "it has more",
         CUT,
         "checkpoint does not fit the program: it has 'more', which the program does not take",
-        "take what the program names with --ignore-unused",
+        "ignore the other tensors with --ignore-unused",
         spoil=weights(lambda held: held.update(more=torch.ones(1))),
     ),
     Row(

@@ -81,7 +81,7 @@ FILES = [
         "a file of no bytes",
         "tpcompiler inspect given.pt2",
         "given.pt2 is empty",
-        f"it is no .pt2: {EXPORT}",
+        f"it is not a .pt2: {EXPORT}",
         spoil=content("given.pt2", b""),
     ),
     Row(

@@ -78,7 +78,7 @@ PACKAGES = [
     Row(
         "it is for another CPU",
         lambda _: loaded("one", compiled=True),
-        "the package in one is for a CPU with avx9, which this one has not",
+        "the package in one is for a CPU with avx9, which this one lacks",
         AGAIN,
         spoil=packaged(capability=["avx9"]),
         code=ArtifactError,

@@ -128,7 +128,7 @@ def test_shares_that_do_not_belong_together(sharding: str, said: str, layout: An
     with pytest.raises(ArtifactError, match=f"'{name}' cannot be put together: {said}"):
         tpcompiler.reshard(out, 3, tmp_path / "three")
     if sharding == "P(sum)":
-        with pytest.raises(ArtifactError, match=f"'{name}' is P.sum., of which another rank holds all"):
+        with pytest.raises(ArtifactError, match=f"'{name}' is P.sum., another rank holds all of it"):
             read_rank(out, read_manifest(out), 1)
     read_rank(out, read_manifest(out), 0)
     assert [each.name for each in tmp_path.iterdir()] == ["out"]

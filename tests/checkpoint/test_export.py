@@ -84,7 +84,7 @@ def test_a_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert str(read_model(tmp_path / "model.pt2").range_constraints.values()).count("64") == 1
     said = refused("export", "models_of_mine:wrong", "-o", "other.pt2")
-    assert said.startswith("models_of_mine:wrong returned a Model that is no (model, args)")
+    assert said.startswith("models_of_mine:wrong returned a Model that is not (model, args)")
     assert "raised ZeroDivisionError" in refused("export", "models_of_mine:broken", "-o", "other.pt2")
     said = refused("export", "models_of_mine:none", "-o", "other.pt2")
     assert said.startswith("models_of_mine has no function 'none'")
@@ -96,7 +96,7 @@ def test_a_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (None, "config.json cannot be read: No such file or directory"),
         ("{", "config.json cannot be read"),
-        ("{}", "is no config of a model: it names no model_type"),
+        ("{}", "is not the config of a model: it names no model_type"),
         (json.dumps({"model_type": "llama"}), "names the architecture '', which transformers"),
         (json.dumps({"model_type": "llama", "architectures": 5}), "names the architecture '', which transformers"),
         (

@@ -19,15 +19,15 @@ START = 60.0  # for starting two interpreters with torch on a busy machine; the 
 FAULTS: dict[str, tuple[str | None, str]] = {
     "none": ("called: ", "called: "),
     "starts late": ("called: ", "called: "),
-    "dies before loading": (None, "LaunchError: not all of 2 ranks came within 6 s"),
-    "dies before loading: the first rank": (None, "LaunchError: not all of 2 ranks came within 6 s"),
+    "dies before loading": (None, "LaunchError: not all of 2 ranks arrived within 6 s"),
+    "dies before loading: the first rank": (None, "LaunchError: not all of 2 ranks arrived within 6 s"),
     "another artifact": (
         "LaunchError: the artifact is SHA-256 ",
         "LaunchError: the artifact is SHA-256 ",
     ),
     "another world": (
         "LaunchError: the artifact is for 2 ranks, this world has 3",
-        "LaunchError: not all of 2 ranks came within 6 s",
+        "LaunchError: not all of 2 ranks arrived within 6 s",
     ),
     "a damaged shard": ("ArtifactError: ", "LaunchError: rank 1 has failed: "),
     "inputs of another size": ("LaunchError: input 'x' is ", "LaunchError: input 'x' is "),
@@ -43,7 +43,7 @@ FAULTS: dict[str, tuple[str | None, str]] = {
     ),
     "never calls": (
         None,
-        "a collective of the group 'tp=2:tp' (ranks 0, 1) has failed: another rank has ended, or did not come to it",
+        "a collective of the group 'tp=2:tp' (ranks 0, 1) has failed: another rank has ended, or did not reach it",
     ),
 }
 

@@ -65,12 +65,12 @@ def test_a_bomb(clean: Path, tmp_path: Path) -> None:
     zipped(path, sound, zipfile.ZIP_DEFLATED)
     read_model(path)
     zipped(path, [*sound, ("model/extra/zeros", bytes(1 << 24))], zipfile.ZIP_DEFLATED)
-    assert "it has an entry 'model/extra/zeros', which says that it is 16,777,216 bytes and holds 16," in refusal(path)
+    assert "it has an entry 'model/extra/zeros', which claims to be 16,777,216 bytes and holds 16," in refusal(path)
     inner = io.BytesIO(dict(entries_of(clean))[EXAMPLES])
     with zipfile.ZipFile(inner, "a", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data/9", bytes(1 << 24))
     write_entries(path, {**entries_of(clean), EXAMPLES: inner.getvalue()})
-    assert f"its entry {EXAMPLES} has an entry 'archive/data/9', which says that it is 16,777,216 bytes and" in refusal(
+    assert f"its entry {EXAMPLES} has an entry 'archive/data/9', which claims to be 16,777,216 bytes and" in refusal(
         path
     )
 
@@ -111,7 +111,7 @@ def test_a_tensor_of_which_nothing_is_stored(tmp_path: Path) -> None:
     for name in ("data/weights/weight_0", "data/weights/weight_1"):
         assert entries[name]
         write_entries(path, {**entries, name: b""})
-        assert re.search(r"'(weight|bias)' is \[[48, ]+\], of which it holds 0 bytes\n", refusal(path))
+        assert re.search(r"'(weight|bias)' is \[[48, ]+\], but it holds 0 bytes\n", refusal(path))
 
 
 def test_entries_that_lie_in_one_another(clean: Path, tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_two_archives_in_one_file(clean: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("clean.pt2", "has other entries for torch than for zipfile"), ("old.pt2", "is of the old format and of the new")],
+    [("clean.pt2", "has other entries for torch than for zipfile"), ("old.pt2", "has both the old and the new format")],
 )
 def test_readers_that_differ(
     name: str, said: str, clean: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -65,7 +65,9 @@ def test_a_folder_that_is_missing_is_made(tmp_path: Path) -> None:
 
 def test_a_target_under_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ArtifactError, match=rf"^cannot write {tmp_path}/file/out: {tmp_path}/file is no directory\n"):
+    with pytest.raises(
+        ArtifactError, match=rf"^cannot write {tmp_path}/file/out: {tmp_path}/file is not a directory\n"
+    ):
         write_artifact(tmp_path / "file" / "out", manifest(), content)
 
 

@@ -52,7 +52,7 @@ def test_load_in_a_world_of_one(artifacts: Path) -> None:
 def test_another_rank(artifacts: Path) -> None:
     with pytest.raises(LaunchError) as raised:
         load(artifacts / "one", rank=1)
-    assert str(raised.value) == ("rank 1 was asked for in the process of rank 0\n  help: leave rank out under torchrun")
+    assert str(raised.value) == ("rank 1 was requested in the process of rank 0\n  help: leave rank out under torchrun")
 
 
 @pytest.mark.usefixtures("world_of_one")

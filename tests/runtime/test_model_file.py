@@ -74,7 +74,7 @@ def test_weights_on_a_device_that_is_not_here(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError) as raised:
         read_model(path)
     assert str(raised.value) == (
-        f"{path} holds tensors that are on CUDA, which torch does not find here\n"
+        f"{path} has tensors on CUDA, which torch does not find here\n"
         '  help: read it on a machine with a GPU, or export the model on the CPU and convert with device_type="cuda"'
     )
 

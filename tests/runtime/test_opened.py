@@ -164,7 +164,7 @@ def test_a_program_that_does_not_say_what_it_takes(change: dict[str, None] | Non
     graph = data["graph_module"]["module_call_graph"]
     graph[0].update(change) if change else graph.clear()
     write_entries(clean, {**entries, MODEL: json.dumps(data).encode()})
-    said = f"{clean}: it does not say what its program takes and returns\n  help: export the model again\n"
+    said = f"{clean}: it does not record the arguments and results of its program\n  help: export the model again\n"
     assert refused("inspect", clean) == said
 
 
@@ -188,7 +188,7 @@ def test_example_inputs_of_another_form(clean: Path, tmp_path: Path) -> None:
     entries = entries_of(clean)
     entries[EXAMPLES] = saved((torch.ones(2), torch.ones(2), torch.ones(2)))
     write_entries(tmp_path / "model.pt2", entries)
-    said = "its example inputs are of type tuple, and no (args, kwargs)\n  help: export the model again"
+    said = "its example inputs are of type tuple, not (args, kwargs)\n  help: export the model again"
     with pytest.raises(ArtifactError) as raised:
         read_model(tmp_path / "model.pt2")
     assert str(raised.value) == f"{tmp_path / 'model.pt2'}: {said}"

@@ -93,7 +93,7 @@ def test_force_keeps_what_is_no_part_of_an_artifact(after: bool, tmp_path: Path)
     with pytest.raises(ArtifactError) as raised:
         write_artifact(out, manifest(), then(add), force=True)
     assert str(raised.value) == (
-        f"{out} holds 'notes.txt', which is no part of an artifact\n"
+        f"{out} holds 'notes.txt', which is not part of an artifact\n"
         "  help: move it elsewhere, or choose another directory"
     )
     assert files_of(out) == {**before, "notes.txt": "mine"}
@@ -112,7 +112,7 @@ def test_a_file_that_comes_at_the_last_moment_is_left(tmp_path: Path, monkeypatc
         unlink(path, missing_ok)
 
     monkeypatch.setattr(Path, "unlink", add_and_unlink)
-    with pytest.raises(ArtifactError, match=r"^the new artifact is written, and .* is left of the old one"):
+    with pytest.raises(ArtifactError, match=r"^the new artifact is written, but .* remains of the old one"):
         write_artifact(out, manifest(plan={"w": "R"}), content, force=True)
     assert read_manifest(out).plan == {"w": "R"}
     (old,) = (path for path in tmp_path.iterdir() if path != out)
@@ -137,7 +137,7 @@ def test_what_is_called_as_a_part_and_is_none(name: str, tmp_path: Path) -> None
     notes.parent.mkdir(exist_ok=True)
     notes.write_text("mine")
     before = files_of(out)
-    with pytest.raises(ArtifactError, match=rf"^{out} holds '{name}', which is no part of an artifact\n"):
+    with pytest.raises(ArtifactError, match=rf"^{out} holds '{name}', which is not part of an artifact\n"):
         write_artifact(out, manifest(plan={"w": "R"}), content, force=True)
     assert files_of(out) == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -180,7 +180,7 @@ def test_sets_are_replaced_too(tmp_path: Path) -> None:
         write_set(tmp_path / "out", {"prefill": (one, content), "decode": (one, content)}, force=True)
         assert read_manifest(tmp_path / "out" / "decode").world_size == degree
     (tmp_path / "out" / "decode" / "mine").mkdir()
-    with pytest.raises(ArtifactError, match="decode holds 'mine', which is no part of an artifact"):
+    with pytest.raises(ArtifactError, match="decode holds 'mine', which is not part of an artifact"):
         write_set(tmp_path / "out", {"decode": (one, content)}, force=True)
 
 
@@ -309,7 +309,7 @@ def test_an_artifact_that_a_set_does_not_name_is_left(tmp_path: Path) -> None:
     write_artifact(target / "mine", manifest(), content)
     for programs in (["one"], None, [1], "mine"):
         (target / SET).write_text(json.dumps({"format": 2, "programs": programs}))
-        with pytest.raises(ArtifactError, match="which is no part of an artifact"):
+        with pytest.raises(ArtifactError, match="which is not part of an artifact"):
             free_target(target, force=True)
     shutil.rmtree(target / "mine")
     (target / SET).write_text(json.dumps({"format": 2, "programs": ["one"]}))
@@ -318,7 +318,7 @@ def test_an_artifact_that_a_set_does_not_name_is_left(tmp_path: Path) -> None:
 
 def test_a_name_that_is_no_text(tmp_path: Path) -> None:
     """torch's writer ends the process."""
-    with pytest.raises(ArtifactError, match="its name is no text"):
+    with pytest.raises(ArtifactError, match="its name is not text"):
         free_target(tmp_path / os.fsdecode(b"\x80out"), force=False)
 
 

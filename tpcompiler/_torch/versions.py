@@ -19,8 +19,8 @@ def warn_of_newer(version: str) -> None:
         if (int(match[1]), int(match[2])) > NEWEST:
             newest = ".".join(map(str, NEWEST))
             warnings.warn(
-                f"torch {version} is newer than {newest}, the newest that tpcompiler was run with: "
-                f"where something fails, install torch {newest}",
+                f"torch {version} is newer than {newest}, the newest that tpcompiler was tested with: "
+                f"if something fails, install torch {newest}",
                 TpCompilerWarning,
                 stacklevel=2,
             )

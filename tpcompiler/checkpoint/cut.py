@@ -200,7 +200,7 @@ class _Work:
         except OSError as error:
             raise ArtifactError(
                 f"cannot write the weights of {self.directory}: {reason(error)}",
-                help="cut again when there is room: it goes on from here",
+                help="cut again when there is room: it continues from here",
             ) from error
 
     def _wholes(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor | None]]:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from tpcompiler.errors import ArtifactError, reason
 from tpcompiler.runtime.hub import download_help
-from tpcompiler.runtime.opened import Opened, read_text
+from tpcompiler.runtime.opened import Opened, read_object
 from tpcompiler.runtime.weights import NAMES
 
 INDEX = "model.safetensors.index.json"
@@ -130,7 +130,6 @@ def _read_header(file: Path) -> dict[str, Stored]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError) as error:
+        return read_object(path)
+    except (OSError, ValueError) as error:
         raise ArtifactError(f"{path} cannot be read: {reason(error)}", help=DOWNLOAD) from error
-    return data if isinstance(data, dict) else {}

@@ -68,7 +68,7 @@ def find_sources(leaves: Sequence[CheckpointLeaf], checkpoint: Source, *, partia
         rest = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         help = "give the checkpoint of the same model"
         if len(wrong) == len(more):
-            help = f"take what the program names with {option('--ignore-unused', 'partial=True')}"
+            help = f"ignore the other tensors with {option('--ignore-unused', 'partial=True')}"
         elif len(wrong) == buffers:
             help += ", or export it with persistent=False for a buffer that keeps the constructor's value"
         raise ArtifactError(f"{checkpoint.path} does not fit the program: {'; '.join(wrong[:SHOWN])}{rest}", help=help)

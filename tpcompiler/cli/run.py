@@ -151,7 +151,7 @@ def run(
             )
         for file in (outputs, trace):
             if file is not None and not os.path.isdir(file.parent):
-                raise ArtifactError(f"cannot write {file}: {file.parent} is no directory", help="make it first")
+                raise ArtifactError(f"cannot write {file}: {file.parent} is not a directory", help="make it first")
         import_modules(imports or ())
         compiled = False if looking else compiled
         given = read_tensors(inputs)  # before the minutes that follow

@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import importlib.util
 import io
-import json
 import os
 import re
 import traceback
@@ -27,7 +26,7 @@ from tpcompiler.frontend.example_inputs import Example, build_example, configs_o
 from tpcompiler.frontend.prefill_decode import build_steps
 from tpcompiler.runtime.hub import download_help
 from tpcompiler.runtime.model_file import import_modules
-from tpcompiler.runtime.opened import read_text
+from tpcompiler.runtime.opened import read_object
 from tpcompiler.runtime.weightless import weightless
 
 MOST_TOKENS, MOST_SAMPLES = 8192, 1 << 20
@@ -163,7 +162,7 @@ def _from_factory(text: str) -> tuple[torch.nn.Module, Any, Any, Any]:
     except Exception as error:  # the user's own error
         raise ProgramError(f"{text} raised {_line(error)}", help=FACTORY) from error
     if not isinstance(results, tuple) or not 2 <= len(results) <= 4 or not isinstance(results[0], torch.nn.Module):
-        raise ArtifactError(f"{text} returned a {type(results).__name__} that is no (model, args)", help=FACTORY)
+        raise ArtifactError(f"{text} returned a {type(results).__name__} that is not (model, args)", help=FACTORY)
     model, args, *rest = results
     kwargs, shapes = (*rest, None, None)[:2]
     return model, args, kwargs or {}, shapes
@@ -228,11 +227,11 @@ def _model_of(path: Path, dtype: str | None) -> tuple[torch.nn.Module, str]:
     if not os.path.lexists(path):
         raise ArtifactError(f"{path} does not exist", help=download_help(path, "give {}", bare=True) or directory)
     try:
-        data = json.loads(read_text(file))
-    except (OSError, ValueError, RecursionError) as error:
+        data = read_object(file)
+    except (OSError, ValueError) as error:
         raise ArtifactError(f"{file} cannot be read: {reason(error)}", help=directory) from error
-    if not isinstance(data, Mapping) or "model_type" not in data:
-        raise ArtifactError(f"{file} is no config of a model: it names no model_type", help=directory)
+    if "model_type" not in data:
+        raise ArtifactError(f"{file} is not the config of a model: it names no model_type", help=directory)
     if importlib.util.find_spec("transformers") is None:
         raise ArtifactError(f"{file} needs transformers, which is not installed", help="pip install transformers")
     import transformers
@@ -247,7 +246,7 @@ def _model_of(path: Path, dtype: str | None) -> tuple[torch.nn.Module, str]:
     chosen = str(dtype or data.get("dtype") or data.get("torch_dtype") or "float32")
     found = getattr(torch, chosen, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ArtifactError(f"{chosen!r} is no dtype of weights", help='give one such as "bfloat16"')
+        raise ArtifactError(f"{chosen!r} is not a dtype of weights", help='give one such as "bfloat16"')
     try:
         config = transformers.AutoConfig.from_pretrained(file.parent, local_files_only=True)
         # Of the implementations of experts, use the one that torch.export supports.

@@ -105,10 +105,10 @@ def _collect_facts(key: str, timeout: timedelta) -> list[dict[str, Any]]:
                         )
             if time.monotonic() > deadline:
                 late = ", ".join(str(rank) for rank in ranks if rank not in facts)
-                raise LaunchError(f"rank {late} did not come within {timeout.total_seconds():g} s", help=RESTART)
+                raise LaunchError(f"rank {late} did not arrive within {timeout.total_seconds():g} s", help=RESTART)
             time.sleep(POLL)
     except RuntimeError as error:  # includes torch's DistNetworkError
-        raise _consequent_error("the process in which the ranks meet has ended", help=RESTART) from error
+        raise _consequent_error("the process where the ranks meet has ended", help=RESTART) from error
     return [facts[rank] for rank in ranks]
 
 
@@ -139,7 +139,7 @@ def named_failures(groups: Mapping[str, Sequence[Sequence[int]]]) -> Iterator[No
         own = {name: next((r for r in of if dist.get_rank() in r), []) for name, of in groups.items()}
         named = " or ".join(f"{name!r} (ranks {', '.join(map(str, r))})" for name, r in own.items() if len(r) > 1)
         raise _consequent_error(
-            f"rank {dist.get_rank()}: {'the package has failed, as it does where ' * opaque}a collective of the group "
-            f"{named} has failed: another rank has ended, or did not come to it ({line})",
+            f"rank {dist.get_rank()}: {'the package has failed, as it does when ' * opaque}a collective of the group "
+            f"{named} has failed: another rank has ended, or did not reach it ({line})",
             help=RESTART,
         ) from error

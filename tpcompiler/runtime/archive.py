@@ -118,7 +118,7 @@ def _check_sizes(file: IO[bytes] | io.RawIOBase, archive: zipfile.ZipFile) -> No
             raise Unsafe(f"has an entry {name!r}, which is compressed by method {info.compress_type}")
         if info.file_size > LARGEST_RATIO * info.compress_size + 1024:
             sizes = f"{info.file_size:,} bytes and holds {info.compress_size:,}"
-            raise Unsafe(f"has an entry {name!r}, which says that it is {sizes}")
+            raise Unsafe(f"has an entry {name!r}, which claims to be {sizes}")
     infos.sort(key=lambda info: info.header_offset)
     following = [info.header_offset for info in infos[1:]] + [archive.start_dir]
     for info, end in zip(infos, following, strict=True):
@@ -170,7 +170,7 @@ def _old_entries(file: Opened, archive: zipfile.ZipFile) -> Entries:
         record_reader(file)
     except RuntimeError:
         return archive.namelist(), archive.read
-    raise Unsafe("is of the old format and of the new")
+    raise Unsafe("has both the old and the new format")
 
 
 def _inert(content: bytes) -> None:
@@ -196,7 +196,7 @@ def _refuse_empty(content: bytes, folder: str, stored: Mapping[str, int]) -> Non
     for name, row in json.loads(content)["config"].items():
         sizes = [size["as_int"] for size in row["tensor_meta"]["sizes"]]
         if stored.get(f"{folder}/{row['path_name']}") == 0 and 0 not in sizes:
-            raise ValueError(f"{name!r} is {sizes}, of which it holds 0 bytes")
+            raise ValueError(f"{name!r} is {sizes}, but it holds 0 bytes")
 
 
 def _check_pickle(content: bytes) -> None:
@@ -209,9 +209,9 @@ def _check_pickle(content: bytes) -> None:
             (pickle,) = (name for name in archive.namelist() if name.partition("/")[2] == "data.pkl")
             names = {str(value) for op, value, _ in pickletools.genops(archive.read(pickle)) if op.name == "GLOBAL"}
     except (zipfile.BadZipFile, ValueError) as error:
-        raise Unsafe("needs a pickle in a form that torch does not write any more") from error
+        raise Unsafe("needs a pickle in a form that torch no longer writes") from error
     if unsafe_names := sorted(filter(WITHOUT_END.fullmatch, names)):
-        raise Unsafe(f"needs a pickle that may make a thing of any size ({'.'.join(unsafe_names[0].split())})")
+        raise Unsafe(f"needs a pickle that may create an object of any size ({'.'.join(unsafe_names[0].split())})")
     try:
         value = torch.load(io.BytesIO(content), weights_only=True)
     except Exception as error:

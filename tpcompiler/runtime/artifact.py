@@ -313,7 +313,7 @@ def open_known(
     """
     path = inside(directory, name)
     if name not in files:
-        raise ArtifactError(f"{path} is named nowhere in the artifact", help=again)
+        raise ArtifactError(f"{path} is not listed in the artifact", help=again)
     try:
         file = Opened(path)
         if not (wrong := _other_than_written(file, files[path.name])):

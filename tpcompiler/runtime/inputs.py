@@ -135,7 +135,7 @@ def _in_order(program: ExportedProgram, args: Sequence[Any], kwargs: Mapping[str
         *(f"it has no keyword argument {name!r}" for name in kwargs if name not in names),
     ]:
         takes = f"the keyword arguments {', '.join(names)}" if names else "no keyword arguments"
-        raise InputsError(f"the program was called with other arguments: {'; '.join(wrong)}", help=f"it takes {takes}")
+        raise InputsError(f"the program was called with wrong arguments: {'; '.join(wrong)}", help=f"it takes {takes}")
     _, given = tree_flatten((tuple(args), dict(kwargs)))
     if given.num_leaves != spec.num_leaves:
         inputs = [each.arg.name for each in program.graph_signature.input_specs if each.kind is InputKind.USER_INPUT]

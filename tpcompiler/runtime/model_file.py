@@ -204,14 +204,14 @@ def _strange_calling(program: ExportedProgram) -> str:
     signature, graph = program.graph_signature, program.module_call_graph
     spec = graph[0].signature if graph else None
     if spec is None or spec.in_spec is None or spec.out_spec is None or graph[0].fqn != "":
-        return "it does not say what its program takes and returns"
+        return "it does not record the arguments and results of its program"
     if strange := [each.fqn for each in graph if not isinstance(each.fqn, str)]:
         return f"it names a module {strange[0]!r}"
     takes = sum(each.kind is InputKind.USER_INPUT for each in signature.input_specs)
     gives = sum(each.kind is OutputKind.USER_OUTPUT for each in signature.output_specs)
     if (spec.in_spec.num_leaves, spec.out_spec.num_leaves) != (takes, gives):
         return (
-            f"it says that its program takes {spec.in_spec.num_leaves} and returns {spec.out_spec.num_leaves} values, "
+            f"its program should take {spec.in_spec.num_leaves} and return {spec.out_spec.num_leaves} values, "
             f"and the graph takes {takes} and returns {gives}"
         )
     return ""
@@ -225,11 +225,11 @@ def _strange_examples(program: ExportedProgram) -> str:
         case tuple((tuple() as args, dict() as kwargs)):
             values = tree_flatten((args, kwargs))[0]
         case examples:
-            return f"its example inputs are of type {type(examples).__name__}, and no (args, kwargs)"
+            return f"its example inputs are of type {type(examples).__name__}, not (args, kwargs)"
     for value in values:
         if isinstance(value, torch.Tensor) and (value.is_meta or value.layout is not torch.strided):
             kind = "on the meta device" if value.is_meta else f"of layout {value.layout}"
-            return f"its example inputs have a tensor {kind}, without numbers that could be taken"
+            return f"its example inputs have a tensor {kind}, without numbers"
     spec = program.call_spec.in_spec
     assert spec is not None
     names = keywords_of(spec)  # torch derives its input checks from the examples, in this order
@@ -272,7 +272,7 @@ def _other_than_pt2(file: Opened) -> tuple[str, str] | None:
 
 def _other_than_zip(head: bytes) -> tuple[str, str]:
     if not head:
-        return "is empty", f"it is no .pt2: {EXPORT}"
+        return "is empty", f"it is not a .pt2: {EXPORT}"
     if head.startswith(b"version https://git-lfs"):
         return "is a Git LFS pointer, not the file itself", "get the file with git lfs pull"
     if head.startswith(b"\x80") and head[1:2] in b"\x02\x03\x04\x05":
@@ -315,7 +315,7 @@ def _load_error(file: Path, cause: BaseException) -> ArtifactError:
         )
     if re.search(r"not compiled with CUDA|Found no NVIDIA driver|torch\.cuda\.is_available\(\) is False", text):
         return ArtifactError(
-            f"{file} holds tensors that are on CUDA, which torch does not find here",
+            f"{file} has tensors on CUDA, which torch does not find here",
             help="read it on a machine with a GPU, or export the model on the CPU and convert with "
             + option("--device cuda", 'device_type="cuda"'),
         )

@@ -7,11 +7,12 @@ import contextlib
 import errno
 import hashlib
 import io
+import json
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from tpcompiler.errors import ArtifactError
 from tpcompiler.terminal.progress import measured
@@ -160,3 +161,18 @@ def read_text(path: Path) -> str:
     """
     with open_input(path) as file:
         return (file.read() or b"").decode("utf-8")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a small JSON file with an object.
+
+    Raises:
+        OSError, ValueError: as `read_text`; it is not JSON, or not an object.
+    """
+    try:
+        data = json.loads(read_text(path))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"it is a {type(data).__name__}, not an object")
+    return data

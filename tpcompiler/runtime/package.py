@@ -104,7 +104,7 @@ def refuse_elsewhere(directory: str | os.PathLike[str], package: Package) -> Non
     here = find_capability(package.device_type)
     if lacks := [word for word in package.capability if word not in here]:
         what = f"a GPU of {lacks[0]}, this is {here[0]}" if package.device_type == "cuda" else ""
-        what = what or f"a CPU with {', '.join(lacks[:4])}, which this one has not"
+        what = what or f"a CPU with {', '.join(lacks[:4])}, which this one lacks"
         raise ArtifactError(f"the package in {at} is for {what}", help=again)
     if package.device_type == "cpu" and (threads := torch.get_num_threads()) != package.threads:
         raise ArtifactError(

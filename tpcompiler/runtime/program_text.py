@@ -89,7 +89,7 @@ def check_program(data: object) -> None:
     _check_numbers(data)
     computed = {each for key, text in seen if key == "guards_code" for each in computed_inputs(text)}
     if others := sorted(computed - _numbers_taken(data)) if computed else ():
-        raise Unsafe(f"has an input check that computes with what is no number: {_short(others[0])}")
+        raise Unsafe(f"has an input check that computes with something other than a number: {_short(others[0])}")
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def check_keys(value: object) -> None:
         if not level:
             return
         if count > LARGEST_EXAMPLES:  # torch visits a part that lists share once per occurrence
-            raise Unsafe("has example inputs without end")
+            raise Unsafe("has too many example inputs")
         value = level.pop()
         if isinstance(value, (list, tuple)) and len(value) > LONGEST_LIST:
             raise Unsafe(f"has {len(value)} example inputs in a row")
@@ -224,17 +224,17 @@ def _texts(value: object, key: str, parent: str) -> Iterator[tuple[str, str, str
 
 
 def _plain(text: str) -> str | None:
-    return None if text.isprintable() and not QUOTES & set(text) else "has quotes, or what cannot be printed, in a text"
+    return None if text.isprintable() and not QUOTES & set(text) else "has quotes or unprintable characters in a text"
 
 
 def _name(text: str) -> str | None:
     fits = not text or (text.isidentifier() and not keyword.iskeyword(text))
-    return None if fits else "has a name that is no identifier"
+    return None if fits else "has a name that is not an identifier"
 
 
 def _path(text: str) -> str | None:
     hidden = any(part.startswith("__") and part.endswith("__") for part in text.split("."))
-    return "names an attribute of Python's own" if hidden else _plain(text)
+    return "names one of Python's own attributes" if hidden else _plain(text)
 
 
 def _origins(text: str) -> str | None:
@@ -246,7 +246,7 @@ def _origins(text: str) -> str | None:
         owner: Any = {"torch": torch, "math": math}.get(target.partition(".")[0], operator)
         for part in target.split(".")[1:]:
             if not isinstance(owner, (types.ModuleType, type, OpOverloadPacket)):
-                return "looks into what is no module, class or op"
+                return "looks into something other than a module, class or op"
             owner = getattr(owner, part, None)
     return None
 
@@ -256,23 +256,23 @@ def _target(text: str) -> str | None:
         return None
     if not text.startswith("torch.ops.") and not VMAP.fullmatch(text):
         # torch itself rejects names that it cannot find: only names that exist may be dangerous.
-        return "calls what is no op" if text.startswith(("torch", "math", "_operator", "#")) else None
+        return "calls something other than an op" if text.startswith(("torch", "math", "_operator", "#")) else None
     op = program_target(text)
     if op is None:
-        return "calls what is no op"
+        return "calls something other than an op"
     if op in PRINTING_OPS or op.rpartition(".")[0] in PRINTING_OPS:
         return "calls an op that prints"
     if op in CODE_OPS or op.rpartition(".")[0] in FILE_OPS:
         return "calls an op that opens a file or runs code by name"
-    return "calls an op of TorchScript's own, on no tensor" if is_torchscript_op(op) else None
+    return "calls one of TorchScript's own ops, without a tensor" if is_torchscript_op(op) else None
 
 
 def _expression(text: str) -> str | None:
-    return None if count_terms(text) else "has a size that is no plain expression"
+    return None if count_terms(text) else "has a size that is not a plain expression"
 
 
 def _guard(text: str) -> str | None:
-    return None if is_guard(text) else "has an input check that is no plain comparison"
+    return None if is_guard(text) else "has an input check that is not a plain comparison"
 
 
 def _outputs_tree(text: str) -> str | None:
@@ -336,7 +336,7 @@ def _look_up(module: str, name: str, kind: type) -> None:
     for part in name.split("."):
         owner = vars(owner).get(part) if hasattr(owner, "__dict__") else None
     if not isinstance(owner, kind):
-        raise Unsafe(f"makes torch look up {_short(f'{module}.{name}')}, which is no class of that kind")
+        raise Unsafe(f"makes torch look up {_short(f'{module}.{name}')}, which is not a class of that kind")
 
 
 def _short(text: str) -> str:

@@ -26,7 +26,7 @@ from torch.export.graph_signature import OutputKind
 from tpcompiler._torch import LEAF_KINDS, NAMED_BY_TORCH, WRAPPERS, WRITTEN_KINDS, OpOverload, aten, tree_unflatten
 from tpcompiler.errors import reason
 
-WRITE = "give what is named so another name in the model, or write the constant in another way, and export again"
+WRITE = "rename it in the model, or write the constant in another way, and export again"
 GUARDS = "_guards_fn"  # the attribute for torch's own module of input checks
 VALUES = {torch.device, complex, slice, torch.Size}  # calls of these with literals are literals
 OPERATORS: dict[type[ast.AST], Any] = {
@@ -165,7 +165,7 @@ def _read_state(program: ExportedProgram, module: fx.GraphModule) -> None:
         into = copy.args[0]
         kind = "placeholder" if spec.kind is OutputKind.USER_INPUT_MUTATION else "get_attr"
         if (into.op, into.target) != (kind, spec.target):
-            raise _Difference(f"torch writes to another tensor of the name {spec.target!r}")
+            raise _Difference(f"torch writes to another tensor named {spec.target!r}")
 
 
 def _same_tensor(one: Any, other: Any) -> bool:
@@ -200,7 +200,7 @@ class _Reader:
                 self._statement(statement)
             except (_Difference, LookupError, TypeError, AttributeError, ValueError):
                 source = ast.unparse(statement)[:200]
-                raise _Difference(f"torch's Python for it has `{source}`, which is not what its graph says") from None
+                raise _Difference(f"torch's Python for it has `{source}`, which differs from its graph") from None
         if self.left:
             raise _Difference(f"torch's Python has no {self.left[-1].name!r}")
 

@@ -109,7 +109,7 @@ def load_rank(file: Opened, manifest: Manifest) -> ExportedProgram:
             f"{file.path} has no symmetric memory {lacking[0]!r}, and the manifest names it", help=AGAIN
         )
     if strange := sorted({*manifest.symm_mem.values()} - manifest.groups.keys()):
-        raise ArtifactError(f"the manifest has symmetric memory of {strange[0]!r}, which is no group", help=AGAIN)
+        raise ArtifactError(f"the manifest has symmetric memory of {strange[0]!r}, which is not a group", help=AGAIN)
     return program
 
 
@@ -169,7 +169,7 @@ def _check_tensors(program: ExportedProgram, manifest: Manifest, rank: int, path
         neutral = _neutral(row.sharding, manifest.mesh, rank)
         if neutral is not None and row.name not in elsewhere and not bool((held[row.name] == neutral).all()):
             raise ArtifactError(
-                f"{path}: {row.name!r} is {row.sharding}, of which another rank holds all, and is not {neutral} "
+                f"{path}: {row.name!r} is {row.sharding}, another rank holds all of it, and it is not {neutral} "
                 f"everywhere on rank {rank}",
                 help=AGAIN,
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import re
 import shutil
@@ -14,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tpcompiler.errors import ArtifactError, option, reason
-from tpcompiler.runtime.opened import read_text
+from tpcompiler.runtime.opened import read_object
 from tpcompiler.runtime.scratch import scratch_folder
 
 MANIFEST = "manifest.json"
@@ -51,7 +50,7 @@ def free_target(directory: str | os.PathLike[str], *, force: bool = False) -> Pa
         raise ArtifactError(f"cannot write {target}: {reason(error)}", help="choose another directory") from error
     above = next(parent for parent in (*target.parents, Path()) if os.path.lexists(parent))
     if not os.path.isdir(above) or not os.access(above, os.W_OK):
-        problem = "is no directory" if not os.path.isdir(above) else "cannot be written"
+        problem = "is not a directory" if not os.path.isdir(above) else "cannot be written"
         raise ArtifactError(f"cannot write {target}: {above} {problem}", help="choose another directory")
     if os.path.lexists(target):
         _refuse_others(target, target)
@@ -63,7 +62,7 @@ def refuse_strange_name(target: Path) -> None:
     try:
         os.fspath(target).encode()
     except UnicodeEncodeError as error:
-        raise ArtifactError(f"cannot write {target}: its name is no text", help="choose another directory") from error
+        raise ArtifactError(f"cannot write {target}: its name is not text", help="choose another directory") from error
 
 
 @contextlib.contextmanager
@@ -178,7 +177,7 @@ def _refuse_others(directory: Path, target: Path) -> None:
     whole = {name for name in parts if name in programs or os.path.isfile(directory / name)}
     if others := sorted(name for name in set(names) - whole if not UNFINISHED.fullmatch(name)):
         raise ArtifactError(
-            f"{target} holds {others[0]!r}, which is no part of an artifact",
+            f"{target} holds {others[0]!r}, which is not part of an artifact",
             help="move it elsewhere, or choose another directory",
         )
 
@@ -186,10 +185,10 @@ def _refuse_others(directory: Path, target: Path) -> None:
 def _is_ours(listing: Path) -> bool:
     """Return True for an artifact's manifest, even of another version or damaged: other tools use the same name."""
     try:
-        data = json.loads(read_text(listing))
-    except (OSError, ValueError, RecursionError):
+        data = read_object(listing)
+    except (OSError, ValueError):
         return False
-    return isinstance(data, dict) and data.keys() >= FIELDS[listing.name] and isinstance(data.get("format"), int)
+    return data.keys() >= FIELDS[listing.name] and isinstance(data["format"], int)
 
 
 def _packaged(names: Sequence[str]) -> list[str]:
@@ -203,7 +202,7 @@ def _files(manifest: Path, there: Sequence[str]) -> list[str]:
 
 def _named(listing: Path, field: str) -> list[str]:
     """The names in a field of a listing, which may be damaged otherwise."""
-    names = json.loads(read_text(listing)).get(field)
+    names = read_object(listing).get(field)
     return [name for name in names if isinstance(name, str)] if isinstance(names, (list, dict)) else []
 
 
@@ -229,7 +228,7 @@ def _replace(temporary: Path, target: Path) -> None:
         except (OSError, ArtifactError) as error:
             if os.path.lexists(target):  # another save was faster
                 raise ArtifactError(
-                    f"cannot write {target}: another one came there, and the old one is now in {old}",
+                    f"cannot write {target}: another process wrote it meanwhile, and the old one is now in {old}",
                     help="keep one of them, and delete the other",
                 ) from error
             old.rename(target)
@@ -258,6 +257,6 @@ def _delete(artifact: Path) -> None:
         artifact.rmdir()
     except OSError as error:
         raise ArtifactError(
-            f"the new artifact is written, and {artifact} is left of the old one: it holds what is no part of it",
+            f"the new artifact is written, but {artifact} remains of the old one: it holds other files",
             help="move or delete it",
         ) from error

@@ -131,7 +131,7 @@ def empty_hollow(program: ExportedProgram, file: Opened) -> None:
     values = {first: taken[name] for name, first in tied.items() if first is not None and name in taken}
     if lacking := sorted(tied.keys() - program.state_dict.keys() - program.constants.keys()):
         raise ArtifactError(
-            f"{file.path} says that {lacking[0]!r} has no values, and has no such tensor", help="export the model again"
+            f"{file.path} marks {lacking[0]!r} as without values, and has no such tensor", help="export the model again"
         )
     fakes: dict[str, torch.Tensor] = {}
     for target in (program.state_dict, program.constants):
@@ -142,7 +142,7 @@ def empty_hollow(program: ExportedProgram, file: Opened) -> None:
                 continue
             value = taken.get(name) if first is None else values.get(first)
             if not isinstance(value, FakeTensor):
-                raise ArtifactError(f"{file.path} says that {name!r} has no values", help="export the model again")
+                raise ArtifactError(f"{file.path} marks {name!r} as without values", help="export the model again")
             if first is None:
                 target[name] = lazy_zeros(value)
                 continue

@@ -58,7 +58,7 @@ def _refuse_gathers(manifest: Manifest) -> None:
     if gathers := sum(row.kind == "all_gather" for row in manifest.collectives):
         raise LaunchError(
             f"{gathers} all_gather of tensors on GPUs, which ends a process by SIGSEGV in torch's gloo",
-            help="use NCCL (docs/gpu.md says how processes share a GPU), or convert the model again with "
+            help="use NCCL (docs/gpu.md explains how processes share a GPU), or convert the model again with "
             + _device("cpu"),
         )
 
@@ -79,7 +79,7 @@ def join_world(
     _join(manifest, timeout, backend)
     if rank is not None and rank != dist.get_rank():
         raise LaunchError(
-            f"rank {rank} was asked for in the process of rank {dist.get_rank()}", help="leave rank out under torchrun"
+            f"rank {rank} was requested in the process of rank {dist.get_rank()}", help="leave rank out under torchrun"
         )
     warn_of_machines(manifest)
     return device
@@ -91,7 +91,7 @@ def _join(manifest: Manifest, timeout: timedelta, backend: str | None) -> None:
         start = f"start it with torchrun --nproc-per-node {manifest.world_size}"
         if missing := [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]:
             raise LaunchError(
-                f"this process is part of no group: {' and '.join(missing)} {'are' if missing[1:] else 'is'} not set",
+                f"this process is in no group: {' and '.join(missing)} {'are' if missing[1:] else 'is'} not set",
                 help=start,
             )
         size = _number("WORLD_SIZE")
@@ -112,7 +112,7 @@ def _join(manifest: Manifest, timeout: timedelta, backend: str | None) -> None:
             dist.init_process_group(backend, timeout=timeout)
         except dist.DistError as error:
             raise LaunchError(
-                f"not all of {manifest.world_size} ranks came within {timeout.total_seconds():g} s: {reason(error)}",
+                f"not all of {manifest.world_size} ranks arrived within {timeout.total_seconds():g} s: {reason(error)}",
                 help=RESTART,
             ) from error
         assert dist.group.WORLD is not None
@@ -124,7 +124,7 @@ def _join(manifest: Manifest, timeout: timedelta, backend: str | None) -> None:
 def _number(name: str, otherwise: int = 0) -> int:
     text = os.environ.get(name, str(otherwise))
     if not (text.isascii() and text.isdecimal()):
-        raise LaunchError(f"{name} is {text!r}, which is no number", help="start it with torchrun, which sets it")
+        raise LaunchError(f"{name} is {text!r}, which is not a number", help="start it with torchrun, which sets it")
     return int(text)
 
 
