@@ -282,7 +282,7 @@ def _chosen_by_token(ends: fx.Node) -> int:
     ahead, visited = [ends], {ends}
     for node in ahead:
         if op_name(node) == "topk":
-            return int(edit.bound(node)["k"])
+            return int(edit.arguments(node).k)
         fresh = [operand for operand in node.all_input_nodes if operand not in visited]
         ahead += fresh
         visited.update(fresh)

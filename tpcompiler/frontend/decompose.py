@@ -238,8 +238,8 @@ class _Writer:
 
 
 def _drops_nothing(node: fx.Node) -> bool:
-    args = edit.bound(node)
-    return args["train"] is False or args["p"] == 0
+    args = edit.arguments(node)
+    return args.train is False or args.p == 0
 
 
 def _lies_otherwise(value: fx.Node, now: fx.Node) -> bool:

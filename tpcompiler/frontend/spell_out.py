@@ -53,14 +53,14 @@ def spell_out(program: ExportedProgram) -> ExportedProgram:
 
 def _drops_all(node: fx.Node) -> bool:
     if node.target is aten.scaled_dot_product_attention.default:
-        return bool(edit.bound(node)["dropout_p"] == 1)
-    return node.target is aten.dropout.default and edit.bound(node)["p"] == 1 and edit.bound(node)["train"] is True
+        return bool(edit.arguments(node).dropout_p == 1)
+    return node.target is aten.dropout.default and edit.arguments(node).p == 1 and edit.arguments(node).train is True
 
 
 def _spell_out_zeros(node: fx.Node) -> None:
     """Multiply by zero, as the kernels do: values that are not finite become NaN."""
     if node.target is aten.dropout.default:
-        node.target, node.args, node.kwargs = aten.mul.Tensor, (edit.bound(node)["input"], 0), {}
+        node.target, node.args, node.kwargs = aten.mul.Tensor, (edit.arguments(node).input, 0), {}
         return
     edit.set_argument(node, "dropout_p", 0.0)
     zeros = edit.insert_after(node, aten.mul.Tensor, (node, 0), f"{node.name}_dropped")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -85,6 +86,11 @@ def bound(node: fx.Node) -> dict[str, Any]:
         else:
             arguments[argument.name] = node.kwargs.get(argument.name, argument.default_value)
     return arguments
+
+
+def arguments(node: fx.Node) -> SimpleNamespace:
+    """Return the node's arguments as `bound` does, as attributes: `arguments(node).dim`."""
+    return SimpleNamespace(**bound(node))
 
 
 def set_argument(node: fx.Node, name: str, value: Any) -> None:

@@ -27,8 +27,8 @@ def attention(node: fx.Node) -> RuleText | None:
     Batch dims and heads of one element broadcast, as does a mask to [.., heads, s, t]. Under is_causal the position of
     a query matters, so queries are whole. A kernel's form also returns the padded sums of its rows, and requires e = d.
     """
-    args = edit.bound(node)
-    if args["dropout_p"] or args.get("return_debug_mask"):
+    args = edit.arguments(node)
+    if args.dropout_p or getattr(args, "return_debug_mask", False):
         return None
     q, k, v, *mask = (edit.shape(operand) for operand in edit.operands(node))
     kernel = node.target in KERNELS
@@ -37,7 +37,7 @@ def attention(node: fx.Node) -> RuleText | None:
     heads = [f"b{d}" for d in range(len(shared) - 1)] + ["h"] * bool(shared)
     queries, keys, values = heads, heads, heads
     factors, kv = {}, [list(shared)] * 2
-    if heads and (args["enable_gqa"] if not kernel else not statically_equal(q[-3], k[-3])):
+    if heads and (args.enable_gqa if not kernel else not statically_equal(q[-3], k[-3])):
         several, few = (k[-3], v[-3]) if sym_quotient(k[-3], v[-3]) is not None else (v[-3], k[-3])
         times = sym_quotient(several, few)
         kv = [[*shared[:-1], k[-3]], [*shared[:-1], v[-3]]]
@@ -48,7 +48,7 @@ def attention(node: fx.Node) -> RuleText | None:
             factors = {"i": times}
             names = ["(h i g)", *("(h i)" if statically_equal(size, several) else "h" for size in (k[-3], v[-3]))]
         queries, keys, values = ([*heads[:-1], name] for name in names)
-    s, e = "s!" if args["is_causal"] or (kernel and node.target is not CPU) else "s", "e!" if kernel else "e"
+    s, e = "s!" if args.is_causal or (kernel and node.target is not CPU) else "s", "e!" if kernel else "e"
     terms = [
         broadcast(q, [*queries, s, "d!"], [*out.shape[:-1], q[-1]]),
         broadcast(k, [*keys, "t!", "d!"], [*kv[0], *k[-2:]]),

@@ -44,9 +44,9 @@ def triangle(node: fx.Node) -> RuleText:
 @op_rule(aten.diagonal_scatter.default, shards="any")
 def diagonal_scatter(node: fx.Node) -> RuleText:
     """ "d0! d1! d2, d2 k! -> d0! d1! d2": jointly linear, as the written values replace the old ones."""
-    args = edit.bound(node)
+    args = edit.arguments(node)
     ndim = edit.ndim(node)
-    crossed = {args["dim1"] % ndim, args["dim2"] % ndim}
+    crossed = {args.dim1 % ndim, args.dim2 % ndim}
     text = dims_text(ndim, crossed)
     part = " ".join([*(f"d{d}" for d in range(ndim) if d not in crossed), "k!"])
     return RuleText(f"{text}, {part} -> {text}", linear=((0, 1),))

@@ -21,7 +21,7 @@ def einsum(node: fx.Node) -> RuleText:
 
     A dim of one element is 1 if another operand has more. A letter repeated in one operand, a diagonal, stays whole.
     """
-    left, arrow, right = edit.bound(node)["equation"].replace(" ", "").partition("->")
+    left, arrow, right = edit.arguments(node).equation.replace(" ", "").partition("->")
     operands = left.split(",")
     shapes = [edit.shape(operand) for operand in edit.operands(node)]
     between = [len(shape) - len(term.replace("...", "")) for term, shape in zip(operands, shapes, strict=True)]

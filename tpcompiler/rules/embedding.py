@@ -85,7 +85,7 @@ def bags(node: fx.Node) -> RuleText:
     not.
     """
     operands = edit.operands(node)
-    largest = edit.bound(node)["mode"] == MAX
+    largest = edit.arguments(node).mode == MAX
     terms = ["v! d" if largest else "v d", "i!", "o!", "i!"][: len(operands)]
     results = ["b! d", *(f"x{i}!" for i in range(len(edit.outputs(node)) - 1))]
     if largest:

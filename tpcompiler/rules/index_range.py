@@ -165,8 +165,8 @@ def known_range(index: fx.Node, at_door: Ranges) -> Range | None:
 
 
 def _along(node: fx.Node) -> Range | None:
-    args, shape = edit.bound(node), edit.shape(edit.operands(node)[0])
-    size = shape.numel() if args["dim"] is None else shape[args["dim"]] if shape else 1
+    args, shape = edit.arguments(node), edit.shape(edit.operands(node)[0])
+    size = shape.numel() if args.dim is None else shape[args.dim] if shape else 1
     return (0, size - 1) if isinstance(size, int) and size > 0 else None
 
 

@@ -38,9 +38,9 @@ def _common(shapes: Sequence[Sequence[object]]) -> list[object]:
 
 def _positions(node: fx.Node) -> tuple[list[str], list[str], list[str], list[str], list[object]] | None:
     """Return (dims of the tensor, dims of the result, terms of the index tensors, index dims, sizes of these)."""
-    args = edit.bound(node)
-    shape = edit.shape(args["self"])
-    tensors = [(d, index) for d, index in enumerate(args["indices"]) if index is not None]
+    args = edit.arguments(node)
+    shape = edit.shape(args.self)
+    tensors = [(d, index) for d, index in enumerate(args.indices) if index is not None]
     values = [edit.fake(index) for _, index in tensors]
     if not tensors or any(v.dtype in (torch.bool, torch.uint8) for v in values):
         return None  # a mask selects a data-dependent number
@@ -122,9 +122,9 @@ def index_put(node: fx.Node) -> RuleText | None:
     dims, result, terms, index_dims, sizes = layout
     shape = dict(zip(index_dims, sizes, strict=True))
     shape.update({f"d{d}": size for d, size in enumerate(edit.shape(node))})
-    adds = bool(edit.bound(node)["accumulate"])
+    adds = bool(edit.arguments(node).accumulate)
     local = {}
-    indexed = [d for d, index in enumerate(edit.bound(node)["indices"]) if index is not None]
+    indexed = [d for d, index in enumerate(edit.arguments(node).indices) if index is not None]
     for d in indexed:
         if isinstance(edit.shape(node)[d], int):
             dims[d] = f"d{d}"
@@ -194,7 +194,7 @@ def index_select(node: fx.Node) -> RuleText | None:
     values = edit.fake(operand)
     if not values.ndim or not edit.ndim(positions):
         return None
-    dim = edit.bound(node)["dim"] % values.ndim
+    dim = edit.arguments(node).dim % values.ndim
     total, inner = values.shape[dim], values.ndim - dim - 1
 
     def body(values: torch.Tensor, dim: int, positions: torch.Tensor, *, shard: ShardRange) -> torch.Tensor:
@@ -218,7 +218,7 @@ def index_copy(node: fx.Node) -> RuleText | None:
     ndim = edit.ndim(node)
     if not ndim or not edit.ndim(edit.operands(node)[2]):
         return None
-    dim = edit.bound(node)["dim"] % ndim
+    dim = edit.arguments(node).dim % ndim
     adds = node.target is aten.index_add.default
     positions = "i" if adds else "i!"
     source = " ".join(positions if d == dim else f"d{d}" for d in range(ndim))
@@ -237,7 +237,7 @@ def index_fill(node: fx.Node) -> RuleText | None:
     ndim = edit.ndim(node)
     if not ndim:
         return None
-    dim = edit.bound(node)["dim"] % ndim
+    dim = edit.arguments(node).dim % ndim
     total = edit.shape(node)[dim]
     text = dims_text(ndim, () if isinstance(total, int) else {dim})
     positions = " ".join(["i!"] * edit.ndim(edit.operands(node)[1]))
@@ -274,7 +274,7 @@ def gather(node: fx.Node) -> RuleText | None:
     values = edit.fake(operand)
     if not values.ndim or edit.ndim(positions) != values.ndim:
         return None  # an empty index may have any number of dims
-    dim = edit.bound(node)["dim"] % values.ndim
+    dim = edit.arguments(node).dim % values.ndim
     total = values.shape[dim]
 
     def body(
@@ -312,7 +312,7 @@ def scatter(node: fx.Node) -> RuleText | None:
     ndim = len(shapes[0])
     if not ndim or any(len(shape) != ndim for shape in shapes):
         return None
-    dim = edit.bound(node)["dim"] % ndim
+    dim = edit.arguments(node).dim % ndim
     way = _way(node)
     together = way in REDUCED and len(shapes) == 3 and statically_equal(shapes[1][dim], shapes[2][dim])
     terms = []
@@ -369,6 +369,6 @@ def slice_scatter(node: fx.Node) -> RuleText:
 def select_scatter(node: fx.Node) -> RuleText:
     """ "d0 d1! d2, d0 d2 -> d0 d1! d2" """
     ndim = edit.ndim(node)
-    dim = edit.bound(node)["dim"] % ndim
+    dim = edit.arguments(node).dim % ndim
     text = dims_text(ndim, {dim})
     return RuleText(f"{text}, {at_dim(ndim, dim, '')} -> {text}", linear=((0, 1),))

@@ -90,6 +90,6 @@ def solver(node: fx.Node) -> RuleText:
 def fourier(node: fx.Node) -> RuleText:
     """ "d0 d1! -> d0 f1": the transformed dims are whole; the last one may change its size."""
     ndim = edit.ndim(node)
-    dims = [dim % ndim for dim in edit.bound(node)["dim"]]
+    dims = [dim % ndim for dim in edit.arguments(node).dim]
     result = " ".join(f"f{d}" if d in dims else f"d{d}" for d in range(ndim))
     return RuleText(f"{dims_text(ndim, dims)} -> {result}", linear=((0,),))

@@ -108,7 +108,7 @@ def grouped_mm(node: fx.Node) -> RuleText | None:
     kernels need rows of whole 16 bytes, so m, k and n are sharded between multiples of that.
     """
     left, right = (edit.fake(operand) for operand in edit.operands(node)[:2])
-    if edit.bound(node)["bias"] is not None:
+    if edit.arguments(node).bias is not None:
         return None
     unit = 16 // left.element_size()
     m, k, n = _in_units({"m": left.shape[-2], "k": left.shape[-1], "n": right.shape[-1]}, unit)
@@ -131,7 +131,7 @@ def looped_mm(node: fx.Node) -> RuleText:
 def blocks(node: fx.Node) -> RuleText:
     """ "d s! (k k_!), (d g!) (k k_!) (n n_!), d g! -> d s! (n n_!)": a rank computes its own blocks."""
     x, weight, _ = (edit.fake(operand) for operand in edit.operands(node))
-    unit = 16 // x.element_size() if edit.bound(node)["kernel"].startswith("aten") else 1
+    unit = 16 // x.element_size() if edit.arguments(node).kernel.startswith("aten") else 1
     k, n = _in_units({"k": x.shape[-1], "n": weight.shape[-1]}, unit)
     text = f"d s! {k}, (d g!) {k} {n}, d g! -> d s! {n}"
     return RuleText(text, factors={"k_": unit, "n_": unit}, linear=BILINEAR, local={"d": multiply_own_blocks})

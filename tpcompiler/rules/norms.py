@@ -24,7 +24,7 @@ def layer_norm(node: fx.Node) -> RuleText:
     """ "d0 h!, h!, h! -> d0 h!", and the statistics of the native form."""
     operands = edit.operands(node)
     ndim = edit.ndim(operands[0])
-    inner = len(edit.bound(node)["normalized_shape"])
+    inner = len(edit.arguments(node).normalized_shape)
     outer = [f"d{d}" for d in range(ndim - inner)]
     normed = [f"h{d}!" for d in range(inner)]
     terms = [" ".join(outer + normed)] + [" ".join(normed)] * (len(operands) - 1)
@@ -37,7 +37,7 @@ def _affine(node: fx.Node) -> tuple[tuple[int, ...], ...]:
 
     A shift alone is added to a value that is not pending.
     """
-    scaled = edit.bound(node)["weight"] is not None and len(edit.outputs(node)) == 1
+    scaled = edit.arguments(node).weight is not None and len(edit.outputs(node)) == 1
     return (tuple(range(1, len(edit.operands(node)))),) if scaled else ()
 
 
@@ -70,13 +70,13 @@ def _native_groups(
 def group_norm(node: fx.Node) -> RuleText:
     """ "n (g c!) s0!, (g c!), (g c!) -> n (g c!) s0!": images and groups of channels are independent."""
     operands = edit.operands(node)
-    args = edit.bound(node)
+    args = edit.arguments(node)
     native = node.target is aten.native_group_norm.default
     space = " ".join(f"s{d}!" for d in range(edit.ndim(operands[0]) - 2))
     term = f"n (g c!) {space}"
     terms = [term] + ["(g c!)"] * (len(operands) - 1)
     results = [term, "n g", "n g"] if native else [term]
-    groups = args["group"] if native else args["num_groups"]
+    groups = args.group if native else args.num_groups
     local = {"n": _native_groups, "g": _native_groups} if native else {"g": _groups}
     return RuleText(
         f"{', '.join(terms)} -> {', '.join(results)}", factors={"g": groups}, local=local, linear=_affine(node)

@@ -78,14 +78,14 @@ def masked_fill(node: fx.Node) -> RuleText:
     tensor, *_, fill = (edit.fake(operand) for operand in edit.operands(node))
     if node.target is aten.masked_fill.Tensor:
         return RuleText(pointwise(node), linear=((0, 2),) if fill.dtype == tensor.dtype else ())
-    value = edit.bound(node)["value"]
+    value = edit.arguments(node).value
     return RuleText(pointwise(node), linear=((0,),) if isinstance(value, (int, float)) and value == 0 else ())
 
 
 @op_rule(aten.rrelu_with_noise_functional.default, shards="any")
 def rrelu(node: fx.Node) -> str | None:
     """Outside training the slope is one number, and the noise is returned unchanged."""
-    return None if edit.bound(node)["training"] else pointwise(node)
+    return None if edit.arguments(node).training else pointwise(node)
 
 
 @op_rule(

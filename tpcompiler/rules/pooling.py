@@ -51,10 +51,10 @@ def pool(node: fx.Node) -> RuleText:
     """ "d0 d1 (o0 k0!) s1! -> d0 d1 o0 o1" for windows that tile the first dim of space. A mean is linear."""
     (operand,) = edit.operands(node)
     space = {**MEANS, **MAXIMA}[node.target]
-    args = edit.bound(node)
-    kernel = per_dim(args["kernel_size"], space)
-    stride = per_dim(args["stride"] or kernel, space)
-    steps = zip(kernel, stride, per_dim(args["padding"], space), per_dim(args.get("dilation", [1]), space), strict=True)
+    args = edit.arguments(node)
+    kernel = per_dim(args.kernel_size, space)
+    stride = per_dim(args.stride or kernel, space)
+    steps = zip(kernel, stride, per_dim(args.padding, space), per_dim(getattr(args, "dilation", [1]), space), strict=True)
     shapes = zip(edit.shape(operand)[-space:], edit.shape(node)[-space:], strict=True)
     close = [side_by_side(*sizes, *step) for sizes, step in zip(shapes, steps, strict=True)]
     inside = [f"(o{d} k{d}!)" if alone else f"s{d}!" for d, alone in enumerate(close)]
@@ -82,22 +82,22 @@ def adaptive_pool(node: fx.Node) -> RuleText:
 @op_rule(aten.im2col.default, aten.col2im.default, shards="nonempty")
 def columns(node: fx.Node) -> RuleText:
     """ "n c s0! s1! -> n (c k!) l", and back: each channel has its own rows of columns. Linear: it moves elements."""
-    args = edit.bound(node)
+    args = edit.arguments(node)
     batch = "n" if edit.ndim(node) == (3 if node.target is aten.im2col.default else 4) else ""
     image, rows = f"{batch} c s0! s1!", f"{batch} (c k!) l!"
     text = f"{image} -> {rows}" if node.target is aten.im2col.default else f"{rows} -> {image}"
-    return RuleText(text, factors={"k": args["kernel_size"][0] * args["kernel_size"][-1]}, linear=((0,),))
+    return RuleText(text, factors={"k": args.kernel_size[0] * args.kernel_size[-1]}, linear=((0,),))
 
 
 @op_rule(aten.unfold.default, shards="nonempty")
 def unfold(node: fx.Node) -> RuleText:
     """ "d0 (n k!) d2 -> d0 n d2 k" if windows tile the dim, else "d0 s! d2 -> d0 n d2 k". Linear: a view."""
     (operand,) = edit.operands(node)
-    shape, args = edit.shape(operand), edit.bound(node)
+    shape, args = edit.shape(operand), edit.arguments(node)
     if not shape:
         return RuleText("-> k", linear=((0,),))
-    dim = args["dimension"] % len(shape)
-    alone = side_by_side(shape[dim], edit.shape(node)[dim], args["size"], args["step"], 0, 1)
+    dim = args.dimension % len(shape)
+    alone = side_by_side(shape[dim], edit.shape(node)[dim], args.size, args.step, 0, 1)
     names = [f"d{d}" for d in range(len(shape))]
     left, right = list(names), [*names, "k"]
     left[dim], right[dim] = "(n k!)" if alone else "s!", "n"

@@ -33,7 +33,7 @@ def per_channel(node: fx.Node) -> str:
     """ "d0 d1, d0, d0 -> d0 d1": one scale and one zero point per channel."""
     ndim = edit.ndim(node)
     term = " ".join(f"d{d}" for d in range(ndim))
-    channel = f"d{edit.bound(node)['axis'] % ndim}"
+    channel = f"d{edit.arguments(node).axis % ndim}"
     return f"{', '.join([term, *[channel] * (len(edit.operands(node)) - 1)])} -> {term}"
 
 

@@ -28,15 +28,15 @@ def recurrent(node: fx.Node) -> RuleText | None:
     """
     if any(value.ndim != 3 for value in edit.outputs(node)):
         return None  # torch 2.11 records LSTM states with one dim too many
-    arguments, gates = edit.bound(node), GATES[node.target]
+    arguments, gates = edit.arguments(node), GATES[node.target]
     features = edit.outputs(node)[1].shape[-1]
-    rows = [edit.shape(weight)[0] for weight in arguments["params"]]
+    rows = [edit.shape(weight)[0] for weight in arguments.params]
     inner = "h" if rows[0] == gates * features else "r"
     weights = [
         " ".join((f"(g! {inner}!)" if size == rows[0] else "h!", f"j{at}!")[: edit.ndim(weight)])
-        for at, (weight, size) in enumerate(zip(arguments["params"], rows, strict=True))
+        for at, (weight, size) in enumerate(zip(arguments.params, rows, strict=True))
     ]
-    steps = "b t!" if arguments["batch_first"] else "t! b"
+    steps = "b t!" if arguments.batch_first else "t! b"
     states = [f"l! b s{at}!" for at in range(len(edit.outputs(node)) - 1)]
     text = f"{', '.join([f'{steps} i!', *states, *weights])} -> {', '.join([f'{steps} (w! h!)', *states])}"
     return RuleText(text, factors={"g": gates, "h": features})

@@ -84,7 +84,7 @@ def extrema(node: fx.Node) -> str:
 @op_rule(aten.linalg_vector_norm.default, shards="nonempty")
 def vector_norm(node: fx.Node) -> RuleText:
     """Orders that reduce norms of shards leave Partial; roots of sums stay whole. Never linear: |a + b| < |a| + |b|."""
-    reduce = NORMS.get(edit.bound(node)["ord"])
+    reduce = NORMS.get(edit.arguments(node).ord)
     return RuleText(_text_and_reduced_dims(node, "" if reduce else "!")[0], reduce=reduce or "sum")
 
 
@@ -93,7 +93,7 @@ def distances(node: fx.Node) -> RuleText:
     """ "b0 m k!, b0 n k! -> b0 m n": from all rows to all rows; k behaves as in a norm."""
     full = edit.shape(node)
     batch = [f"b{d}" for d in range(len(full) - 2)]
-    reduce = NORMS.get(edit.bound(node)["p"])
+    reduce = NORMS.get(edit.arguments(node).p)
     terms = []
     for operand, row in zip(edit.operands(node), "mn", strict=True):
         outer = edit.shape(operand)[:-2]
@@ -119,7 +119,7 @@ def pair_distances(node: fx.Node) -> RuleText:
 def softmax(node: fx.Node) -> str:
     """ "d0 d1! -> d0 d1!": the normalised dim stays whole."""
     ndim = edit.ndim(node)
-    text = dims_text(ndim, {edit.bound(node)["dim"] % ndim} if ndim else ())
+    text = dims_text(ndim, {edit.arguments(node).dim % ndim} if ndim else ())
     return f"{text} -> {text}"
 
 

@@ -26,7 +26,7 @@ def scan(node: fx.Node) -> RuleText:
     """ "d0 d1! -> d0 d1!", and positions, which count within a line. Only a running sum is linear."""
     (operand,) = edit.operands(node)
     ndim = edit.ndim(operand)
-    text = dims_text(ndim, {edit.bound(node)["dim"] % ndim} if ndim else ())
+    text = dims_text(ndim, {edit.arguments(node).dim % ndim} if ndim else ())
     results = ", ".join([text] * len(edit.outputs(node)))
     return RuleText(f"{text} -> {results}", linear=linear_cast(node) if node.target is aten.cumsum.default else ())
 
@@ -36,7 +36,7 @@ def topk(node: fx.Node) -> str:
     """ "d0 d1! -> d0 k, d0 k" """
     (operand,) = edit.operands(node)
     ndim = edit.ndim(operand)
-    dim = edit.bound(node)["dim"] % ndim if ndim else 0
+    dim = edit.arguments(node).dim % ndim if ndim else 0
     result = " ".join("k" if d == dim else f"d{d}" for d in range(ndim))
     return f"{dims_text(ndim, {dim})} -> {result}, {result}"
 
@@ -64,7 +64,7 @@ def searchsorted(node: fx.Node) -> str:
 @op_rule(aten.histc.default, shards="any")
 def histc(node: fx.Node) -> str:
     """ "d0 d1 -> b": the shards' counts add up, provided the range is given and not taken from the data."""
-    args = edit.bound(node)
-    has_range = args["min"] < args["max"]
+    args = edit.arguments(node)
+    has_range = args.min < args.max
     ndim = edit.ndim(edit.operands(node)[0])
     return f"{dims_text(ndim, () if has_range else range(ndim))} -> b"

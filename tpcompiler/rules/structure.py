@@ -36,7 +36,7 @@ def cat(node: fx.Node) -> RuleText:
     """
     operands = [edit.fake(o) for o in edit.operands(node)]
     ndim = edit.ndim(node)
-    dim = edit.bound(node)["dim"] % ndim
+    dim = edit.arguments(node).dim % ndim
     linear = (tuple(range(len(operands))),)
     empty = [o.ndim != ndim for o in operands]
     if not any(empty) and _alike(operands, dim) and not statically_equal(operands[0].shape[dim], 0):
@@ -61,7 +61,7 @@ def stack(node: fx.Node) -> RuleText:
     ndim = edit.ndim(node)
     dims = [f"d{d}" for d in range(ndim - 1)]
     names = list(dims)
-    names.insert(edit.bound(node)["dim"] % ndim, "n!")
+    names.insert(edit.arguments(node).dim % ndim, "n!")
     terms = ", ".join([" ".join(dims)] * len(operands))
     return RuleText(f"{terms} -> {' '.join(names)}", linear=(tuple(range(len(operands))),))
 
@@ -87,7 +87,7 @@ def split(node: fx.Node) -> RuleText:
     """
     (operand,) = edit.operands(node)
     ndim, parts_made = edit.ndim(operand), edit.outputs(node)
-    dim = edit.bound(node)["dim"] % ndim
+    dim = edit.arguments(node).dim % ndim
     if not _alike(parts_made, dim):
         parts = ", ".join(at_dim(ndim, dim, f"c{i}") for i in range(len(parts_made)))
         if "split_sizes" in edit.bound(node) and all(isinstance(part.shape[dim], int) for part in parts_made):
@@ -112,7 +112,7 @@ def unbind(node: fx.Node) -> RuleText:
     """ "d0 d1! d2 -> d0 d2, d0 d2" """
     (operand,) = edit.operands(node)
     ndim = edit.ndim(operand)
-    dim = edit.bound(node)["dim"] % ndim
+    dim = edit.arguments(node).dim % ndim
     parts = [at_dim(ndim, dim, "")] * len(edit.outputs(node))
     return RuleText(f"{dims_text(ndim, {dim})} -> {', '.join(parts)}", linear=((0,),))
 
@@ -169,7 +169,7 @@ def narrow(node: fx.Node) -> RuleText:
     """ "d0 d1! -> d0 c" """
     (operand,) = edit.operands(node)
     ndim = edit.ndim(operand)
-    dim = edit.bound(node)["dim"] % ndim
+    dim = edit.arguments(node).dim % ndim
     return RuleText(f"{dims_text(ndim, {dim})} -> {at_dim(ndim, dim, 'c')}", linear=((0,),))
 
 
@@ -178,7 +178,7 @@ def select(node: fx.Node) -> RuleText:
     """The selected dim is whole, and absent from the result."""
     (operand,) = edit.operands(node)
     ndim = edit.ndim(operand)
-    dim = edit.bound(node)["dim"] % ndim
+    dim = edit.arguments(node).dim % ndim
     return RuleText(f"{dims_text(ndim, {dim})} -> {at_dim(ndim, dim, '')}", linear=((0,),))
 
 
@@ -186,8 +186,8 @@ def select(node: fx.Node) -> RuleText:
 def diagonal(node: fx.Node) -> RuleText:
     """ "d0! d1! d2 -> d2 n": a diagonal crosses every row and column."""
     (operand,) = edit.operands(node)
-    ndim, args = edit.ndim(operand), edit.bound(node)
-    gone = {args["dim1"] % ndim, args["dim2"] % ndim}
+    ndim, args = edit.ndim(operand), edit.arguments(node)
+    gone = {args.dim1 % ndim, args.dim2 % ndim}
     others = " ".join(f"d{d}" for d in range(ndim) if d not in gone)
     return RuleText(f"{dims_text(ndim, gone)} -> {others} n", linear=((0,),))
 
@@ -196,12 +196,12 @@ def diagonal(node: fx.Node) -> RuleText:
 def pad(node: fx.Node) -> RuleText:
     """ "d0 d1! -> d0 p1": dims without padding are free. Linear for zeros, which every share can have."""
     (operand,) = edit.operands(node)
-    args = edit.bound(node)
+    args = edit.arguments(node)
     ndim = edit.ndim(operand)
-    counts = list(args["pad"])
+    counts = list(args.pad)
     padded = {ndim - 1 - at // 2 for at, count in enumerate(counts) if not (isinstance(count, int) and count == 0)}
     result = " ".join(f"p{d}" if d in padded else f"d{d}" for d in range(ndim))
-    zero = isinstance(args["value"], (int, float)) and args["value"] == 0
+    zero = isinstance(args.value, (int, float)) and args.value == 0
     return RuleText(f"{dims_text(ndim, padded)} -> {result}", linear=((0,),) if zero else ())
 
 
@@ -209,7 +209,7 @@ def pad(node: fx.Node) -> RuleText:
 def in_place_dims(node: fx.Node) -> RuleText:
     """Dims that are flipped or rolled are whole (all dims for a roll without dims)."""
     ndim = edit.ndim(node)
-    args = edit.bound(node)
-    dims = args["dims"]
+    args = edit.arguments(node)
+    dims = args.dims
     whole = {d % ndim for d in dims} if dims and ndim else set(range(ndim))
     return RuleText(f"{dims_text(ndim, whole)} -> {dims_text(ndim, whole)}", linear=((0,),))

@@ -75,7 +75,7 @@ def _why(node: fx.Node, at_door: Ranges) -> str:
         return f"calls an op that some values may make raise ({op_name(node)})"
     results = edit.outputs(node)
     if name in _DIVISIONS and results and not (results[0].is_floating_point() or results[0].is_complex()):
-        divisor = edit.bound(node)["other"]
+        divisor = edit.arguments(node).other
         if isinstance(divisor, fx.Node) or not divisor:
             return f"divides integers by what may be zero ({op_name(node)})"
     return ""

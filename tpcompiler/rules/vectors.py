@@ -16,7 +16,7 @@ from tpcompiler.rules.registry import op_rule
 @op_rule(aten.linalg_cross.default, shards="any")
 def cross(node: fx.Node) -> RuleText:
     """ "d0 d1!, d0 d1! -> d0 d1!": the vector's dim is whole, others broadcast. Linear in each operand."""
-    whole = f"d{edit.bound(node)['dim'] % edit.ndim(node)}"
+    whole = f"d{edit.arguments(node).dim % edit.ndim(node)}"
     return RuleText(re.sub(rf"\b{whole}\b", f"{whole}!", pointwise(node)), linear=((0,), (1,)))
 
 
@@ -24,7 +24,7 @@ def cross(node: fx.Node) -> RuleText:
 def renorm(node: fx.Node) -> str:
     """ "d0! d1 d2! -> d0! d1 d2!": every slice of the dim has its own norm."""
     ndim = edit.ndim(node)
-    term = " ".join(f"d{d}" if d == edit.bound(node)["dim"] % ndim else f"d{d}!" for d in range(ndim))
+    term = " ".join(f"d{d}" if d == edit.arguments(node).dim % ndim else f"d{d}!" for d in range(ndim))
     return f"{term} -> {term}"
 
 

@@ -123,8 +123,8 @@ def unflatten(node: fx.Node) -> RuleText:
     """Split one dim in several, which `sizes` counts."""
     (operand,) = edit.operands(node)
     text, factors = dim_groups(edit.shape(operand), edit.shape(node))
-    first = edit.bound(node)["dim"] % edit.ndim(operand)
-    parts = _out_term(text)[first : first + len(edit.bound(node)["sizes"])]
+    first = edit.arguments(node).dim % edit.ndim(operand)
+    parts = _out_term(text)[first : first + len(edit.arguments(node).sizes)]
     return RuleText(text, sizes={"sizes": parts}, factors=factors, linear=((0,),))
 
 
@@ -140,17 +140,17 @@ def unflatten(node: fx.Node) -> RuleText:
 def permute(node: fx.Node) -> RuleText:
     (operand,) = edit.operands(node)
     order = list(range(edit.ndim(operand)))
-    args = edit.bound(node)
+    args = edit.arguments(node)
     if not order:
         return RuleText(" -> ", linear=((0,),))
     if node.target in (aten.permute.default, aten.permute_copy.default):
-        order = [d % len(order) for d in args["dims"]]
+        order = [d % len(order) for d in args.dims]
     elif node.target is aten.t.default:
         order.reverse()
     elif node.target is aten.movedim.int:
-        order.insert(args["destination"] % len(order), order.pop(args["source"] % len(order)))
+        order.insert(args.destination % len(order), order.pop(args.source % len(order)))
     else:
-        a, b = args["dim0"] % len(order), args["dim1"] % len(order)
+        a, b = args.dim0 % len(order), args.dim1 % len(order)
         order[a], order[b] = order[b], order[a]
     before = " ".join(f"d{d}" for d in range(len(order)))
     return RuleText(f"{before} -> {' '.join(f'd{d}' for d in order)}", linear=((0,),))
@@ -177,7 +177,7 @@ def repeat(node: fx.Node) -> RuleText | None:
         return None  # nothing is repeated
     first = len(target) - len(source)
     left, right = [f"d{d}" for d in range(first, len(target))], []
-    for d, times in enumerate(edit.bound(node)["repeats"]):
+    for d, times in enumerate(edit.arguments(node).repeats):
         if isinstance(times, int) and times == 1 and d >= first:
             right.append(f"d{d}")
         elif d < first or is_one(source[d - first]):
