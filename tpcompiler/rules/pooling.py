@@ -54,7 +54,9 @@ def pool(node: fx.Node) -> RuleText:
     args = edit.arguments(node)
     kernel = per_dim(args.kernel_size, space)
     stride = per_dim(args.stride or kernel, space)
-    steps = zip(kernel, stride, per_dim(args.padding, space), per_dim(getattr(args, "dilation", [1]), space), strict=True)
+    steps = zip(
+        kernel, stride, per_dim(args.padding, space), per_dim(getattr(args, "dilation", [1]), space), strict=True
+    )
     shapes = zip(edit.shape(operand)[-space:], edit.shape(node)[-space:], strict=True)
     close = [side_by_side(*sizes, *step) for sizes, step in zip(shapes, steps, strict=True)]
     inside = [f"(o{d} k{d}!)" if alone else f"s{d}!" for d, alone in enumerate(close)]

@@ -47,11 +47,9 @@ FUNCTIONS = {  # of guards, by module
 LISTS, NUMBERS = ("size", "stride"), ("storage_offset", "numel", "dim")  # methods for an input's layout
 
 
-class Strange(Exception):
-    """A part that torch never writes."""
-
-
-Leaf = Callable[[ast.expr], int]  # bits of a part that is neither a number nor an operator; raises Strange
+Leaf = Callable[
+    [ast.expr], int
+]  # bits of a part that is neither a number nor an operator; ValueError if torch never writes it
 
 
 @functools.lru_cache(maxsize=4096)
@@ -140,7 +138,7 @@ def _is_small(text: str, leaf: Leaf) -> bool:
             tree = ast.parse(text.strip(), mode="eval")
         few = sum(1 for _ in ast.walk(tree)) <= PARTS
         return few and _bits(tree.body, leaf) <= BITS and '"' not in ast.unparse(tree)
-    except (SyntaxError, ValueError, OverflowError, MemoryError, RecursionError, Strange):
+    except (SyntaxError, ValueError, OverflowError, MemoryError, RecursionError):
         return False
 
 
@@ -152,7 +150,7 @@ def _bits(node: ast.expr, leaf: Leaf) -> int:
 
     if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):  # includes bool
         if isinstance(node.value, float) and not math.isfinite(node.value):
-            raise Strange
+            raise ValueError
         return _few(node.value.bit_length() if isinstance(node.value, int) else SIZE_BITS)
     if isinstance(node, ast.BinOp):
         if isinstance(node.op, (ast.Pow, ast.LShift)):
@@ -164,7 +162,7 @@ def _bits(node: ast.expr, leaf: Leaf) -> int:
             node.op, (ast.Add, ast.Sub, ast.FloorDiv, ast.Mod, ast.RShift, ast.BitAnd, ast.BitOr, ast.BitXor)
         ):
             return _few(max(left, right) + 1)
-        raise Strange
+        raise ValueError
     if isinstance(node, ast.UnaryOp):
         return bits(node.operand)
     if isinstance(node, ast.BoolOp):
@@ -178,7 +176,7 @@ def _bits(node: ast.expr, leaf: Leaf) -> int:
 
 def _few(bits: int) -> int:
     if bits > BITS:
-        raise Strange
+        raise ValueError
     return bits
 
 
@@ -187,7 +185,7 @@ def _power(base: ast.expr, exponent: ast.expr, shifts: bool, bits: Callable[[ast
     bits(exponent)
     value = _number(exponent)
     if not -LARGEST_EXPONENT <= value <= LARGEST_EXPONENT:
-        raise Strange
+        raise ValueError
     return _few(bits(base) + int(abs(value))) if shifts else _few(bits(base) * (int(abs(value)) + 1))
 
 
@@ -206,27 +204,27 @@ def _number(node: ast.expr) -> float:
             return _number(args[0])
     if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
         return float(node.value) if abs(node.value) <= LARGEST_EXPONENT else math.inf
-    raise Strange
+    raise ValueError
 
 
 def _size_leaf(node: ast.expr) -> int:
     if isinstance(node, ast.Name) and SYMPY_LEAVES.fullmatch(node.id):
         return SIZE_BITS
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and SYMPY.fullmatch(node.func.id)):
-        raise Strange
+        raise ValueError
     kind, args = node.func.id, node.args
     for keyword in node.keywords:  # assumptions about a symbol, or a float's precision
         value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
         if kind not in SYMPY_TEXTS or not SYMPY_KEYWORDS.fullmatch(keyword.arg or "") or not isinstance(value, int):
-            raise Strange
+            raise ValueError
         if not 0 <= value <= 1_000:
-            raise Strange
+            raise ValueError
     if kind == "Float" and len(args) > 1:  # torch gives the precision by name
-        raise Strange
+        raise ValueError
     first = args[0] if args else None
     if isinstance(first, ast.Constant) and isinstance(first.value, str):
         if not re.fullmatch(SYMPY_TEXTS.get(kind, "(?!)"), first.value) or len(first.value) > BITS // 4:
-            raise Strange
+            raise ValueError
         _few(max((_bits(each, _size_leaf) for each in args[1:]), default=1))
         if kind == "Float":
             return FLOAT_BITS if re.fullmatch(r"[-+]?[\d.]{1,32}(e[-+]?[0-2]?\d)?", first.value) else BITS // 4
@@ -237,7 +235,7 @@ def _size_leaf(node: ast.expr) -> int:
             return _few(max(_bits(part, _size_leaf) for part in args))
         return _power(base, exponent, kind == "LShift", lambda part: _bits(part, _size_leaf))
     if kind == "ModularIndexing" and not all(map(_is_whole, args)):
-        raise Strange
+        raise ValueError
     every = [_bits(part, _size_leaf) for arg in args for part in (arg.elts if isinstance(arg, ast.Tuple) else [arg])]
     return _few(sum(every) if kind in ("Mul", "Rational") else max(every, default=1) + len(every))
 
@@ -259,16 +257,16 @@ def _guard_leaf(node: ast.expr) -> int:
     if isinstance(node, ast.Attribute) and _is_named(node.value, "math") and node.attr in ("inf", "nan", "pi", "e"):
         return SIZE_BITS
     if not isinstance(node, ast.Call) or node.keywords:
-        raise Strange
+        raise ValueError
     if _is_layout(node) and bool(node.args) == (_method(node) in LISTS):
         return SIZE_BITS
     module, name = "", node.func
     if isinstance(name, ast.Attribute) and isinstance(name.value, ast.Name) and name.value.id in ("math", "torch"):
         module, name = name.value.id, ast.Name(name.attr)
     if not isinstance(name, ast.Name) or not FUNCTIONS[module].fullmatch(name.id):
-        raise Strange
+        raise ValueError
     if name.id == "round" and len(node.args) == 2 and abs(_number(node.args[1])) > LARGEST_EXPONENT:
-        raise Strange
+        raise ValueError
     return max((_bits(each, _guard_leaf) for each in node.args), default=1)
 
 
