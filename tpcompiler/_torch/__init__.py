@@ -60,13 +60,16 @@ from tpcompiler._torch.ops import (
 from tpcompiler._torch.programs import (
     LEAF_KINDS,
     WRITTEN_KINDS,
+    all_tensors,
     check_built,
     copy_graph,
     forget_index,
     guards_of,
+    input_values,
     mode_of_parameters,
     passes_guards,
     tree_names,
+    user_inputs,
     with_graph,
     with_state,
 )

@@ -12,13 +12,28 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.exported_program import _convert_guards_to_code
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph import CodeGen
 from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 
 LEAF_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 WRITTEN_KINDS = (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION, OutputKind.PARAMETER_MUTATION)
+
+
+def input_values(program: ExportedProgram) -> dict[str, Any]:
+    """Return the recorded (fake) value of each of a graph's inputs, leaves included, by the node's name."""
+    return {node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
+
+
+def user_inputs(program: ExportedProgram) -> list[InputSpec]:
+    """Return the specifications of the inputs that a caller passes, in order."""
+    return [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+
+
+def all_tensors(program: ExportedProgram) -> dict[str, Any]:
+    """Return the parameters, buffers and constants, by name."""
+    return {**program.constants, **program.state_dict}
 
 
 def tree_names(spec: Any) -> list[str]:

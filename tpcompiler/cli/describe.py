@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+from torch.export.graph_signature import ConstantArgument, OutputKind
 
+from tpcompiler._torch import input_values, user_inputs
 from tpcompiler.api import find_plan
 from tpcompiler.artifact.summary import ModelLayer, ModelSummary, ModelTensor, ModelValue
 from tpcompiler.ask.plan_text import modules_of, plan_text
@@ -50,14 +51,13 @@ def _proposed(program: ExportedProgram) -> Plan:
 
 
 def _inputs(program: ExportedProgram) -> list[ModelValue]:
-    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    values = input_values(program)
     out = []
-    for spec in program.graph_signature.input_specs:
-        if spec.kind is InputKind.USER_INPUT:
-            if isinstance(spec.arg, ConstantArgument):
-                out.append(ModelValue(name=spec.arg.name, constant=repr(spec.arg.value)))
-            else:
-                out.append(ModelValue(name=spec.arg.name, **_described(values[spec.arg.name])))
+    for spec in user_inputs(program):
+        if isinstance(spec.arg, ConstantArgument):
+            out.append(ModelValue(name=spec.arg.name, constant=repr(spec.arg.value)))
+        else:
+            out.append(ModelValue(name=spec.arg.name, **_described(values[spec.arg.name])))
     return out
 
 

@@ -19,6 +19,7 @@ from tpcompiler._torch import (
     FakeTensorMode,
     HigherOrderOperator,
     OpOverload,
+    all_tensors,
     aten,
     enable_python_dispatcher,
     functional_op,
@@ -53,7 +54,7 @@ def decompose_calls(program: ExportedProgram, how: Mapping[Any, Any], table: Map
         NotSimple: control flow, autocast, subclasses, writes to views, norms in training, conjugated views, and
             decompositions that create tensors or write in place, all of which need torch's own decomposition.
     """
-    values = {**program.constants, **program.state_dict}
+    values = all_tensors(program)
     if any(isinstance(value, torch.Tensor) and type(value) not in DENSE for value in values.values()):
         raise NotSimple("a subclass")
     return _Writer(program, how, table).written()
@@ -265,7 +266,7 @@ def _lies_in(value: fx.Node, memory: set[fx.Node], env: Values) -> bool:
 
 def _share_memory(program: ExportedProgram, name: str) -> bool:
     """Return True if another leaf shares memory with this one."""
-    values = {**program.constants, **program.state_dict}
+    values = all_tensors(program)
     ranges = {
         each: (value.untyped_storage()._cdata, *_span(value))
         for each, value in values.items()

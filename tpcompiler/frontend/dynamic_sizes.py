@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.export import Dim, ExportedProgram
 
-from tpcompiler._torch import passes_guards, sym_expr
+from tpcompiler._torch import input_values, passes_guards, sym_expr
 from tpcompiler.frontend.example_inputs import Example
 
 MOST = 1024  # of a size without a given limit
@@ -87,7 +87,7 @@ class Sizes:
 
     def _values(self, program: ExportedProgram) -> dict[str, list[Any]]:
         """Map a size to its values in the shapes of the program's inputs, as expressions."""
-        values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+        values = input_values(program)
         values_of: dict[str, list[Any]] = {}
         for name, dims in self._of.items():
             for dim, size in dims.items():

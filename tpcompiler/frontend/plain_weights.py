@@ -11,7 +11,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind, TensorArgument
 
-from tpcompiler._torch import LEAF_KINDS, is_wrapper_subclass
+from tpcompiler._torch import LEAF_KINDS, all_tensors, is_wrapper_subclass
 from tpcompiler.frontend.refused import refuse_others
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import read_bodies
@@ -45,7 +45,7 @@ def unwrap_subclasses(program: ExportedProgram) -> ExportedProgram:
         ProgramError: no exported program.
     """
     refuse_others(program)
-    values = {**program.constants, **program.state_dict}
+    values = all_tensors(program)
     input_specs = program.graph_signature.input_specs
     wrapped = {
         spec.target
@@ -120,7 +120,7 @@ def drop_replaced(program: ExportedProgram) -> tuple[ExportedProgram, tuple[Note
     Unused parts of a weight in parts are dropped too, such as zero points that are always zero. A parameter that is
     unused for another reason stays, because a checkpoint of the model has it.
     """
-    view, values = Program(program, program.graph), {**program.constants, **program.state_dict}
+    view, values = Program(program, program.graph), all_tensors(program)
     if any(fqn not in values for _, fqn in view.leaves()):
         return program, ()  # refused later
     dropped = {node.name: fqn for node, fqn in _replaced(view)}

@@ -7,7 +7,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 
-from tpcompiler._torch import LEAF_KINDS, WRITTEN_KINDS, FakeTensor, HigherOrderOperator, OpOverload
+from tpcompiler._torch import LEAF_KINDS, WRITTEN_KINDS, FakeTensor, HigherOrderOperator, OpOverload, user_inputs
 from tpcompiler.errors import ProgramError, UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import all_calls, has_bodies
@@ -39,7 +39,7 @@ def refuse_values(program: ExportedProgram) -> None:
         UnsupportedError: sparse or quantised tensors, or tensor subclasses as inputs.
     """
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
-    inputs = {name for name, spec in specs.items() if spec.kind is InputKind.USER_INPUT}
+    inputs = {spec.arg.name for spec in user_inputs(program)}
     for node in program.graph.nodes:
         for value in edit.outputs(node) if node.op in ("placeholder", "call_function") else ():
             kind = _other_than_dense(node, value, is_input=node.name in inputs)
@@ -140,7 +140,7 @@ def refuse_calls(program: ExportedProgram, graph: fx.Graph) -> None:
                 help="export the model without custom classes and side effects",
             )
     state = {*program.state_dict, *program.constants}
-    inputs = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT}
+    inputs = {spec.arg.name for spec in user_inputs(program)}
     for written in program.graph_signature.output_specs:
         others = state if written.kind is OutputKind.USER_INPUT_MUTATION else inputs
         if written.kind in WRITTEN_KINDS and written.target in others:

@@ -47,9 +47,8 @@ FUNCTIONS = {  # of guards, by module
 LISTS, NUMBERS = ("size", "stride"), ("storage_offset", "numel", "dim")  # methods for an input's layout
 
 
-Leaf = Callable[
-    [ast.expr], int
-]  # bits of a part that is neither a number nor an operator; ValueError if torch never writes it
+# Bits of a part that is neither a number nor an operator. Raises ValueError for a part that torch never writes.
+Leaf = Callable[[ast.expr], int]
 
 
 @functools.lru_cache(maxsize=4096)

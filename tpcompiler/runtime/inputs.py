@@ -15,9 +15,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save, save_file
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
+from torch.export.graph_signature import ConstantArgument, TensorArgument
 
-from tpcompiler._torch import TreeSpec, aten, tree_flatten, tree_unflatten
+from tpcompiler._torch import TreeSpec, aten, input_values, tree_flatten, tree_unflatten, user_inputs
 from tpcompiler.errors import ArtifactError, InputsError, reason
 from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.records import BoundaryRecord
@@ -71,8 +71,8 @@ def arrange_inputs(
     Raises:
         InputsError: a tensor is missing, unknown, or of another shape or dtype.
     """
-    specs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
-    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    specs = user_inputs(program)
+    values = input_values(program)
     names = [spec.arg.name for spec in specs if isinstance(spec.arg, TensorArgument)]
     if unknown := sorted(set(tensors) - set(names)):
         raise InputsError(
@@ -138,7 +138,7 @@ def _in_order(program: ExportedProgram, args: Sequence[Any], kwargs: Mapping[str
         raise InputsError(f"the program was called with wrong arguments: {'; '.join(wrong)}", help=f"it takes {takes}")
     _, given = tree_flatten((tuple(args), dict(kwargs)))
     if given.num_leaves != spec.num_leaves:
-        inputs = [each.arg.name for each in program.graph_signature.input_specs if each.kind is InputKind.USER_INPUT]
+        inputs = [each.arg.name for each in user_inputs(program)]
         raise InputsError(
             f"the program takes {spec.num_leaves} inputs, got {given.num_leaves}",
             help=f"pass what it was exported with: {', '.join(inputs)}",
@@ -154,8 +154,8 @@ def _in_order(program: ExportedProgram, args: Sequence[Any], kwargs: Mapping[str
 
 
 def _check_inputs(program: ExportedProgram, flat: Sequence[Any]) -> None:
-    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
-    specs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    values = input_values(program)
+    specs = user_inputs(program)
     for spec, given in zip(specs, flat, strict=True):
         name, expected = spec.arg.name, values.get(spec.arg.name)
         if isinstance(spec.arg, ConstantArgument):
@@ -185,7 +185,7 @@ def named_inputs(program: ExportedProgram, args: Sequence[Any], kwargs: Mapping[
     Raises:
         InputsError: as `flatten_inputs`.
     """
-    specs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    specs = user_inputs(program)
     flat = flatten_inputs(program, args, kwargs)
     return {spec.arg.name: v for spec, v in zip(specs, flat, strict=True) if isinstance(v, torch.Tensor)}
 

@@ -15,9 +15,17 @@ from typing import Any, cast
 
 import torch
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+from torch.export.graph_signature import ConstantArgument, OutputKind
 
-from tpcompiler._torch import FakeTensor, is_registered_class, quick_files, quiet_torch, tree_flatten
+from tpcompiler._torch import (
+    FakeTensor,
+    all_tensors,
+    is_registered_class,
+    quick_files,
+    quiet_torch,
+    tree_flatten,
+    user_inputs,
+)
 from tpcompiler.errors import ArtifactError, option, reason
 from tpcompiler.runtime.archive import OLD_FORMAT, inspect_archive
 from tpcompiler.runtime.hub import download_help
@@ -131,7 +139,7 @@ def read_model(path: str | os.PathLike[str], imports: Sequence[str] = (), *, tru
 
 def _refuse_repeated(program: ExportedProgram, file: Opened) -> None:
     """Raise ArtifactError for a large weight stored as one repeated number: ranks would hold it in full."""
-    for name, value in {**program.constants, **program.state_dict}.items():
+    for name, value in all_tensors(program).items():
         if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and value.layout is torch.strided:
             whole, there = value.numel() * value.element_size(), value.untyped_storage().nbytes()
             if whole > MOST_REPEATED and whole > 1000 * there:
@@ -207,7 +215,7 @@ def _strange_calling(program: ExportedProgram) -> str:
         return "it does not record the arguments and results of its program"
     if strange := [each.fqn for each in graph if not isinstance(each.fqn, str)]:
         return f"it names a module {strange[0]!r}"
-    takes = sum(each.kind is InputKind.USER_INPUT for each in signature.input_specs)
+    takes = len(user_inputs(program))
     gives = sum(each.kind is OutputKind.USER_OUTPUT for each in signature.output_specs)
     if (spec.in_spec.num_leaves, spec.out_spec.num_leaves) != (takes, gives):
         return (
@@ -235,7 +243,7 @@ def _strange_examples(program: ExportedProgram) -> str:
     names = keywords_of(spec)  # torch derives its input checks from the examples, in this order
     if {*names} != kwargs.keys() or tree_flatten((args, {name: kwargs[name] for name in names}))[1] != spec:
         return "its example inputs are not the arguments that its program takes"
-    takes = [spec.arg for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    takes = [spec.arg for spec in user_inputs(program)]
     texts = [value for value in values if isinstance(value, (str, bytes))]  # an input check would compute with them
     if texts and not any(isinstance(spec, ConstantArgument) and isinstance(spec.value, str) for spec in takes):
         return f"its example inputs have the text {texts[0][:80]!r}, and its program takes none"

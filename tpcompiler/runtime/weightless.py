@@ -15,7 +15,15 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from tpcompiler._torch import FakeTensor, archive_stream, mode_of_parameters, save_program, skip_fake_truncations
+from tpcompiler._torch import (
+    FakeTensor,
+    all_tensors,
+    archive_stream,
+    input_values,
+    mode_of_parameters,
+    save_program,
+    skip_fake_truncations,
+)
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.opened import Opened
 
@@ -51,8 +59,7 @@ def weightless() -> Iterator[None]:
 
 def weightless_names(program: ExportedProgram) -> set[str]:
     """Return the parameters, buffers and constants that have no values."""
-    tensors = {**program.constants, **program.state_dict}
-    return {name for name, value in tensors.items() if isinstance(value, FakeTensor)}
+    return {name for name, value in all_tensors(program).items() if isinstance(value, FakeTensor)}
 
 
 def lazy_zeros(like: torch.Tensor) -> torch.Tensor:
@@ -125,9 +132,8 @@ def empty_hollow(program: ExportedProgram, file: Opened) -> None:
     tied = _read_mark(file)
     if not tied:
         return
-    nodes = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
-    specs = program.graph_signature.input_specs
-    taken = {spec.target: nodes[spec.arg.name] for spec in specs if spec.target is not None}
+    inputs, specs = input_values(program), program.graph_signature.input_specs
+    taken = {spec.target: inputs[spec.arg.name] for spec in specs if spec.target is not None}
     values = {first: taken[name] for name, first in tied.items() if first is not None and name in taken}
     if lacking := sorted(tied.keys() - program.state_dict.keys() - program.constants.keys()):
         raise ArtifactError(
