@@ -26,23 +26,23 @@ def kernel_for(node: fx.Node, device_type: str) -> Call | None:
 
 
 def _on_cuda(node: fx.Node) -> Call:
-    args = edit.bound(node)
+    args = edit.arguments(node)
     positional = (
-        args["query"],
-        args["key"],
-        args["value"],
-        args["attn_mask"],
+        args.query,
+        args.key,
+        args.value,
+        args.attn_mask,
         True,
-        args["dropout_p"],
-        args["is_causal"],
+        args.dropout_p,
+        args.is_causal,
     )
-    return ON_CUDA, positional, {"scale": args["scale"]}
+    return ON_CUDA, positional, {"scale": args.scale}
 
 
 def _on_cpu(node: fx.Node) -> Call | None:
     """Return the call on the CPU; None if the program already had the CUDA kernel, whose claim has its own results."""
     if len(read_claim(node).sharding or ()) != len(ON_CPU._schema.returns):
         return None
-    args = edit.bound(node)
-    positional = (args["query"], args["key"], args["value"], args["dropout_p"], args["is_causal"])
-    return ON_CPU, positional, {"attn_mask": args["attn_bias"], "scale": args["scale"]}
+    args = edit.arguments(node)
+    positional = (args.query, args.key, args.value, args.dropout_p, args.is_causal)
+    return ON_CPU, positional, {"attn_mask": args.attn_bias, "scale": args.scale}

@@ -88,10 +88,10 @@ def _read_numbers(graph: fx.Graph, signature: ExportGraphSignature, row: torch.T
     own = edit.insert_before(readers[0], aten.select.int, (node, 0, 0), name)
     root = next((list(stack.items())[:1] for n in graph.nodes if (stack := n.meta.get("nn_module_stack"))), [])
     with mode:
-        own.meta["val"] = edit.fake(node)[0]
+        edit.record(own, edit.fake(node)[0])
     for index, each in enumerate(readers):
         each.target, each.args = aten.select.int, (own, 0, index)
-        each.meta["val"] = edit.fake(own).select(0, 0)
+        edit.record(each, edit.fake(own).select(0, 0))
     for each in (own, *readers):
         each.meta = {"val": edit.fake(each), PLACEMENT: NodePlacement(origin=name), "nn_module_stack": dict(root)}
 

@@ -101,8 +101,8 @@ def _decompose(program: ExportedProgram) -> ExportedProgram:
 
 def _drops(node: fx.Node) -> bool:
     """Return True if a recurrent layer has dropout between its layers, which torch's decomposition omits."""
-    args = edit.bound(node)
-    return bool(args["dropout"] and args["train"] and args["num_layers"] > 1)
+    args = edit.arguments(node)
+    return bool(args.dropout and args.train and args.num_layers > 1)
 
 
 def _norm(
@@ -131,17 +131,17 @@ def _join_extrema(graph: fx.Graph) -> None:
     for least in edit.calls(graph):
         if least.target is not aten.amin.default or not edit.fake(least).is_floating_point():
             continue
-        (value,), arguments = edit.operands(least), edit.bound(least)
-        same = (u for u in value.users if u.target is aten.amax.default and {**edit.bound(u)} == arguments)
+        (value,), arguments = edit.operands(least), edit.arguments(least)
+        same = (u for u in value.users if u.target is aten.amax.default and edit.arguments(u) == arguments)
         greatest = next(same, None)
-        if greatest is None or len(arguments["dim"]) != 1:
+        if greatest is None or len(arguments.dim) != 1:
             continue
         both = edit.insert_before(min(least, greatest), aten.aminmax.default, (value,), "aminmax")
-        both.kwargs = {"dim": arguments["dim"][0], "keepdim": arguments["keepdim"]}
-        both.meta["val"] = (edit.fake(least), edit.fake(greatest))
+        both.kwargs = {"dim": arguments.dim[0], "keepdim": arguments.keepdim}
+        edit.record(both, (edit.fake(least), edit.fake(greatest)))
         for part, node in enumerate((least, greatest)):
             part_of_both = edit.insert_before(node, operator.getitem, (both, part), node.name)
-            part_of_both.meta["val"] = edit.fake(node)
+            edit.record(part_of_both, edit.fake(node))
             edit.replace_uses(node, part_of_both)
             edit.erase(node)
 
@@ -160,13 +160,13 @@ def _draw_whole(graph: fx.Graph) -> None:
             for part in list(node.users):
                 if part.target is operator.getitem and part.args[1] == 0:
                     drawn = edit.insert_before(part, operator.getitem, (node, 0), "drawn")
-                    drawn.meta["val"] = edit.fake(part)
+                    edit.record(drawn, edit.fake(part))
                     part.target, part.args = aten.mul.Tensor, (x, drawn)
         elif draws_for_a_shape(node):
             ones = _ones(node, edit.operands(node)[0], edit.fake(node))
             edit.replace_operand(node, 0, ones)
             with fake_mode_of(graph):  # a slice that is drawn into has gaps, and the drawn value has none
-                node.meta["val"] = torch.empty_like(edit.fake(ones), dtype=edit.fake(node).dtype)
+                edit.record(node, torch.empty_like(edit.fake(ones), dtype=edit.fake(node).dtype))
 
 
 def _ones(node: fx.Node, like: fx.Node, layout: torch.Tensor) -> fx.Node:
@@ -178,12 +178,12 @@ def _ones(node: fx.Node, like: fx.Node, layout: torch.Tensor) -> fx.Node:
     ones = edit.insert_before(node, aten.full.default, (sizes, 1), "ones")
     ones.kwargs = options
     with fake_mode_of(node.graph):
-        ones.meta["val"] = torch.full([value.shape[dim] for dim in order], 1, **options)
+        edit.record(ones, torch.full([value.shape[dim] for dim in order], 1, **options))
     if order == sorted(order):
         return ones
     back = [order.index(dim) for dim in range(value.ndim)]
     permuted = edit.insert_before(node, aten.permute.default, (ones, back), "ones_as_they_lie")
-    permuted.meta["val"] = edit.fake(ones).permute(back)
+    edit.record(permuted, edit.fake(ones).permute(back))
     return permuted
 
 
@@ -192,7 +192,7 @@ def _size(node: fx.Node, value: fx.Node, dim: int) -> int | fx.Node:
     if isinstance(size, int):
         return size
     size_node = edit.insert_before(node, aten.sym_size.int, (value, dim), "size")
-    size_node.meta["val"] = size
+    edit.record(size_node, size)
     return size_node
 
 
@@ -202,7 +202,7 @@ def _slice_by_constants(program: CanonicalProgram) -> None:
     for node in edit.calls(program.graph):
         if node.target is not aten.index.Tensor:
             continue
-        value, indices = edit.bound(node)["self"], edit.bound(node)["indices"]
+        value, indices = edit.arguments(node).self, edit.arguments(node).indices
         ((dim, rows), *others) = [(d, index) for d, index in enumerate(indices) if index is not None]
         while rows.target in (aten.clone.default, aten.lift_fresh_copy.default, aten.detach.default):
             (rows,) = edit.operands(rows)
@@ -218,7 +218,7 @@ def _slice_by_constants(program: CanonicalProgram) -> None:
         if first >= 0 and first + len(rest) < size and rest == list(range(first + 1, first + 1 + len(rest))):
             part = edit.insert_before(node, aten.slice.Tensor, (value, dim, first, first + 1 + len(rest)), "rows")
             with fake_mode_of(program.graph):
-                part.meta["val"] = edit.fake(value).narrow(dim, first, 1 + len(rest))
+                edit.record(part, edit.fake(value).narrow(dim, first, 1 + len(rest)))
             node.target, node.args = aten.clone.default, (part,)
             node.kwargs = {"memory_format": torch.contiguous_format}
 
@@ -234,10 +234,10 @@ def _count_by_dims(graph: fx.Graph) -> None:
         for dim, size in enumerate(shape):
             if not isinstance(size, int):
                 factor = edit.insert_before(node, aten.sym_size.int, (value, dim), "size")
-                factor.meta["val"] = size
+                edit.record(factor, size)
                 count = size * (edit.fake(product) if isinstance(product, fx.Node) else product)
                 product = edit.insert_before(node, operator.mul, (factor, product), "numel")
-                product.meta["val"] = count
+                edit.record(product, count)
         edit.replace_uses(node, product)
         edit.erase(node)
 
@@ -251,7 +251,7 @@ def _write_inferred_sizes(graph: fx.Graph) -> None:
     for node in edit.calls(graph):
         if node.target not in (aten.view.default, aten._unsafe_view.default, aten.view_copy.default):
             continue
-        sizes, inferred = edit.bound(node)["size"], edit.shape(node)
+        sizes, inferred = edit.arguments(node).size, edit.shape(node)
         if any(isinstance(size, fx.Node) for size in sizes):
             explicit = [
                 new if old == -1 and isinstance(new, int) else old for old, new in zip(sizes, inferred, strict=True)

@@ -126,5 +126,5 @@ def _insert(before: fx.Node, target: Any, args: tuple[Any, ...], name: str) -> f
     node = edit.insert_before(before, target, args, name)
     values = fx.node.map_arg(args, lambda n: edit.fake(n))
     with fake_mode_of(before.graph), torch.no_grad():
-        node.meta["val"] = target(*values)
+        edit.record(node, target(*values))
     return node

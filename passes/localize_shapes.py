@@ -57,7 +57,7 @@ def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
         wholes_of = {node: whole}
         if node.op == "placeholder" and mark is not None and mark.shardings:
             here = program.here
-            node.meta["val"] = local_value(whole, mark.shardings[0], program.mesh, here, mode)
+            edit.record(node, local_value(whole, mark.shardings[0], program.mesh, here, mode))
         elif node.op == "call_function":
             lowered = has_reshard(node)
             call = write_call(node) if mark is not None and not lowered and _may_change(mark) else None
@@ -76,15 +76,15 @@ def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
                     node.meta[PLACEMENT] = replace(placement_of(node), call=call)
                 _allow_copy(node)
                 if mark is not None and isinstance(whole, torch.Tensor) and node.meta.get("unbacked_bindings"):
-                    node.meta["val"] = _run_by_name(node, mark, program, mode)
+                    edit.record(node, _run_by_name(node, mark, program, mode))
                 else:
-                    node.meta["val"] = _run(node, mode, results)
+                    edit.record(node, _run(node, mode, results))
         for result, whole in wholes_of.items():
             mark = result.meta.get(PLACEMENT)
             if mark is not None and mark.shardings:
                 _check(result, mark, whole, program)
                 if edit.fake(result) is not whole and key(result) == key(whole):
-                    result.meta["val"] = whole
+                    edit.record(result, whole)
             if result.op != "output" and result.meta.get("val") is not whole:
                 local.add(result)
     return LocalProgram(program.source, graph, program.mesh, program.ranks)
@@ -138,8 +138,8 @@ def _multiply(node: fx.Node, degree: int) -> None:
         return
     whole = edit.insert_after(node, operator.mul, (node, degree), "global_size")
     edit.replace_uses(node, whole, keep=[whole])
-    whole.meta["val"] = edit.fake(node)
-    node.meta["val"] = edit.fake(node) // degree
+    edit.record(whole, edit.fake(node))
+    edit.record(node, edit.fake(node) // degree)
 
 
 def _divide(size: fx.Node, degree: int, user: fx.Node) -> fx.Node:
@@ -147,7 +147,7 @@ def _divide(size: fx.Node, degree: int, user: fx.Node) -> fx.Node:
         (local,) = size.all_input_nodes
         return local
     quotient = edit.insert_before(user, operator.floordiv, (size, degree), "local_size")
-    quotient.meta["val"] = edit.fake(size) // degree
+    edit.record(quotient, edit.fake(size) // degree)
     return quotient
 
 
@@ -233,7 +233,7 @@ def _read_size(size: Size, node: fx.Node) -> fx.Node:
 
 def _number(node: fx.Node, target: Any, *args: Any) -> fx.Node:
     size = edit.insert_before(node, target, args, "size")
-    size.meta["val"] = target(*fx.node.map_arg(args, lambda n: edit.fake(n)))
+    edit.record(size, target(*fx.node.map_arg(args, lambda n: edit.fake(n))))
     return size
 
 

@@ -50,7 +50,7 @@ def move_device(program: ExportedProgram, device_type: str) -> ExportedProgram:
             _change_kernel(node, kernels[node], mode)
         elif "val" in node.meta:
             own_cache = {} if node.op == "placeholder" else cache  # two inputs that share one value would be aliases
-            node.meta["val"] = tree_map(functools.partial(_move, device_type, mode, own_cache), edit.fake(node))
+            edit.record(node, tree_map(functools.partial(_move, device_type, mode, own_cache), edit.fake(node)))
 
     with no_new_guards(graph):
         # After all literals, because a node's tensor operands are recognised by their values.
@@ -70,11 +70,11 @@ def _change_kernel(node: fx.Node, call: Call, mode: FakeTensorMode) -> None:
         # torch does not prove that a dynamic size needs no padding
         if not all(map(statically_equal, results[1].shape, sums.shape)):
             results[1] = results[1].new_empty(sums.shape)
-    node.meta["val"] = tuple(results)
+    edit.record(node, tuple(results))
     for part in list(node.users):
         at: Any = part.args[1]
         if part.users:
-            part.meta["val"] = results[at]
+            edit.record(part, results[at])
         else:
             edit.erase(part)  # a program from a file has a getitem for every result
 
@@ -98,8 +98,8 @@ def _name_device(node: fx.Node, device: torch.device) -> None:
 def _allow_copy(node: fx.Node) -> None:
     """Replace a view by a reshape, because another device's kernels may lay out their results differently."""
     if node.target in (aten.view.default, aten._unsafe_view.default):
-        arguments = edit.bound(node)
-        node.target, node.args, node.kwargs = aten.reshape.default, (arguments["self"], arguments["size"]), {}
+        arguments = edit.arguments(node)
+        node.target, node.args, node.kwargs = aten.reshape.default, (arguments.self, arguments.size), {}
 
 
 def _move(device_type: str, mode: FakeTensorMode, cache: dict[Any, torch.Tensor], value: Any) -> Any:

@@ -64,7 +64,7 @@ def _spell_out_zeros(node: fx.Node) -> None:
         return
     edit.set_argument(node, "dropout_p", 0.0)
     zeros = edit.insert_after(node, aten.mul.Tensor, (node, 0), f"{node.name}_dropped")
-    zeros.meta["val"] = edit.fake(node)
+    edit.record(zeros, edit.fake(node))
     edit.replace_uses(node, zeros, keep=[zeros])
 
 
@@ -74,7 +74,7 @@ def _spell_out_memory(node: fx.Node) -> None:
     dense = edit.insert_before(node, aten.clone.default, (value,), f"{node.name}_memory")
     dense.kwargs = {"memory_format": torch.contiguous_format}
     with fake_mode_of(node.graph):
-        dense.meta["val"] = edit.fake(value).clone(memory_format=torch.contiguous_format)
+        edit.record(dense, edit.fake(value).clone(memory_format=torch.contiguous_format))
     edit.replace_operand(node, 0, dense)
 
 
@@ -86,7 +86,7 @@ def _spell_out_copy(node: fx.Node) -> None:
     for op, *rest in steps:
         call = edit.insert_before(node, op, (source, *rest), f"{node.name}_source")
         with fake_mode_of(node.graph):
-            call.meta["val"] = op(*(edit.fake(arg) if isinstance(arg, fx.Node) else arg for arg in call.args))
+            edit.record(call, op(*(edit.fake(arg) if isinstance(arg, fx.Node) else arg for arg in call.args)))
         source = call
     edit.replace_operand(node, 1, source)
 

@@ -23,6 +23,11 @@ def fake(node: fx.Node) -> Any:
     return node.meta["val"]
 
 
+def record(node: fx.Node, value: Any) -> None:
+    """Record a node's value, which `fake` returns."""
+    node.meta["val"] = value
+
+
 def shape(node: fx.Node) -> Any:
     return node.meta["val"].shape
 

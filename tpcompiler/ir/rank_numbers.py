@@ -46,7 +46,7 @@ def read_number(graph: fx.Graph, values: Sequence[int], mode: FakeTensorMode) ->
     call = edit.insert_before(first, rank_number, (numbers,), RANK_NUMBERS[:-1])
     call.meta.clear()
     with mode:
-        call.meta["val"] = torch.empty((), dtype=torch.int64)
+        edit.record(call, torch.empty((), dtype=torch.int64))
     return call
 
 

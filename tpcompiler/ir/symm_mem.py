@@ -129,11 +129,11 @@ def expand_collectives(program: ExportedProgram) -> ExportedProgram:
 def insert_call(before: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Any = None, value: Any = None) -> fx.Node:
     node = edit.insert_before(before, target, args, "symm_mem")
     node.kwargs = kwargs or {}
-    node.meta["val"] = value
+    edit.record(node, value)
     if value is None:
         with fake_mode_of(before.graph), torch.no_grad(), enable_python_dispatcher():
             values, keyword_values = fx.node.map_arg((node.args, node.kwargs), lambda used: edit.fake(used))
-            node.meta["val"] = target(*values, **keyword_values)
+            edit.record(node, target(*values, **keyword_values))
     return node
 
 
