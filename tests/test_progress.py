@@ -26,7 +26,7 @@ from tpcompiler.cli import bars
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.artifact import sha256
 from tpcompiler.runtime.model_file import read_model
-from tpcompiler.terminal.progress import counted, listening, telling
+from tpcompiler.terminal.progress import counted, listening, reporting
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 
@@ -133,7 +133,7 @@ def test_a_bar_has_the_rate_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -
     console = Console(force_terminal=True, width=80, record=True, file=io.StringIO())
     monkeypatch.setattr(bars, "Console", lambda **_: console)
     monkeypatch.setattr(bars, "Progress", partial(Progress, auto_refresh=False, get_time=lambda: now))
-    ops, weights = telling("running the ranks", "ops"), telling("cutting the weights", "bytes")
+    ops, weights = reporting("running the ranks", "ops"), reporting("cutting the weights", "bytes")
     with bars.progress("waiting") as steps:
         now = 10.0
         steps.update("reading [/b]")
@@ -141,7 +141,7 @@ def test_a_bar_has_the_rate_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -
             now = 10.0 + done
             ops(250 * done, 25_000)
             weights(2_000_000 * done, 20_000_000)
-        telling("drawing all again", "files")(0, 2)
+        reporting("drawing all again", "files")(0, 2)
         *_, reading, running, cutting, _ = console.export_text().splitlines()
     assert "reading [/b]" in reading
     assert reading.endswith("0:00:03")  # since it was said
@@ -162,10 +162,10 @@ def test_a_step_that_lasts_has_a_line_in_a_pipe(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(bars, "PATIENCE", 100.0)
     with bars.progress("short"):
-        telling("ops of it", "ops")(0, 2)
+        reporting("ops of it", "ops")(0, 2)
     assert shown.getvalue() == ""
     monkeypatch.setattr(bars, "PATIENCE", 0.05)
-    ops, weights = telling("trying choices", "ops"), telling("cutting the weights", "bytes")
+    ops, weights = reporting("trying choices", "ops"), reporting("cutting the weights", "bytes")
     with bars.progress("reading \x1b[/b]") as steps:
         wait_for("reading \\x1b[/b]\n")
         steps.update("searching")

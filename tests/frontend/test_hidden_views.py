@@ -14,7 +14,7 @@ from tests.long import some
 from tests.op_db.database import op_db
 from tpcompiler import _torch
 from tpcompiler._torch import OpOverload, calls_others, tree_flatten
-from tpcompiler.frontend.written_back import UNSAID, VIEWS
+from tpcompiler.frontend.written_back import UNDECLARED, VIEWS
 
 
 class Watch(TorchDispatchMode):
@@ -56,7 +56,7 @@ def test_no_other_kernel_hides_that_it_shares_memory() -> None:
                     op(sample.input, *sample.args, **sample.kwargs)
     assert len(watch.called) > 150
     assert _torch.aten.unsafe_split.Tensor in watch.sharing
-    assert watch.sharing <= UNSAID
+    assert watch.sharing <= UNDECLARED
 
 
 @pytest.mark.parametrize("op", VIEWS, ids=str)

@@ -30,7 +30,7 @@ from tpcompiler.runtime.artifact import (
     read_manifest,
     sha256,
 )
-from tpcompiler.runtime.package import Package, called_file, drop_package, find_capability, say_package
+from tpcompiler.runtime.package import Package, called_file, drop_package, find_capability, record_package
 from tpcompiler.runtime.place import leave_out
 from tpcompiler.runtime.rank_file import load_rank, open_rank, taken_by
 from tpcompiler.runtime.scratch import scratch_folder
@@ -118,7 +118,7 @@ def package(
             capability=find_capability(device_type),
             threads=threads,
         )
-        say_package(folder, result, [temporary / name for name in result.files])
+        record_package(folder, result, [temporary / name for name in result.files])
     report = None
     try:
         report = verify_package(folder, checkpoint=checkpoint, trust=trust) if check else None

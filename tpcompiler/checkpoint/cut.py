@@ -34,11 +34,11 @@ from tpcompiler.runtime.rank_file import taken_by, with_tied
 from tpcompiler.runtime.target import CUT, refuse_full_disk, replacing
 from tpcompiler.runtime.weightless import weightless_names
 from tpcompiler.runtime.weights import OtherContent, Writing, laid_out, read_all
-from tpcompiler.terminal.progress import telling
+from tpcompiler.terminal.progress import reporting
 
 READ_AHEAD = 1 << 28  # bytes of two successive tensors up to which the second is read while the first is written
 Progress = Callable[[int, int], None]  # (bytes done, total)
-TELL = telling("cutting the weights", "bytes")
+TELL = reporting("cutting the weights", "bytes")
 
 
 def cut_checkpoint(

@@ -27,7 +27,7 @@ from tpcompiler._torch import (
     trace_ops,
     tree_flatten,
 )
-from tpcompiler.frontend.written_back import hidden_bases, memory_of, writes_unsaid
+from tpcompiler.frontend.written_back import hidden_bases, memory_of, updates_statistics
 from tpcompiler.ir import edit
 from tpcompiler.ir.draws import DROPOUTS
 from tpcompiler.ir.local import fake_mode_of, key
@@ -134,7 +134,7 @@ class _Writer:
             raise NotSimple(node.name)
         if not isinstance(node.target, OpOverload):
             return self.keep(node, node.target, env)
-        if writes_unsaid(node):
+        if updates_statistics(node):
             raise NotSimple(node.name)
         if not node.target._schema.is_mutable:
             return self.decompose(node, node.target, env)
@@ -153,7 +153,7 @@ class _Writer:
         if isinstance(source, fx.Node) and isinstance(source.target, OpOverload) and memory == {source}:
             memory.add(target)  # one of several results of an op
         views = (user for name in names for user in name.users if user in env and user not in names)
-        if memory.isdisjoint(names) or any(_lies_in(v, names | memory, env) for v in views):
+        if memory.isdisjoint(names) or any(_may_share(v, names | memory, env) for v in views):
             raise NotSimple(node.name)
         # The source has the same dtype and layout already (`spell_out`).
         result = env[node.args[1]] if op is aten.copy.default else self.decompose(node, op, env)  # type: ignore[index]
@@ -191,8 +191,8 @@ class _Writer:
         meta = dict(node.meta)
         if isinstance(op, OpOverload) and not node.meta.get("unbacked_bindings"):
             result = self.run(node, op, args, kwargs)
-            lies_otherwise = any(_lies_otherwise(used, env[used]) for used in node.all_input_nodes)
-            if lies_otherwise or _lazy_bits(result) != _lazy_bits(meta.get("val")):  # a file does not record these bits
+            is_relaid = any(_has_other_layout(used, env[used]) for used in node.all_input_nodes)
+            if is_relaid or _lazy_bits(result) != _lazy_bits(meta.get("val")):  # a file does not record these bits
                 meta["val"] = result
         return self.make(node, args, kwargs, meta, op)
 
@@ -243,13 +243,13 @@ def _drops_nothing(node: fx.Node) -> bool:
     return args.train is False or args.p == 0
 
 
-def _lies_otherwise(value: fx.Node, now: fx.Node) -> bool:
+def _has_other_layout(value: fx.Node, now: fx.Node) -> bool:
     """Return True if a value's replacement has other strides: a decomposition may lay out its result differently."""
     was, is_now = value.meta.get("val"), now.meta.get("val")
     return was is not is_now and key(was) != key(is_now)
 
 
-def _lies_in(value: fx.Node, memory: set[fx.Node], env: Values) -> bool:
+def _may_share(value: fx.Node, memory: set[fx.Node], env: Values) -> bool:
     """Return True if a call's result is, or may be, in this memory."""
     if value.op != "call_function":
         return False
@@ -260,7 +260,7 @@ def _lies_in(value: fx.Node, memory: set[fx.Node], env: Values) -> bool:
     inner = (node for node in body.nodes if node.op == "placeholder")
     inputs = {inner_input for inner_input, operand in zip(inner, value.args[first:], strict=True) if operand in memory}
     return any(
-        user.op == "output" or _lies_in(user, inputs, env) for inner_input in inputs for user in inner_input.users
+        user.op == "output" or _may_share(user, inputs, env) for inner_input in inputs for user in inner_input.users
     )
 
 
@@ -315,6 +315,6 @@ def _trace_call(node: fx.Node, op: Any, values: list[Any], mode: FakeTensorMode,
         is_op = isinstance(inner.target, OpOverload)
         if inner.op == "get_attr" or (inner.op == "call_function" and is_op and inner.target._schema.is_mutable):
             raise NotSimple(node.name)
-        if isinstance(inner.target, HigherOrderOperator) or (is_op and writes_unsaid(inner)):
+        if isinstance(inner.target, HigherOrderOperator) or (is_op and updates_statistics(inner)):
             raise NotSimple(node.name)
     return graph

@@ -34,7 +34,7 @@ VIEWS = {
 }
 # Kernels that may return their operand's memory without declaring it, among all of torch's, as
 # tests/frontend/test_hidden_views.py finds. For composite ops the kernel is run instead.
-UNSAID = {*VIEWS, aten.native_dropout.default}
+UNDECLARED = {*VIEWS, aten.native_dropout.default}
 STATISTICS = ("running_mean", "running_var")  # operands of norms
 
 
@@ -70,7 +70,7 @@ def _written_operands(node: fx.Node) -> list[fx.Node]:
     if not isinstance(node.target, OpOverload):
         return []
     declared = [each.name for each in node.target._schema.arguments if each.alias_info and each.alias_info.is_write]
-    arguments, names = edit.bound(node), [*declared, *(STATISTICS if writes_unsaid(node) else ())]
+    arguments, names = edit.bound(node), [*declared, *(STATISTICS if updates_statistics(node) else ())]
     values, _ = tree_flatten([arguments.get(name) for name in names])
     return [value for value in values if isinstance(value, fx.Node)]
 
@@ -80,7 +80,7 @@ def writes(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
-def writes_unsaid(node: fx.Node) -> bool:
+def updates_statistics(node: fx.Node) -> bool:
     """Return True if a norm updates its statistics, in training, which its schema does not declare."""
     if not isinstance(node.target, OpOverload) or "_norm" not in str(node.target):
         return False
@@ -95,9 +95,9 @@ def find_overwritten(program: ExportedProgram) -> Iterator[tuple[int, fx.Node, s
         return
     values: Any = program.graph.output_node().args[0]
     memory = [memory_of(value) if isinstance(value, fx.Node) else None for value in values]
-    for position, (value, owner, lies_in) in enumerate(zip(values, goes_to, memory, strict=True)):
-        if lies_in is not None and lies_in in goes_to and not value is lies_in is owner:
-            yield position, value, str(program.graph_signature.output_specs[goes_to.index(lies_in)].target)
+    for position, (value, owner, shared) in enumerate(zip(values, goes_to, memory, strict=True)):
+        if shared is not None and shared in goes_to and not value is shared is owner:
+            yield position, value, str(program.graph_signature.output_specs[goes_to.index(shared)].target)
 
 
 def _written(program: ExportedProgram) -> list[fx.Node | None]:
@@ -132,7 +132,7 @@ def memory_of(value: fx.Node) -> fx.Node:
     """Return the value that owns this one's memory: itself, unless it is a view."""
     while value.op == "call_function":
         if isinstance(value.target, OpOverload):
-            if _says_that_it_shares(value) or edit.is_wait(value) or value.target in UNSAID:
+            if _declares_views(value) or edit.is_wait(value) or value.target in UNDECLARED:
                 base = next(iter(edit.bound(value).values()))
             else:
                 base = _hidden_base(value) if calls_others(value.target) else None
@@ -146,7 +146,7 @@ def memory_of(value: fx.Node) -> fx.Node:
     return value
 
 
-def _says_that_it_shares(node: fx.Node) -> bool:
+def _declares_views(node: fx.Node) -> bool:
     op = node.target
     return isinstance(op, OpOverload) and any(made.alias_info is not None for made in op._schema.returns)
 
@@ -160,7 +160,7 @@ def hidden_bases(node: fx.Node) -> list[fx.Node]:
 
     The op's kernel is run on tensors without memory, with the example's sizes.
     """
-    if _says_that_it_shares(node) or not isinstance(node.target, OpOverload):
+    if _declares_views(node) or not isinstance(node.target, OpOverload):
         return []
     try:
         operands = {each: _without_memory(edit.fake(each)) for each in edit.operands(node)}

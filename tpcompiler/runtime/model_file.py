@@ -193,7 +193,7 @@ def looked_into(file: Opened, *, trust: bool) -> Iterator[None]:
     if problem := _other_than_pt2(file):
         raise ArtifactError(f"{file.path} {problem[0]}", help=problem[1])
     try:
-        with quiet_torch() as heard, file.telling():
+        with quiet_torch() as errors, file.reporting():
             if not trust:
                 inspect_archive(file)
             yield
@@ -202,7 +202,7 @@ def looked_into(file: Opened, *, trust: bool) -> Iterator[None]:
     except Exception as error:  # torch raises any type of error here
         file.refuse_change()
         # torch.export.load logs the cause, and then raises a general text that points to the log.
-        cause = _innermost(heard[-1]) if heard else error
+        cause = _innermost(errors[-1]) if errors else error
         raise _load_error(file.path, cause) from error
     file.refuse_change()
 

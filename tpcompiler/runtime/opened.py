@@ -37,7 +37,7 @@ class Opened(io.RawIOBase):
         self._starts: list[int] = []
         self._kept: list[bytes] = []
         self._read = 0
-        self._tell: Callable[[int], None] | None = None
+        self._report: Callable[[int], None] | None = None
         self._descriptor = -1
         self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
         if not stat.S_ISREG(mode := os.fstat(self._descriptor).st_mode):
@@ -58,13 +58,13 @@ class Opened(io.RawIOBase):
             at = max(at, end)
 
     @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
+    def reporting(self) -> Iterator[None]:
         """Report in the block how many bytes have been read; bytes that are read twice count once."""
-        with measured(f"reading {self.path.name}", "bytes", self.size) as self._tell:
+        with measured(f"reading {self.path.name}", "bytes", self.size) as self._report:
             try:
                 yield
             finally:
-                self._tell = None
+                self._report = None
 
     def refuse_change(self) -> None:
         """Raise ArtifactError if the file, or the target of its path, has changed since it was opened."""
@@ -79,10 +79,10 @@ class Opened(io.RawIOBase):
     def sha256(self) -> str:
         digest = hashlib.sha256()
         self.seek(0)
-        with measured(f"hashing {self.path.name}", "bytes", self.size) as tell:
+        with measured(f"hashing {self.path.name}", "bytes", self.size) as report:
             while piece := self.read(1 << 20):
                 digest.update(piece)
-                tell(self._at)
+                report(self._at)
         self.seek(0)
         return digest.hexdigest()
 
@@ -134,9 +134,9 @@ class Opened(io.RawIOBase):
         return b"".join(pieces)
 
     def _count(self, count: int) -> None:
-        if self._tell is not None:
+        if self._report is not None:
             self._read += count
-            self._tell(self._read)
+            self._report(self._read)
 
     def _state(self) -> tuple[int, ...]:
         status = os.fstat(self._descriptor)

@@ -55,10 +55,10 @@ def drop_package(directory: Path) -> None:
     package = read_package(directory)
     for name in package.files if package else ():
         (directory / name).unlink(missing_ok=True)
-    say_package(directory, None)
+    record_package(directory, None)
 
 
-def say_package(directory: Path, package: Package | None, files: Sequence[Path] = ()) -> None:
+def record_package(directory: Path, package: Package | None, files: Sequence[Path] = ()) -> None:
     """Record a package, or None, in the directory's listing, and move its files there.
 
     Raises:

@@ -57,11 +57,11 @@ class ReturnedTensor(Record, frozen=True):
 
 
 def summarize(tensors: Mapping[str, torch.Tensor]) -> list[ReturnedTensor]:
-    found = []
+    rows = []
     for name, tensor in tensors.items():
         numbers = tensor.detach().cpu().to(torch.complex128 if tensor.is_complex() else torch.float64)
         mean, largest = (numbers.mean().item(), numbers.abs().amax().item()) if numbers.numel() else (None, None)
-        said = f"{mean:.6g}" if isinstance(mean, complex) else mean
+        shown = f"{mean:.6g}" if isinstance(mean, complex) else mean
         dtype = str(tensor.dtype).removeprefix("torch.")
-        found.append(ReturnedTensor(name, list(tensor.shape), dtype, said, largest))
-    return found
+        rows.append(ReturnedTensor(name, list(tensor.shape), dtype, shown, largest))
+    return rows

@@ -70,9 +70,9 @@ def taking_turns(groups: Iterable[str]) -> Iterator[None]:
                 _close(names)
 
 
-def _refuse_spoiled(turns: Iterable[_Turn], said: str) -> None:
+def _refuse_spoiled(turns: Iterable[_Turn], message: str) -> None:
     if any(turn.spoiled for turn in turns):
-        raise LaunchError(said, help=HELP)
+        raise LaunchError(message, help=HELP)
 
 
 def _close(names: Iterable[str]) -> None:

@@ -22,38 +22,38 @@ def listening(listener: Listener) -> Iterator[None]:
         _listener.reset(token)
 
 
-def telling(step: str, unit: str) -> Callable[[int, int], None]:
+def reporting(step: str, unit: str) -> Callable[[int, int], None]:
     """Return a function that reports (number done, total) to the listener, if there is one."""
 
-    def tell(done: int, total: int) -> None:
+    def report(done: int, total: int) -> None:
         if (listener := _listener.get()) is not None:
             listener(step, unit, done, total)
 
-    return tell
+    return report
 
 
 @contextmanager
 def measured(step: str, unit: str, total: int) -> Iterator[Callable[[int], None]]:
     """Yield a function that reports the number done; the step is complete when the block ends."""
-    tell = telling(step, unit)
+    report = reporting(step, unit)
 
-    def tell_some(done: int) -> None:
+    def report_some(done: int) -> None:
         if done < total:
-            tell(done, total)
+            report(done, total)
 
-    tell_some(0)
+    report_some(0)
     try:
-        yield tell_some
+        yield report_some
     finally:
-        tell(total, total)
+        report(total, total)
 
 
 def counted(items: Sequence[T], step: str, unit: str) -> Iterator[T]:
     """Yield the items, whose list may grow, and report each as done when the next one is requested."""
-    tell = telling(step, unit)
+    report = reporting(step, unit)
     try:
         for done, item in enumerate(items):
-            tell(done, len(items))
+            report(done, len(items))
             yield item
     finally:
-        tell(len(items), len(items))
+        report(len(items), len(items))

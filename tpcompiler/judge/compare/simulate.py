@@ -23,7 +23,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import groups_named
 from tpcompiler.ir.shares import REDUCE
 from tpcompiler.judge.compare.promote import Promoted
-from tpcompiler.terminal.progress import telling
+from tpcompiler.terminal.progress import reporting
 
 Seen = Callable[[int, fx.Node, Any], None]
 RandomState = tuple[torch.Tensor, torch.Tensor | None]
@@ -76,7 +76,7 @@ def simulate(
     Raises:
         InternalError: ranks wait at different collectives, which would hang or mix up data on real devices.
     """
-    tell = telling("running the ranks" if len(programs) > 1 else "running the model", "ops")
+    tell = reporting("running the ranks" if len(programs) > 1 else "running the model", "ops")
     ran, total = itertools.count(1), sum(len(program.graph.nodes) for program in programs)
     tell(0, total)
     return lock_step(
