@@ -11,6 +11,7 @@ import stat
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from tpcompiler.errors import ArtifactError, option, reason
 from tpcompiler.runtime.opened import read_object
@@ -24,6 +25,7 @@ COMPILED, RUNNER = "compiled.pt2", "runner.so"  # a package, and the library tha
 PARTS = re.compile(
     r"manifest\.json|(rank|program)_\d+\.pt2|(program|model|compiled(_\w+)?)\.pt2|runner\.so|(rank_\d+|values)\.safetensors"
 )
+PACKAGED = re.compile(r"compiled(_\w+)?\.pt2|runner\.so")
 UNFINISHED = re.compile(r"\.cut\.json|\.rank_\d+\.safetensors\.part")
 STREAMS = re.compile(r"/dev/std(out|err)|/dev/fd/\d+|/proc/[^/]+/fd/\d+")  # they may lead to files, but are not files
 FIELDS = {MANIFEST: {"format", "mesh", "groups", "tensors", "collectives", "files"}, SET: {"format", "programs"}}
@@ -83,7 +85,7 @@ def in_place_of(target: Path, *, force: bool) -> Iterator[Path]:
                 f"cannot write {target}: {reason(error)}", help="choose a directory that can be written"
             ) from error
         try:
-            _open_to_all(temporary)
+            temporary.chmod(0o755)  # that of an ordinary new directory
             yield temporary
             if os.path.lexists(target):
                 free_target(target, force=force)
@@ -95,15 +97,6 @@ def in_place_of(target: Path, *, force: bool) -> Iterator[Path]:
                 f"cannot write {target}: {reason(error)}",
                 help="check the free space and the permissions",
             ) from error
-
-
-def _open_to_all(directory: Path) -> None:
-    """Give the directory the mode of an ordinary new one. Never follow a link."""
-    opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        os.fchmod(opened, 0o755)
-    finally:
-        os.close(opened)
 
 
 def _remove_empty(directories: Sequence[Path]) -> None:
@@ -166,44 +159,33 @@ def _refuse_others(directory: Path, target: Path) -> None:
     """Raise ArtifactError unless everything in the directory belongs to an artifact; messages name it `target`."""
     names = sorted(os.listdir(directory)) if os.path.isdir(directory) else []
     listing = SET if SET in names else MANIFEST
-    if listing not in names or not _is_ours(directory / listing):
+    data = _read_own(directory / listing) if listing in names else {}
+    if not data:
         lacks = f"it has no {MANIFEST}" if listing not in names else f"its {listing} is another's"
         raise ArtifactError(f"{target} exists and is not an artifact ({lacks})", help="choose another directory")
-    listed = _named(directory / SET, "programs") if SET in names else []
-    programs = [name for name in names if name in listed and os.path.isdir(directory / name)]
-    for name in programs:
-        _refuse_others(directory / name, target / name)
-    parts = {SET, *programs, *_packaged(names)} if SET in names else {MANIFEST, *_files(directory / MANIFEST, names)}
-    whole = {name for name in parts if name in programs or os.path.isfile(directory / name)}
-    if others := sorted(name for name in set(names) - whole if not UNFINISHED.fullmatch(name)):
-        raise ArtifactError(
-            f"{target} holds {others[0]!r}, which is not part of an artifact",
-            help="move it elsewhere, or choose another directory",
-        )
+    listed = data.get("programs" if listing == SET else "files")
+    listed = listed if isinstance(listed, (list, dict)) else ()  # the listing may be damaged
+    for name in names:
+        path = directory / name
+        if listing == SET and name in listed and os.path.isdir(path):
+            _refuse_others(path, target / name)
+            continue
+        is_named = listing == MANIFEST and name in listed and PARTS.fullmatch(name)
+        is_ours = name == listing or is_named or PACKAGED.fullmatch(name)
+        if not (is_ours and os.path.isfile(path)) and not UNFINISHED.fullmatch(name):
+            raise ArtifactError(
+                f"{target} holds {name!r}, which is not part of an artifact",
+                help="move it elsewhere, or choose another directory",
+            )
 
 
-def _is_ours(listing: Path) -> bool:
-    """Return True for an artifact's manifest, even of another version or damaged: other tools use the same name."""
-    try:
+def _read_own(listing: Path) -> dict[str, Any]:
+    """Return an artifact's listing, even of another version or damaged; empty for one of another tool."""
+    with contextlib.suppress(OSError, ValueError):
         data = read_object(listing)
-    except (OSError, ValueError):
-        return False
-    return data.keys() >= FIELDS[listing.name] and isinstance(data["format"], int)
-
-
-def _packaged(names: Sequence[str]) -> list[str]:
-    return [name for name in names if (name.startswith("compiled") and PARTS.fullmatch(name)) or name == RUNNER]
-
-
-def _files(manifest: Path, there: Sequence[str]) -> list[str]:
-    """Return the files that a manifest names, and those of a package."""
-    return [*filter(PARTS.fullmatch, _named(manifest, "files")), *_packaged(there)]
-
-
-def _named(listing: Path, field: str) -> list[str]:
-    """The names in a field of a listing, which may be damaged otherwise."""
-    names = read_object(listing).get(field)
-    return [name for name in names if isinstance(name, str)] if isinstance(names, (list, dict)) else []
+        if data.keys() >= FIELDS[listing.name] and isinstance(data["format"], int):
+            return data
+    return {}
 
 
 def _rename_to_free(temporary: Path, target: Path) -> None:
