@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -23,15 +22,8 @@ HELP = (
 )
 
 
-@dataclass
-class _Turn:
-    """The turn of the programs that use one process group; `spoiled`: two threads have called them at once."""
-
-    lock: Any = field(default_factory=threading.RLock)
-    spoiled: bool = False
-
-
-_turns: dict[str, _Turn] = {}
+_locks: dict[str, Any] = {}  # by process group
+_spoiled: set[str] = set()  # groups whose programs two threads have called at once
 
 
 @contextlib.contextmanager
@@ -45,34 +37,32 @@ def taking_turns(groups: Iterable[str]) -> Iterator[None]:
         LaunchError: another thread is in such a block, or was during this one.
     """
     names = sorted(groups)
-    turns = [_turns.setdefault(name, _Turn()) for name in names]
     where = f"of the group {' and '.join(map(repr, names))} on rank {dist.get_rank()}" if names else ""
     with contextlib.ExitStack() as locks:
-        for turn in turns:
-            if not turn.lock.acquire(blocking=False):
-                for each in turns:
-                    each.spoiled = True
+        for name in names:
+            lock = _locks.setdefault(name, threading.RLock())
+            if not lock.acquire(blocking=False):
+                _spoiled.update(names)
                 raise LaunchError(
                     f"a second thread calls a program {where} while a first one does: every rank may run their "
                     "requests in another order, and mix up the answers",
                     help=HELP,
                 )
-            locks.callback(turn.lock.release)
+            locks.callback(lock.release)
         try:
-            _refuse_spoiled(turns, f"no program {where} can be called any more: two threads have called at once")
+            if not _spoiled.isdisjoint(names):
+                raise LaunchError(
+                    f"no program {where} can be called any more: two threads have called at once", help=HELP
+                )
             yield
-            _refuse_spoiled(
-                turns,
-                f"a second thread called a program {where} during this call, whose answer may be another request's",
-            )
+            if not _spoiled.isdisjoint(names):
+                raise LaunchError(
+                    f"a second thread called a program {where} during this call, whose answer may be another request's",
+                    help=HELP,
+                )
         finally:
-            if any(turn.spoiled for turn in turns):
+            if not _spoiled.isdisjoint(names):
                 _close(names)
-
-
-def _refuse_spoiled(turns: Iterable[_Turn], message: str) -> None:
-    if any(turn.spoiled for turn in turns):
-        raise LaunchError(message, help=HELP)
 
 
 def _close(names: Iterable[str]) -> None:
