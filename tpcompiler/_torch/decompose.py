@@ -20,6 +20,7 @@ from torch.export.decomp_utils import PRESERVED_ATEN_CIA_OPS
 from torch.export.exported_program import _decompose_exported_program, _override_composite_implicit_decomp
 
 from tpcompiler._torch.ops import calls_others
+from tpcompiler._torch.programs import graph_modules
 
 
 def decomposed(
@@ -89,7 +90,7 @@ def _kernel_of(op: OpOverload) -> Callable[..., Any]:
 
 
 def _ops_called(program: ExportedProgram) -> set[OpOverload]:
-    graphs = [each.graph for each in program.graph_module.modules() if isinstance(each, torch.fx.GraphModule)]
+    graphs = [each.graph for each in graph_modules(program.graph_module)]
     return {node.target for graph in graphs for node in graph.nodes if isinstance(node.target, OpOverload)}
 
 

@@ -124,6 +124,11 @@ def functional_op(op: OpOverload) -> OpOverload | None:
     return candidate if same and not candidate._schema.is_mutable and len(candidate._schema.returns) == 1 else None
 
 
+def declares_view(op: object) -> bool:
+    """Return True if an op's schema declares that a result may share memory with an operand."""
+    return isinstance(op, OpOverload) and any(result.alias_info is not None for result in op._schema.returns)
+
+
 @functools.cache
 def calls_others(op: OpOverload) -> bool:
     """Return True if the op's kernel calls other ops, on tensors of any device (CompositeImplicitAutograd)."""

@@ -36,6 +36,11 @@ def all_tensors(program: ExportedProgram) -> dict[str, Any]:
     return {**program.constants, **program.state_dict}
 
 
+def graph_modules(module: fx.GraphModule) -> list[fx.GraphModule]:
+    """Return the module and the bodies in it."""
+    return [each for each in module.modules() if isinstance(each, fx.GraphModule)]
+
+
 def tree_names(spec: Any) -> list[str]:
     """Return the path of every leaf of a pytree, as `logits`, `0` or `cache.0.key`; equal paths are numbered, `0#2`.
 

@@ -12,9 +12,8 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from tpcompiler._torch import aten
+from tpcompiler._torch import aten, graph_modules
 from tpcompiler.errors import UnsupportedError
-from tpcompiler.frontend.written_back import graph_modules
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import is_contiguous, memory_order
 

@@ -9,9 +9,9 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from tpcompiler._torch import aten, quiet_torch
+from tpcompiler._torch import aten, graph_modules, quiet_torch
 from tpcompiler.frontend.draws_in_place import is_dense_draw
-from tpcompiler.frontend.written_back import VIEWS, graph_modules, writes
+from tpcompiler.frontend.written_back import VIEWS, writes
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import fake_mode_of, is_contiguous
 from tpcompiler.ir.sizes import statically_equal

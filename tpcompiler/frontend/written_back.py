@@ -21,7 +21,16 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 
-from tpcompiler._torch import HigherOrderOperator, OpOverload, aten, calls_others, sym_hint, tree_flatten
+from tpcompiler._torch import (
+    HigherOrderOperator,
+    OpOverload,
+    aten,
+    calls_others,
+    declares_view,
+    graph_modules,
+    sym_hint,
+    tree_flatten,
+)
 from tpcompiler.ir import edit
 
 # Ops that return views without declaring it, and the equivalent ops that declare it.
@@ -124,15 +133,11 @@ def keep_old_values(program: ExportedProgram) -> ExportedProgram:
     return program
 
 
-def graph_modules(module: fx.GraphModule) -> list[fx.GraphModule]:
-    return [each for each in module.modules() if isinstance(each, fx.GraphModule)]
-
-
 def memory_of(value: fx.Node) -> fx.Node:
     """Return the value that owns this one's memory: itself, unless it is a view."""
     while value.op == "call_function":
         if isinstance(value.target, OpOverload):
-            if _declares_views(value) or edit.is_wait(value) or value.target in UNDECLARED:
+            if declares_view(value.target) or edit.is_wait(value) or value.target in UNDECLARED:
                 base = next(iter(edit.bound(value).values()))
             else:
                 base = _hidden_base(value) if calls_others(value.target) else None
@@ -146,11 +151,6 @@ def memory_of(value: fx.Node) -> fx.Node:
     return value
 
 
-def _declares_views(node: fx.Node) -> bool:
-    op = node.target
-    return isinstance(op, OpOverload) and any(made.alias_info is not None for made in op._schema.returns)
-
-
 def _hidden_base(node: fx.Node) -> fx.Node | None:
     return next(iter(hidden_bases(node)), None)
 
@@ -160,7 +160,7 @@ def hidden_bases(node: fx.Node) -> list[fx.Node]:
 
     The op's kernel is run on tensors without memory, with the example's sizes.
     """
-    if _declares_views(node) or not isinstance(node.target, OpOverload):
+    if declares_view(node.target) or not isinstance(node.target, OpOverload):
         return []
     try:
         operands = {each: _without_memory(edit.fake(each)) for each in edit.operands(node)}

@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 from torch import fx
 
-from tpcompiler._torch import OpOverload, aten, calls_others
+from tpcompiler._torch import OpOverload, aten, calls_others, declares_view
 from tpcompiler.runtime.place import memory_of
 
 IN_PLACE = {
@@ -66,6 +66,4 @@ def _in_its_memory(node: fx.Node) -> set[fx.Node]:
 
 def _is_fresh(op: object) -> bool:
     """Return True if the op never returns a view. A composite op may return one without saying so in its schema."""
-    if not isinstance(op, OpOverload) or any(result.alias_info is not None for result in op._schema.returns):
-        return False
-    return op in PRODUCTS or not calls_others(op)
+    return isinstance(op, OpOverload) and not declares_view(op) and (op in PRODUCTS or not calls_others(op))

@@ -23,7 +23,16 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
-from tpcompiler._torch import LEAF_KINDS, NAMED_BY_TORCH, WRAPPERS, WRITTEN_KINDS, OpOverload, aten, tree_unflatten
+from tpcompiler._torch import (
+    LEAF_KINDS,
+    NAMED_BY_TORCH,
+    WRAPPERS,
+    WRITTEN_KINDS,
+    OpOverload,
+    aten,
+    graph_modules,
+    tree_unflatten,
+)
 from tpcompiler.errors import reason
 
 WRITE = "rename it in the model, or write the constant in another way, and export again"
@@ -81,9 +90,8 @@ def find_difference(program: ExportedProgram) -> str:
         return f"torch cannot make a module of it: {reason(error)}"
     try:
         _read_state(program, module)
-        for part in module.modules():
-            if isinstance(part, fx.GraphModule):
-                _Reader(part).read()
+        for part in graph_modules(module):
+            _Reader(part).read()
     except _Difference as difference:
         return str(difference)
     return ""
@@ -109,7 +117,7 @@ def is_plain(program: ExportedProgram) -> bool:
     names = [*(call.forward_arg_names or ()), *named]
     if call.forward_arg_names and call.forward_arg_names[len(given) :] != list(named):
         return False
-    graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
+    graphs = [part.graph for part in graph_modules(program.graph_module)]
     return all(map(_is_free, names)) and all(_is_plain_node(node) for graph in graphs for node in graph.nodes)
 
 
