@@ -44,6 +44,7 @@ FUNCTIONS = {  # of guards, by module
     "math": re.compile("floor|ceil|trunc|sqrt|isnan|isinf|a?(sin|cos|tan)h?|log2?|exp|fabs"),
     "torch": re.compile("_?sym_(float|int|ite|max|min|not|sqrt|log2|a?(sin|cos|tan)h?)"),
 }
+SUMS = ast.Add, ast.Sub, ast.FloorDiv, ast.Mod, ast.RShift, ast.BitAnd, ast.BitOr, ast.BitXor  # one bit more at most
 LISTS, NUMBERS = ("size", "stride"), ("storage_offset", "numel", "dim")  # methods for an input's layout
 
 
@@ -144,32 +145,28 @@ def _is_small(text: str, leaf: Leaf) -> bool:
 def _bits(node: ast.expr, leaf: Leaf) -> int:
     """Return the bits of the largest number that evaluation produces on the way."""
 
-    def bits(part: ast.expr) -> int:
-        return _bits(part, leaf)
+    def bits(*parts: ast.expr) -> int:
+        return max(_bits(part, leaf) for part in parts)
 
-    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):  # includes bool
-        if isinstance(node.value, float) and not math.isfinite(node.value):
-            raise ValueError
-        return _few(node.value.bit_length() if isinstance(node.value, int) else SIZE_BITS)
-    if isinstance(node, ast.BinOp):
-        if isinstance(node.op, (ast.Pow, ast.LShift)):
-            return _power(node.left, node.right, isinstance(node.op, ast.LShift), bits)
-        left, right = bits(node.left), bits(node.right)
-        if isinstance(node.op, (ast.Mult, ast.Div)):
-            return _few(left + right)
-        if isinstance(
-            node.op, (ast.Add, ast.Sub, ast.FloorDiv, ast.Mod, ast.RShift, ast.BitAnd, ast.BitOr, ast.BitXor)
-        ):
-            return _few(max(left, right) + 1)
-        raise ValueError
-    if isinstance(node, ast.UnaryOp):
-        return bits(node.operand)
-    if isinstance(node, ast.BoolOp):
-        return max(map(bits, node.values))
-    if isinstance(node, ast.Compare) and not any(isinstance(op, (ast.In, ast.NotIn)) for op in node.ops):
-        return max(map(bits, (node.left, *node.comparators)))
-    if isinstance(node, ast.IfExp):
-        return max(map(bits, (node.test, node.body, node.orelse)))
+    match node:
+        case ast.Constant(value=int() as value):  # includes bool
+            return _few(value.bit_length())
+        case ast.Constant(value=float() as value) if math.isfinite(value):
+            return SIZE_BITS
+        case ast.BinOp(left, ast.Pow() | ast.LShift() as op, right):
+            return _power(left, right, isinstance(op, ast.LShift), bits)
+        case ast.BinOp(left, ast.Mult() | ast.Div(), right):
+            return _few(bits(left) + bits(right))
+        case ast.BinOp(left, op, right) if isinstance(op, SUMS):
+            return _few(bits(left, right) + 1)
+        case ast.UnaryOp(operand=part):
+            return bits(part)
+        case ast.BoolOp(values=parts):
+            return bits(*parts)
+        case ast.Compare(left, ops, parts) if not any(isinstance(op, (ast.In, ast.NotIn)) for op in ops):
+            return bits(left, *parts)
+        case ast.IfExp(test, body, orelse):
+            return bits(test, body, orelse)
     return leaf(node)
 
 
@@ -190,19 +187,17 @@ def _power(base: ast.expr, exponent: ast.expr, shifts: bool, bits: Callable[[ast
 
 def _number(node: ast.expr) -> float:
     """Return the value of a literal such as `2`, `-2`, `Integer(2)`, `Float('0.5')` or `Rational(1, 2)`."""
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_number(node.operand)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        kind, args = node.func.id, node.args
-        values = [arg.value for arg in args if isinstance(arg, ast.Constant)]
-        if kind == "Rational" and len(args) == len(values) == 2 and isinstance(values[1], int) and values[1] > 0:
-            return _number(args[0])  # an upper bound of the quotient
-        if kind == "Float" and len(args) == 1 and values and isinstance(values[0], str):
-            return float(values[0])
-        if kind in ("Integer", "ToFloat") and len(args) == 1 and not node.keywords:
-            return _number(args[0])
-    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
-        return float(node.value) if abs(node.value) <= LARGEST_EXPONENT else math.inf
+    match node:
+        case ast.UnaryOp(ast.USub(), operand):
+            return -_number(operand)
+        case ast.Call(ast.Name("Rational"), [numerator, ast.Constant(int() as denominator)]) if denominator > 0:
+            return _number(numerator)  # an upper bound of the quotient
+        case ast.Call(ast.Name("Float"), [ast.Constant(str() as text)]):
+            return float(text)
+        case ast.Call(ast.Name("Integer" | "ToFloat"), [number], []):
+            return _number(number)
+        case ast.Constant(int() | float() as value):
+            return float(value) if abs(value) <= LARGEST_EXPONENT else math.inf
     raise ValueError
 
 
@@ -251,48 +246,39 @@ def _is_whole(node: ast.expr) -> bool:
 def _guard_leaf(node: ast.expr) -> int:
     if _is_input(node):
         return SIZE_BITS
-    if isinstance(node, ast.Name) and node.id in ("inf", "nan"):
-        return SIZE_BITS
-    if isinstance(node, ast.Attribute) and _is_named(node.value, "math") and node.attr in ("inf", "nan", "pi", "e"):
-        return SIZE_BITS
-    if not isinstance(node, ast.Call) or node.keywords:
+    match node:
+        case ast.Name("inf" | "nan") | ast.Attribute(ast.Name("math"), "inf" | "nan" | "pi" | "e"):
+            return SIZE_BITS
+        case ast.Call(args=args) if _is_layout(node) and bool(args) == (_method(node) in LISTS):
+            return SIZE_BITS
+        case ast.Call(ast.Attribute(ast.Name("math" | "torch" as module), name), args, []):
+            is_known = FUNCTIONS[module].fullmatch(name)
+        case ast.Call(ast.Name(name), args, []):
+            is_known = FUNCTIONS[""].fullmatch(name)
+        case _:
+            raise ValueError
+    if not is_known or (name == "round" and len(args) == 2 and abs(_number(args[1])) > LARGEST_EXPONENT):
         raise ValueError
-    if _is_layout(node) and bool(node.args) == (_method(node) in LISTS):
-        return SIZE_BITS
-    module, name = "", node.func
-    if isinstance(name, ast.Attribute) and isinstance(name.value, ast.Name) and name.value.id in ("math", "torch"):
-        module, name = name.value.id, ast.Name(name.attr)
-    if not isinstance(name, ast.Name) or not FUNCTIONS[module].fullmatch(name.id):
-        raise ValueError
-    if name.id == "round" and len(node.args) == 2 and abs(_number(node.args[1])) > LARGEST_EXPONENT:
-        raise ValueError
-    return max((_bits(each, _guard_leaf) for each in node.args), default=1)
-
-
-def _is_named(node: ast.expr, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name
+    return max((_bits(each, _guard_leaf) for each in args), default=1)
 
 
 def _is_input(node: ast.expr) -> bool:
     """Return True for `L['x']`, a part such as `L['x'][0]['key'].field`, or an entry of `.size()` or `.stride()`."""
-    if isinstance(node, ast.Attribute):
-        # A field of a named tuple, not an attribute of a tensor.
-        field = not node.attr.startswith("_") and not hasattr(torch.Tensor, node.attr)
-        return field and _is_input(node.value) and not _is_named(node.value, "L")
-    if not isinstance(node, ast.Subscript):
-        return False
-    index = node.slice
-    if isinstance(index, ast.UnaryOp) and isinstance(index.op, ast.USub):
-        index = index.operand
-    if not isinstance(index, ast.Constant):
-        return False
-    if isinstance(index.value, str) and re.search(r"['\"\\]", index.value + "'" * (not index.value.isprintable())):
-        return False
-    if not isinstance(index.value, (int, str)):
-        return False
-    if isinstance(node.value, ast.Call):
-        return _is_layout(node.value) and not node.value.args and _method(node.value) in LISTS
-    return _is_named(node.value, "L") or _is_input(node.value)
+    match node:
+        case ast.Attribute(owner, name):  # a field of a named tuple, not an attribute of a tensor
+            return not name.startswith("_") and not hasattr(torch.Tensor, name) and _is_input(owner)
+        case ast.Subscript(owner, ast.Constant(int() | str() as index) | ast.UnaryOp(ast.USub(), ast.Constant(index))):
+            if not isinstance(index, (int, str)) or (isinstance(index, str) and not _is_plain(index)):
+                return False
+            if isinstance(owner, ast.Call):
+                return _is_layout(owner) and not owner.args and _method(owner) in LISTS
+            return (isinstance(owner, ast.Name) and owner.id == "L") or _is_input(owner)
+    return False
+
+
+def _is_plain(text: str) -> bool:
+    """Return True if Python writes the text between single quotes as it is."""
+    return text.isprintable() and not re.search(r"['\"\\]", text)
 
 
 def _is_layout(node: ast.AST) -> bool:
