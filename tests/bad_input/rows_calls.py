@@ -112,7 +112,7 @@ ENVIRONMENTS = [
         "start it with torchrun, which sets it",
     ),
     Row(
-        "a port that is none",
+        "an impossible port",
         f"RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=99999 {RUN}",
         "MASTER_PORT is 99999, and the last port is 65535",
         "start it with torchrun --nproc-per-node 2",

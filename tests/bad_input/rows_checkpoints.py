@@ -121,7 +121,7 @@ CHECKPOINTS = [
         FILES,
         spoil=only_a_pickle,
     ),
-    Row("there is none", "tpcompiler cut uncut --checkpoint none", "none does not exist", FILES),
+    Row("no checkpoint", "tpcompiler cut uncut --checkpoint none", "none does not exist", FILES),
     Row(
         "a rank outside the world",
         f"{CUT} --ranks 0,7",

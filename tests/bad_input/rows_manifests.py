@@ -149,7 +149,7 @@ MANIFESTS = [
         spoil=fields(groups={"tp=2:tp": [[0]]}),
     ),
     Row(
-        "a device that is none",
+        "an unknown device",
         "tpcompiler inspect out",
         "out/manifest.json is damaged at $.device_type: invalid enum value 'tpu'",
         CONVERT,

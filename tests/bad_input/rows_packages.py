@@ -100,7 +100,7 @@ PACKAGES = [
         code=ArtifactError,
     ),
     Row(
-        "what is said of it is in no form",
+        "a record of it in the wrong form",
         "tpcompiler inspect one",
         "one/manifest.json is damaged at $.compiled.threads: expected int, got str",
         "convert the model again",
