@@ -12,7 +12,6 @@ from tpcompiler.cli.bars import progress
 from tpcompiler.cli.given import Inputs, Outputs, read_programs
 from tpcompiler.cli.options import (
     Calls,
-    Goals,
     Imports,
     Json,
     Machine,
@@ -48,7 +47,7 @@ def plan(
     outputs: Outputs = None,
     machine: Machine = None,
     memory: Memory = None,
-    optimize: Optimize = Goals.latency,
+    optimize: Optimize = "latency",
     calls: Calls = None,
     out: Annotated[
         Path | None, typer.Option("-o", "--out", metavar="PLAN.yaml", help="Write the plan here, not to the terminal.")
@@ -72,7 +71,7 @@ def plan(
     """
     compares = tp is None and mesh is None
     if compares:
-        for option, is_given in (("--plan", plan), ("--optimize", optimize is not Goals.latency), ("-o", out)):
+        for option, is_given in (("--plan", plan), ("--optimize", optimize != "latency"), ("-o", out)):
             if is_given:
                 raise typer.BadParameter("give the number of ranks too, with --tp or --mesh", param_hint=option)
     else:
@@ -104,7 +103,7 @@ def plan(
             from tpcompiler.frontend.plain_weights import with_plain_weights
 
             status.update("searching")
-            found = find_plan(given.programs, over, str(plan or "auto"), optimize=optimize.value, **options)
+            found = find_plan(given.programs, over, str(plan or "auto"), optimize=optimize, **options)
             text = plan_text(with_plain_weights(given.first), found)
     if over is None:
         printing.print_answer(json, degrees, degrees.parts(), " ".join(map(str, models)))

@@ -6,9 +6,8 @@ import os
 import sys
 import traceback
 import warnings
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 from msgspec.structs import asdict
@@ -26,7 +25,6 @@ from tpcompiler.cli.options import (
     Calls,
     Checkpoint,
     Force,
-    Goals,
     Imports,
     Json,
     Limits,
@@ -45,31 +43,11 @@ from tpcompiler.cli.options import (
 )
 from tpcompiler.cli.weights import IgnoreUnused
 from tpcompiler.errors import TpCompilerWarning, one_line, printable
+from tpcompiler.runtime.records import Collectives, DeviceType
 from tpcompiler.terminal.printed import mute_logs
 
-
-class _DeviceType(str, Enum):
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class _Collectives(str, Enum):
-    auto = "auto"
-    nccl = "nccl"
-    symm_mem = "symm_mem"
-
-
-class _Layout(str, Enum):
-    ranks = "ranks"
-    shared = "shared"
-
-
-class _Format(str, Enum):
-    html = "html"
-    svg = "svg"
-    png = "png"
-    dot = "dot"
-    text = "text"
+Layout = Literal["ranks", "shared"]
+Format = Literal["html", "svg", "png", "dot", "text"]
 
 
 def _print_version(is_asked: bool) -> None:
@@ -112,7 +90,7 @@ def inspect(
         typer.Option("--tensor", metavar="NAME", help="Show which ranks hold which slices of a tensor (text or svg)."),
     ] = None,
     format: Annotated[
-        _Format | None,
+        Format | None,
         typer.Option(
             "--format", help="Draw the program. Default: the format of FILE's suffix, or text.", show_default=False
         ),
@@ -167,7 +145,7 @@ def _draw(
     path: Path,
     rank: int | None,
     tensor: str | None,
-    format: _Format | None,
+    format: Format | None,
     out: Path | None,
     machine: str | None,
     imports: list[str] | None,
@@ -177,13 +155,13 @@ def _draw(
     """Print or write the program of a rank, or the slices of a tensor."""
     if json and (format, out, tensor) != (None, None, None):
         raise typer.BadParameter("leave --format, -o and --tensor out", param_hint="--json")
-    by_suffix = {f".{kind.value}": kind for kind in _Format} | {".gv": _Format.dot}
-    kind = format or by_suffix.get(out.suffix if out else "", _Format.text)
-    if tensor is not None and kind not in (_Format.text, _Format.svg):
+    by_suffix: dict[str, Format] = {f".{kind}": kind for kind in get_args(Format)} | {".gv": "dot"}
+    kind = format or by_suffix.get(out.suffix if out else "", "text")
+    if tensor is not None and kind not in ("text", "svg"):
         raise typer.BadParameter("a tensor is drawn as text or svg", param_hint="--format")
-    if kind is _Format.png and out is None:
+    if kind == "png" and out is None:
         raise typer.BadParameter("a png needs a file: give one with -o", param_hint="--format")
-    if machine is not None and (json or kind is not _Format.html):
+    if machine is not None and (json or kind != "html"):
         raise typer.BadParameter("only the page predicts times: --format html", param_hint="--machine")
     with progress(f"reading {path}", quiet=json):
         from tpcompiler.cli import printing
@@ -194,7 +172,7 @@ def _draw(
         if json:
             printing.print_json(artifact_rows(path, rank or 0, trust=trust))
             return
-        picture = printing.picture(path, kind.value, out, rank or 0, tensor, machine=machine, trust=trust)
+        picture = printing.picture(path, kind, out, rank or 0, tensor, machine=machine, trust=trust)
     if picture.note:
         typer.echo(picture.note, err=True)
     if picture.file is None:
@@ -219,7 +197,7 @@ def convert(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the report and write nothing.")] = False,
     force: Force = False,
     layout: Annotated[
-        _Layout | None,
+        Layout | None,
         typer.Option(
             "--layout",
             help="ranks: one file per rank, which torch alone can read. shared: one program and separate weights.",
@@ -234,23 +212,23 @@ def convert(
         bool, typer.Option("--keep-output-types", help="Return the model's own output classes, not plain dicts.")
     ] = False,
     device: Annotated[
-        _DeviceType | None,
+        DeviceType | None,
         typer.Option("--device", help="Device type of the ranks; this machine need not have it. Default: as exported."),
     ] = None,
     collectives: Annotated[
-        _Collectives,
+        Collectives,
         typer.Option(
             "--collectives",
             help="Collective backend on GPUs: nccl; symm_mem wherever supported; auto where expected to be faster.",
         ),
-    ] = _Collectives.nccl,
+    ] = "nccl",
     no_check_indices: Annotated[
         bool,
         typer.Option("--no-check-indices", help="Leave out the assertions on computed indices into a sharded dim."),
     ] = False,
     machine: Machine = None,
     memory: Memory = None,
-    optimize: Optimize = Goals.latency,
+    optimize: Optimize = "latency",
     calls: Calls = None,
     budget: Limits = None,
     json: Json = False,
@@ -298,12 +276,12 @@ def convert(
             chosen,
             inputs=given.placements(inputs, "--input"),
             outputs=given.placements(outputs, "--output"),
-            device_type=device.value if device else None,
-            collectives=collectives.value,
+            device_type=device,
+            collectives=collectives,
             check_indices=not no_check_indices,
             machine=machine,
             memory=memory,
-            optimize=optimize.value,
+            optimize=optimize,
             weights=calls,
         )
         programs: dict[str, Any] = dict(made) if given.names else {"": made}
@@ -314,7 +292,7 @@ def convert(
             if checkpoint is not None:
                 described = [(writer_of(one, layout="shared").manifest, one.original) for one in programs.values()]
                 refuse_other_checkpoint(described, checkpoint, ignore_unused)
-            made.save(out, force=force, keep_output_types=keep_output_types, layout=layout.value if layout else None)
+            made.save(out, force=force, keep_output_types=keep_output_types, layout=layout)
             manifests = {name: read_manifest(out / name) for name in programs}
             if checkpoint is not None:
                 return_freed_tensors()

@@ -10,9 +10,8 @@ import re
 import sys
 import time
 import traceback
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -172,15 +171,8 @@ Calls = Annotated[
 ]
 
 
-class Goals(str, Enum):
-    """The values of `Goal`."""
-
-    latency = "latency"
-    memory = "memory"
-
-
 Optimize = Annotated[
-    Goals,
+    Literal["latency", "memory"],
     typer.Option("--optimize", help="latency: the fastest call that fits; memory: the fewest bytes per rank."),
 ]
 Memory = Annotated[

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from enum import Enum
 from json import dumps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from msgspec.structs import asdict
@@ -16,11 +15,6 @@ from tpcompiler.cli.bars import progress
 from tpcompiler.cli.options import NOT_EQUAL, Artifact, Checkpoint, Imports, Json, Trust, app, report
 from tpcompiler.errors import ArtifactError
 from tpcompiler.terminal.tables import Part
-
-
-class _Backend(str, Enum):
-    nccl = "nccl"
-    gloo = "gloo"
 
 
 @app.command("package")
@@ -92,7 +86,7 @@ def run(
         ),
     ] = None,
     backend: Annotated[
-        _Backend | None,
+        Literal["nccl", "gloo"] | None,
         typer.Option("--backend", help="Backend of the process group. Default: NCCL on GPUs.", show_default=False),
     ] = None,
     count: Annotated[
@@ -156,7 +150,7 @@ def run(
         compiled = False if looking else compiled
         given = read_tensors(inputs)  # before the minutes that follow
         status.update(f"loading {directory}")
-        module = load(directory, trust=trust, compiled=compiled, backend=backend.value if backend else None)
+        module = load(directory, trust=trust, compiled=compiled, backend=backend)
         status.update("running")
         if tokens is not None:
             named = {"tokens": torch.stack(list(generate(module, given, tokens, str(inputs))), 1).cpu()}
