@@ -12,8 +12,8 @@ from torch import nn
 from torch.export import export
 
 import tpcompiler
-from tests.trust.damage import Artifact, inserted
-from tpcompiler.ir.node_placement import read_claim
+from tests.trust.damage import Artifact, claim, inserted
+from tpcompiler.ir.node_placement import claims_of, read_claim
 from tpcompiler.judge.sound.check import CheckReport, check_programs
 
 IDS = torch.tensor([5, 0, 2, 3, 1])
@@ -69,14 +69,10 @@ def test_a_body_is_sound(op: str, dtype: torch.dtype) -> None:
     assert checked(artifact).findings == []
 
 
-def test_a_mean_of_half_the_weight_is_not() -> None:
-    """Negative control at the tolerance of half precision."""
-    artifact = made("mean", torch.bfloat16)
+def another_weight(artifact: Artifact) -> None:
     for program in artifact.ranks:
         node = next(n for n in program.graph.nodes if n.target is torch.ops.aten.mul.Tensor)
         node.update_arg(1, 0.4)
-    (finding,) = checked(artifact).findings
-    assert finding.endswith("does not become P(sum) of the whole in its region")
 
 
 def numbers_in_place_of_infinity(artifact: Artifact) -> None:
@@ -97,10 +93,32 @@ def another_fill(artifact: Artifact) -> None:
         node.update_arg(2, 1e-9)
 
 
-@pytest.mark.parametrize("change", [numbers_in_place_of_infinity, no_more_than_so_many, another_fill])
-def test_a_body_is_its_rule_s(change: Callable[[Artifact], None]) -> None:
-    """Whatever the values are: these differ from it on none that is tried."""
-    artifact = made("embedding", torch.float32)
+@pytest.mark.parametrize(
+    ("op", "change"),
+    [
+        ("mean", another_weight),
+        ("embedding", numbers_in_place_of_infinity),
+        ("embedding", no_more_than_so_many),
+        ("embedding", another_fill),
+    ],
+)
+def test_a_body_is_its_rule_s(op: str, change: Callable[[Artifact], None]) -> None:
+    """Whatever the values are: most of these differ from it on none that one would try."""
+    artifact = made(op, torch.float32)
     change(artifact)
     (finding,) = checked(artifact).findings
-    assert finding.endswith("is not what the rule of aten.embedding.default does on a share")
+    assert finding.endswith(f"is not what the rule of aten.{op}.default does on a share")
+
+
+@pytest.mark.parametrize("sharding", ["R", "P(max)"])
+def test_a_body_s_result_is_sharded_as_its_rule_says(sharding: str) -> None:
+    """Even if all the claims about it fit together."""
+    artifact = made("embedding", torch.float32)
+    for program in artifact.ranks:
+        for node, said in claims_of(program.graph):
+            if said.sharding == ["P(sum)"]:
+                claim(node)["sharding"] = [sharding]
+            if said.change is not None:
+                claim(node)["change"] = said.change.replace("P(sum)", sharding)
+    finding = checked(artifact).findings[0]
+    assert finding.endswith(f"takes S(0), R and makes P(sum) by its rule, and claims S(0), R and {sharding}")

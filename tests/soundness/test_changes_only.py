@@ -13,9 +13,9 @@ from torch.export import Dim, export
 import tpcompiler
 from tests.trust.damage import Artifact, inserted
 from tpcompiler.ir import edit
+from tpcompiler.judge.sound.changes import MANY, _numbers
 from tpcompiler.judge.sound.check import check_programs
 from tpcompiler.judge.sound.drawn import LEAST, SPREAD, DrawnSizes
-from tpcompiler.judge.sound.regions import MANY, _numbers
 
 aten = torch.ops.aten
 SAME_SHAPE: dict[str, Callable[[fx.Node], tuple[Any, tuple[Any, ...]]]] = {

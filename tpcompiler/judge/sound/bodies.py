@@ -11,37 +11,53 @@ from torch import fx
 
 from tpcompiler._torch import OpOverload, enable_python_dispatcher, trace_ops
 from tpcompiler.ir import edit
-from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.local import key
+from tpcompiler.ir.sharding import Sharding
 from tpcompiler.judge.sound.folded import Folded
 from tpcompiler.judge.sound.numbering import Numbering
+from tpcompiler.judge.sound.ops import find_option
 from tpcompiler.judge.sound.region import ProgramRegion
+from tpcompiler.judge.sound.shares import runs_of
 from tpcompiler.judge.sound.unsound import Unsound
 from tpcompiler.rules.index_range import ASSERT, PositionCheck, is_needed, position_checks, with_checks
-from tpcompiler.rules.infer import Refusal, follow, merge
-from tpcompiler.rules.notation import Rule, ShardRange
+from tpcompiler.rules.notation import ShardRange
 from tpcompiler.rules.registry import rule_of
 
 
-def check_body(made: Folded, region: ProgramRegion, rule: Rule, rank: int, row: Sequence[int]) -> None:
-    """Trace the rule's body for the rank's share, and compare it with the region op by op, argument by argument.
+def check_body(made: Folded, region: ProgramRegion, rank: int, row: Sequence[int]) -> None:
+    """Check that a region is its op's share by the op's rule, as `check_ops` does for a call.
 
-    The region must read the body's offset from its row of numbers. So a body is right for all values and sizes, as the
-    rule's is by brute force, not only for those that were tried. An assertion that positions are in the whole dim may
-    precede it, and must if nothing else rejects other positions.
+    The shardings of operands and results must be an option of the rule. The rule's body is traced for the rank's share,
+    and compared with the region op by op, argument by argument; the region must read the body's offset from its row of
+    numbers. So a body is right for all values and sizes, as the rule's is by brute force. An assertion that positions
+    are in the whole dim may precede it, and must if nothing else rejects other positions.
 
     Raises:
-        Unsound: the two differ.
+        Unsound: the region is something else.
     """
-    call: fx.Node = region.call
-    # A value exists under every sharding that it is changed to; the region takes one of them.
-    nodes = {made.whole[node]: node for node in (*made.whole, *region.inputs) if node not in region.nodes}
-    held = {used: nodes[used] for used in call.all_input_nodes}
-    cuts = _cuts(made, call, rule, held)
+    call, last = region.call, region.nodes[-1]
+    operands = made.named.get(region.outputs[0], [])  # each value as the claimed call takes it
+    for node in region.inputs:
+        if edit.is_tensor(node) and node not in operands:
+            raise Unsound(last, f"is the end of {region.name}, which uses '{node.name}' beside its call")
+    held = {used: used for used in call.all_input_nodes}  # a size is the whole's
+    held |= dict(zip(edit.operands(call), operands, strict=True))
+    parts: list[Any] = [None if made.whole[node] is call else made.whole[node].args[1] for node in region.outputs]
+    gives: list[Sharding | None] = [None for _ in edit.outputs(call)]
+    for node, part in zip(region.outputs, parts, strict=True):
+        gives[part or 0] = made.shardings[node][0]
+    wants = tuple(made.shardings[node][0] for node in operands)
+    rule, option = find_option(made, last, call, wants, gives)
+    cuts = {factor: cut for factor, cut in option.cuts.items() if factor in rule.local}
+    if not cuts:
+        raise Unsound(last, f"is the end of {region.name}, and {call.target} is run as it is on such shares")
     (body,) = {rule.local[factor] for factor in cuts}
     checks = position_checks(call, rule, cuts)
-    shard = ShardRange.of([(cut, rule.extent[f]) for f, cut in cuts.items()], made.mesh, made.mesh.coordinate(rank))
-    parts: list[Any] = [None if made.whole[node] is call else made.whole[node].args[1] for node in region.outputs]
+    shares, here = [(cut, rule.extent[factor]) for factor, cut in cuts.items()], made.mesh.coordinate(rank)
+    shard = ShardRange.of(shares, made.mesh, here)
+    runs = runs_of(*shares[0], made.mesh, here) if isinstance(shares[0][1], int) else []
+    if runs and (runs[0].start, len(runs[0])) != (shard.offset, shard.size):
+        raise Unsound(last, f"is the end of {region.name} of {shard.size} from {shard.offset} on, and it has {runs}")
     known = (
         "body",
         id(made.mode),
@@ -60,7 +76,8 @@ def check_body(made: Folded, region: ProgramRegion, rule: Rule, rank: int, row: 
     wanted = {node: table.number("input", used.name) for node, used in zip(inputs, held, strict=True)}
     wanted[offset] = table.number("number", key(shard.offset))
     numbers = {node: table.number("input", used.name) for used, node in held.items()}
-    numbers.update({node: table.number("number", key(row[made.numbers.read[node]])) for node in region.numbers})
+    own = zip(region.numbers, made.numbers.of(region.numbers, row), strict=True)
+    numbers.update({node: table.number("number", key(number)) for node, number in own})
     ends: Any = traced.output_node().args[0]
     for node, end in zip(region.outputs, ends, strict=True):
         if table.of(node, numbers) != table.of(end, wanted):
@@ -77,7 +94,7 @@ def check_body(made: Folded, region: ProgramRegion, rule: Rule, rank: int, row: 
                 f"is the end of {region.name}, which must assert that positions are in [{check.least}, {check.most}]",
             )
     for node in region.nodes:  # an unused op may still draw random numbers or stop the rank
-        is_check = node.target is ASSERT and numbers[node.args[0]] in may  # type: ignore[index]
+        is_check = node.target is ASSERT and numbers[node.args[0]] in may
         if node not in numbers and isinstance(node.target, OpOverload) and not _is_size(node) and not is_check:
             raise Unsound(node, f"is in {region.name}, and nothing that this makes depends on it")
 
@@ -96,22 +113,6 @@ def _is_size(node: fx.Node) -> bool:
 
 def _given(call: fx.Node, held: Mapping[fx.Node, fx.Node]) -> Any:
     return fx.node.map_arg([call.args, dict(call.kwargs)], lambda used: edit.fake(held[used]))
-
-
-def _cuts(made: Folded, call: fx.Node, rule: Rule, held: Mapping[fx.Node, fx.Node]) -> dict[str, DimSharding]:
-    """Return the factors that need a body, with their cuts."""
-    candidates = []
-    for term, operand in zip(rule.pattern.inputs, edit.operands(call), strict=True):
-        followed = follow(rule, term, made.shardings[held[operand]][0].settled(), made.mesh)
-        if not isinstance(followed, Refusal):
-            candidates.append(followed)
-    option = merge(candidates)
-    cuts = {} if option is None else {f: cut for f, cut in option.cuts.items() if f in rule.local}
-    if not cuts:
-        raise Unsound(
-            held[call.all_input_nodes[0]], f"is given to a body of {call.target}, and not cut where that needs one"
-        )
-    return cuts
 
 
 def _traced(

@@ -19,14 +19,15 @@ from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.judge.sound.alike import check_alike
+from tpcompiler.judge.sound.bodies import check_body
 from tpcompiler.judge.sound.boundary import check_calls, check_outputs, check_shared, check_state
+from tpcompiler.judge.sound.changes import ChangeRunner
 from tpcompiler.judge.sound.collectives import check_collectives
 from tpcompiler.judge.sound.folded import Folded, Results, folded
 from tpcompiler.judge.sound.model import check_model
 from tpcompiler.judge.sound.moves import check_changes
 from tpcompiler.judge.sound.numbers import check_numbers, row_of
 from tpcompiler.judge.sound.ops import check_ops
-from tpcompiler.judge.sound.regions import Done, check_region
 from tpcompiler.judge.sound.symmetric import check_symmetric
 from tpcompiler.judge.sound.unsound import Unsound
 from tpcompiler.judge.sound.whole_text import cuts_of, whole_text
@@ -147,8 +148,8 @@ def check_programs(
 
     Each rank's graph is folded back: its changes of sharding are left out, and the calls that compute a share of one
     call are replaced by that call. All ranks must fold to the same program. The ops' rules prove that a rank computes
-    its share; changes and bodies, which are not ops, are run. Source of the idea: Pnueli, Siegel and Singerman,
-    "Translation validation", TACAS 1998.
+    its share, by a call or by the rule's body; changes, which are not ops, are run. Source of the idea: Pnueli, Siegel
+    and Singerman, "Translation validation", TACAS 1998.
 
     Args:
         original: the single-device program, whose weights are compared with the ranks' shares.
@@ -229,7 +230,7 @@ def _folded(
 def _check_agreement(
     ranks: Sequence[Folded], rows: Sequence[Sequence[int]], findings: list[str], counts: Counter[str]
 ) -> None:
-    """Check that all ranks fold to one program, and that regions, run with each rank's numbers, match the claims."""
+    """Check that all ranks fold to one program, and that regions, with each rank's numbers, are what they claim."""
     own = {id(each): (rank, each) for rank, each in reversed(list(enumerate(ranks)))}  # each distinct program once
     first = whole_text(ranks[0])
     for rank, each in reversed(own.values()):
@@ -247,13 +248,17 @@ def _check_agreement(
                 one, two = (" and ".join(sorted(found)) for found in (there, here))
                 findings.append(f"ranks {other} and {rank} take '{key[-1]}' for '{key[0]}' as {one}, and as {two}")
                 return
-    done = Done()
+    changes = ChangeRunner(ranks, rows)
     for name in dict.fromkeys(name for each in ranks for name in each.regions):
         if not all(name in each.regions for each in ranks):
             findings.append(f"not all ranks have {name}")
             continue
         with _noting(findings, None, ranks):
-            check_region(name, ranks, rows, done)
+            if ranks[0].regions[name].call is None:
+                changes.check(name)
+            else:
+                for rank, each in enumerate(ranks):
+                    check_body(each, each.regions[name], rank, rows[rank])
             counts.update(regions=1)
 
 

@@ -23,6 +23,17 @@ class Numbers:
     read: Mapping[fx.Node, int] = field(default_factory=dict)
     nodes: frozenset[fx.Node] = frozenset()
 
+    def of(self, nodes: Sequence[fx.Node], row: Sequence[int]) -> list[int]:
+        """Return the numbers that nodes read from a rank's row.
+
+        Raises:
+            Unsound: the row is shorter.
+        """
+        for node in nodes:
+            if self.read[node] >= len(row):
+                raise Unsound(node, f"reads number {self.read[node]} of a rank that has {len(row)}")
+        return [row[self.read[node]] for node in nodes]
+
 
 def find_numbers(program: ExportedProgram, manifest: Manifest, claims: Mapping[fx.Node, Claim]) -> Numbers:
     """Find the tensor with the rank's row of numbers, and the nodes that read from it.

@@ -15,6 +15,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.dim_sharding import WHOLE, Size
 from tpcompiler.ir.local import key
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.judge.sound.counted import read_names
 from tpcompiler.judge.sound.drawn import DrawnSizes
@@ -47,7 +48,7 @@ def check_ops(made: Folded, rank: int) -> int:
         if node in made.whole and node.op != "output":
             _check_shapes(made, node, here)
     for node in made.ops:
-        _check_op(made, node, made.mesh, here)
+        _check_op(made, node, here)
     return believed
 
 
@@ -181,7 +182,7 @@ def _is_asserted(node: fx.Node) -> bool:
     return any(user.target is aten._assert_scalar.default for each in equal for user in each.users)
 
 
-def _check_op(made: Folded, node: fx.Node, mesh: Mesh, here: Mapping[str, int]) -> None:
+def _check_op(made: Folded, node: fx.Node, here: Mapping[str, int]) -> None:
     gives, whole = made.shardings[node], made.whole[node]
     operands = edit.operands(node)
     if node.target is aten.full.default and statically_equal(edit.outputs(node)[0].numel(), 0):
@@ -192,17 +193,32 @@ def _check_op(made: Folded, node: fx.Node, mesh: Mesh, here: Mapping[str, int]) 
     if all(sharding.is_replicated for sharding in (*wants, *gives)):
         _check_arguments(made, node, {})
         return
-    values = fx.node.map_arg((whole.args, dict(whole.kwargs)), lambda n: edit.fake(n))
-    known = ("rule", id(made.mode), whole.target, key(values), wants, gives)
-    if known not in made.results:
-        made.results[known] = _ruled(node, whole, wants, gives, mesh)
-    rule, option = made.results[known]
+    rule, option = find_option(made, node, whole, wants, gives)
+    if rule.local.keys() & option.cuts.keys():
+        raise Unsound(node, "is run as it is, and would be wrong on a share")
     if operands == edit.operands(node):
         _check_arguments(made, node, _own_arguments(rule, option, node, made, here))
 
 
-def _ruled(node: fx.Node, whole: fx.Node, wants: Shardings, gives: Shardings, mesh: Mesh) -> tuple[Rule, Option]:
-    """Return the op's rule, and its only option with these shardings."""
+def find_option(
+    made: Folded, node: fx.Node, whole: fx.Node, wants: Shardings, gives: Sequence[Sharding | None]
+) -> tuple[Rule, Option]:
+    """Return the rule of an op on the whole, and its only option with these shardings; None for an unused result.
+
+    Raises:
+        Unsound: at `node`, if there is no such option.
+    """
+    values = fx.node.map_arg((whole.args, dict(whole.kwargs)), lambda n: edit.fake(n))
+    known = ("rule", id(made.mode), whole.target, key(values), wants, tuple(gives))
+    if known not in made.results:
+        made.results[known] = _ruled(node, whole, wants, gives, made.mesh)
+    rule, option = made.results[known]
+    return rule, option
+
+
+def _ruled(
+    node: fx.Node, whole: fx.Node, wants: Shardings, gives: Sequence[Sharding | None], mesh: Mesh
+) -> tuple[Rule, Option]:
     rule = _rule(node, whole)
     if rule is None:
         raise Unsound(node, "has no rule, and is run on shares")
@@ -210,12 +226,11 @@ def _ruled(node: fx.Node, whole: fx.Node, wants: Shardings, gives: Shardings, me
     both = shardings(rule, option, mesh)
     if isinstance(both, Refusal):
         raise Unsound(node, f"cannot be run so: {both.text}")
-    if both != (wants, gives):
-        said = [", ".join(s.text(mesh) for s in each) for each in (*both, wants, gives)]
+    made = tuple(own if given is None else given for own, given in zip(both[1], gives, strict=True))
+    if both != (wants, made):
+        said = [", ".join(s.text(mesh) for s in each) for each in (*both, wants, made)]
         raise Unsound(node, f"takes {said[0]} and makes {said[1]} by its rule, and claims {said[2]} and {said[3]}")
-    if rule.local.keys() & option.cuts.keys():
-        raise Unsound(node, "is run as it is, and would be wrong on a share")
-    _check_pending(node, rule, option, wants, gives)
+    _check_pending(node, rule, option, wants, made)
     return rule, option
 
 
@@ -251,10 +266,12 @@ def _rule(node: fx.Node, whole: fx.Node) -> Rule | None:
         raise Unsound(node, f"does not fit its op's rule: {error.message}") from error
 
 
-def _option(rule: Rule, node: fx.Node, wants: Shardings, gives: Shardings, mesh: Mesh) -> Option:
+def _option(rule: Rule, node: fx.Node, wants: Shardings, gives: Sequence[Sharding | None], mesh: Mesh) -> Option:
     """Return the only option of the rule for these shardings."""
     candidates: list[Option] = []
     for term, sharding in zip((*rule.pattern.inputs, *rule.pattern.outputs), (*wants, *gives), strict=True):
+        if sharding is None:
+            continue
         followed = follow(rule, term, sharding.settled(), mesh)
         if isinstance(followed, Refusal):
             raise Unsound(node, f"cannot be run on {sharding.text(mesh)}: {followed.text}")

@@ -15,15 +15,18 @@ from tpcompiler.errors import reason
 from tpcompiler.ir import edit
 from tpcompiler.ir.program import BOTH, CanonicalProgram
 from tpcompiler.judge.compare.judge import is_rounded, largest_magnitude, widened
+from tpcompiler.judge.sound.changes import DRAWS
 from tpcompiler.judge.sound.drawn import DrawnSizes
 from tpcompiler.judge.sound.folded import Folded
-from tpcompiler.judge.sound.regions import DRAWS, is_close
 from tpcompiler.judge.sound.rising import counting, rising_inputs
 from tpcompiler.judge.sound.sizes import plain
 from tpcompiler.rules.index_range import door_ranges
 
 MOST = 2**26  # elements of all values of both pieces
 DYNAMIC = 64  # a typical number for a dynamic size
+# Between sums in another order, in float32 or (so many epsilons) in half precision; a wrong value differs by about the
+# size of the values.
+TOLERANCE, EPSILONS = 1e-3, 8
 Values = dict[fx.Node, Any]
 
 
@@ -140,7 +143,7 @@ class Pieces:
         elif node.name in self.rising:
             rising, counted = self.rising[node.name]
             size = plain(edit.shape(rising.of)[rising.dim], self.made)
-            result = rising.draw(value, shape, size, None)
+            result = rising.draw(value, shape, size)
             result = result.diff(prepend=result.new_zeros(1)) if counted else result
         elif far:  # ids, or places
             least, most = self.indices.get(node.name, (0, 7))
@@ -204,9 +207,17 @@ def _difference(ours: Any, theirs: Any) -> str:
         return "" if ours == theirs else f"they are {ours} and {theirs}"
     if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
         return f"they are {ours.dtype} {list(ours.shape)} and {theirs.dtype} {list(theirs.shape)}"
-    if is_close(ours, theirs):
+    if _is_close(ours, theirs):
         return ""
     if not is_rounded(ours):
         return "they differ"
     apart, scale = largest_magnitude([widened(ours) - widened(theirs)]), largest_magnitude([theirs])
     return f"on random values they differ by {apart:.2g} of {scale:.2g}"
+
+
+def _is_close(value: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Return True if a value is the whole one, up to the rounding of sums in another order."""
+    if not is_rounded(whole):
+        return torch.equal(value, whole)
+    limit = largest_magnitude([whole]) * max(TOLERANCE, EPSILONS * torch.finfo(whole.dtype).eps)
+    return torch.allclose(widened(value), widened(whole), rtol=0, atol=limit, equal_nan=True)

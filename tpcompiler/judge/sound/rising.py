@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -33,9 +32,9 @@ class Rising:
     dim: int
     fixed: str = ""
 
-    def draw(self, value: torch.Tensor, shape: Sequence[int], size: int, generator: torch.Generator | None) -> Any:
+    def draw(self, value: torch.Tensor, shape: Sequence[int], size: int) -> torch.Tensor:
         """Return random positions in a dim of this size; runs between them may be empty."""
-        places = torch.randint(size + 1, tuple(shape), generator=generator).sort().values
+        places = torch.randint(size + 1, tuple(shape)).sort().values
         if self.fixed == "first":
             places[..., :1] = 0
         elif self.fixed == "last":
