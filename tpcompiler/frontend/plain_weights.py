@@ -46,10 +46,9 @@ def unwrap_subclasses(program: ExportedProgram) -> ExportedProgram:
     """
     refuse_others(program)
     values = all_tensors(program)
-    input_specs = program.graph_signature.input_specs
     wrapped = {
         spec.target
-        for node, spec in zip(program.graph.find_nodes(op="placeholder"), input_specs, strict=True)
+        for node, spec in edit.placeholders(program)
         if spec.kind in LEAF_KINDS and is_wrapper_subclass(value := values.get(str(spec.target)))
         if _is_read_alone(node, value)
     }
@@ -60,7 +59,7 @@ def unwrap_subclasses(program: ExportedProgram) -> ExportedProgram:
     state = {name: value for name, value in program.state_dict.items() if name not in wrapped}
     constants = {name: value for name, value in program.constants.items() if name not in wrapped}
     specs = []
-    for node, spec in zip(graph.find_nodes(op="placeholder"), input_specs, strict=True):
+    for node, (_, spec) in zip(graph.find_nodes(op="placeholder"), edit.placeholders(program), strict=True):
         if spec.target not in wrapped:
             specs.append(spec)
             continue

@@ -58,10 +58,9 @@ def find_hidden_views(program: ExportedProgram) -> set[OpOverload]:
 
 def find_written(program: ExportedProgram) -> set[str]:
     """Return the leaves (by name) and user inputs (by node name) whose memory a call may write."""
-    placeholders = program.graph.find_nodes(op="placeholder")
     names = {
         node: str(node.name if spec.kind is InputKind.USER_INPUT else spec.target)
-        for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True)
+        for node, spec in edit.placeholders(program)
     }
     calls = list(edit.calls(program.graph))
     operands_written = [value for node in calls for value in _written_operands(node)]
@@ -111,10 +110,9 @@ def find_overwritten(program: ExportedProgram) -> Iterator[tuple[int, fx.Node, s
 
 def _written(program: ExportedProgram) -> list[fx.Node | None]:
     """Return the placeholder that each output is written back to; None for user outputs."""
-    placeholders = program.graph.find_nodes(op="placeholder")
     owners = {
         (spec.kind is InputKind.USER_INPUT, spec.target or spec.arg.name): node
-        for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True)
+        for node, spec in edit.placeholders(program)
     }
     specs = program.graph_signature.output_specs
     return [owners.get((spec.kind is OutputKind.USER_INPUT_MUTATION, spec.target)) for spec in specs]

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputSpec
 from torch.fx.node import map_aggregate
 
 from tpcompiler._torch import copy_graph as copy_graph
@@ -202,6 +204,11 @@ def _graft(
         replace_uses(node, result)
     erase(node)
     return inserted, {old.name: new for old, new in replaced.items()}
+
+
+def placeholders(program: ExportedProgram) -> Iterator[tuple[fx.Node, InputSpec]]:
+    """Yield each placeholder with its entry in the signature, in order."""
+    yield from zip(program.graph.find_nodes(op="placeholder"), program.graph_signature.input_specs, strict=True)
 
 
 def calls(graph: fx.Graph) -> Iterator[fx.Node]:

@@ -17,6 +17,7 @@ from tpcompiler.judge.compare.simulate import RankResult
 from tpcompiler.runtime.inputs import flatten_inputs
 from tpcompiler.runtime.records import BoundaryRecord
 
+GIVEN = InputKind.USER_INPUT
 Run = Callable[[Sequence[Sequence[Any]]], Sequence[RankResult]]  # runs all ranks on their flat inputs
 
 
@@ -56,7 +57,10 @@ def deal(flat: Sequence[Any], subject: Subject) -> list[list[Any]]:
     programs, layout, names = subject.programs, subject.layout, subject.input_names
     tensors = [value for value in flat if isinstance(value, torch.Tensor)]
     cut: list[list[torch.Tensor]] = [[] for _ in programs]
-    takes = [_tensor_inputs(program) for program in programs]
+    takes = [
+        [edit.fake(node) for node, spec in edit.placeholders(program) if spec.kind is GIVEN and edit.is_tensor(node)]
+        for program in programs
+    ]
     for position, (name, value) in enumerate(zip(names, tensors, strict=True)):
         parts = [layout.cut(name, value, rank).to(take[position].device.type) for rank, take in enumerate(takes)]
         for dim, size in enumerate(takes[0][position].shape):
@@ -71,13 +75,3 @@ def deal(flat: Sequence[Any], subject: Subject) -> list[list[Any]]:
             own.append(part)
     feeds = [iter(own) for own in cut]
     return [[next(feed) if isinstance(value, torch.Tensor) else value for value in flat] for feed in feeds]
-
-
-def _tensor_inputs(program: ExportedProgram) -> list[torch.Tensor]:
-    placeholders = (node for node in program.graph.nodes if node.op == "placeholder")
-    specs = program.graph_signature.input_specs
-    return [
-        edit.fake(node)
-        for node, spec in zip(placeholders, specs, strict=True)
-        if spec.kind is InputKind.USER_INPUT and edit.is_tensor(node)
-    ]

@@ -20,15 +20,15 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.judge.sound.alike import check_alike
 from tpcompiler.judge.sound.bodies import check_body
-from tpcompiler.judge.sound.boundary import check_calls, check_outputs, check_shared, check_state
+from tpcompiler.judge.sound.boundary import check_calls, check_outputs
 from tpcompiler.judge.sound.changes import ChangeRunner
 from tpcompiler.judge.sound.collectives import check_collectives
 from tpcompiler.judge.sound.folded import Folded, Results, folded
 from tpcompiler.judge.sound.model import check_model
 from tpcompiler.judge.sound.moves import check_changes
-from tpcompiler.judge.sound.numbers import check_numbers, row_of
+from tpcompiler.judge.sound.numbers import row_of
 from tpcompiler.judge.sound.ops import check_ops
-from tpcompiler.judge.sound.symmetric import check_symmetric
+from tpcompiler.judge.sound.state import check_numbers, check_shared, check_state, check_symmetric
 from tpcompiler.judge.sound.unsound import Unsound
 from tpcompiler.judge.sound.whole_text import cuts_of, whole_text
 from tpcompiler.judge.sound.written import WrittenRank, read_ranks

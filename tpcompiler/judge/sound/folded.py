@@ -167,8 +167,7 @@ def _fold_body_of_control_flow(made: Folded, node: fx.Node) -> None:
 def _inputs(made: Folded, manifest: Manifest) -> None:
     rows = {row.name: row for row in manifest.tensors}
     users = iter(manifest.inputs)
-    placeholders = [node for node in made.program.graph.nodes if node.op == "placeholder"]
-    for node, spec in zip(placeholders, made.program.graph_signature.input_specs, strict=True):
+    for node, spec in edit.placeholders(made.program):
         if node in made.numbers.nodes:
             continue
         value = node.meta.get("val")

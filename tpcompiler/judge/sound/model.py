@@ -45,9 +45,7 @@ def check_model(made: Folded, model: CanonicalProgram) -> int:
 def _check_signature(made: Folded, model: CanonicalProgram) -> None:
     """Check that inputs, leaves and outputs are the model's, in order."""
     numbers = made.numbers.nodes
-    placeholders = (node for node in made.program.graph.nodes if node.op == "placeholder")
-    specs = zip(placeholders, made.program.graph_signature.input_specs, strict=True)
-    ours = [_described(spec) for node, spec in specs if node not in numbers]
+    ours = [_described(spec) for node, spec in edit.placeholders(made.program) if node not in numbers]
     signature = model.source.graph_signature
     for what, actual, wanted in (
         ("input", ours, list(map(_described, signature.input_specs))),

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import fx
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import aten
+from tpcompiler.ir import edit
 from tpcompiler.ir.node_placement import NO_CLAIM, Claim
 from tpcompiler.judge.sound.unsound import Unsound
-from tpcompiler.judge.sound.written import WrittenRank
 from tpcompiler.runtime.artifact import Manifest
 
 
@@ -41,9 +40,7 @@ def find_numbers(program: ExportedProgram, manifest: Manifest, claims: Mapping[f
     Raises:
         Unsound: the row has another use, or another claim.
     """
-    placeholders = (node for node in program.graph.nodes if node.op == "placeholder")
-    inputs = zip(placeholders, program.graph_signature.input_specs, strict=True)
-    rows = [node for node, spec in inputs if spec.target in manifest.rank_numbers]
+    rows = [node for node, spec in edit.placeholders(program) if spec.target in manifest.rank_numbers]
     own = [user for node in rows for user in node.users]
     read: dict[fx.Node, int] = {}
     for node in own:
@@ -58,20 +55,6 @@ def find_numbers(program: ExportedProgram, manifest: Manifest, claims: Mapping[f
         if (origin := claims.get(node, NO_CLAIM).origin) not in manifest.rank_numbers:
             raise Unsound(node, f"reads the rank's numbers, and claims to stand for {origin!r}")
     return Numbers(read, frozenset([*rows, *own, *read]))
-
-
-def check_numbers(ranks: Sequence[WrittenRank], manifest: Manifest) -> None:
-    """Check that every rank has the manifest's numbers.
-
-    Raises:
-        Unsound: a rank has other numbers.
-    """
-    for name, rows in manifest.rank_numbers.items():
-        for rank, each in enumerate(ranks):
-            held = each.state.get(name)
-            found = held.tolist() if isinstance(held, torch.Tensor) and held.dtype == torch.int64 else held
-            if found != [rows[rank]]:
-                raise Unsound(None, f"rank {rank} holds the numbers {found}, and the manifest says {[rows[rank]]}")
 
 
 def row_of(manifest: Manifest, rank: int) -> list[int]:
