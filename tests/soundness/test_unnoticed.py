@@ -210,7 +210,7 @@ def terms_of_two_sums(ranks: list[ExportedProgram]) -> None:
         ("masked", another_number_where_it_is_nan, "is given other=nan, and the whole other=0.5"),
         ("masked", an_assertion_on_one_rank, "ranks 0 and 1 have shares of different programs"),
         ("masked", another_constant_is_returned, "ranks 0 and 1 have shares of different programs"),
-        ("pick", ids_are_not_counted_from_the_end, "does not become P(sum) of the whole in its region"),
+        ("pick", ids_are_not_counted_from_the_end, "is not what the rule of aten.index.Tensor does on a share"),
         ("halves", another_half_of_many_rows, "a change moves and reduces values, and does nothing else"),
         ("halves", a_half_by_its_size, "which is no fixed part of it"),
         ("counts", another_size_is_recorded, "and records"),
