@@ -39,7 +39,7 @@ def check_body(made: Folded, region: ProgramRegion, rank: int, row: Sequence[int
     operands = made.named.get(region.outputs[0], [])  # each value as the claimed call takes it
     for node in region.inputs:
         if edit.is_tensor(node) and node not in operands:
-            raise Unsound(last, f"is the end of {region.name}, which uses '{node.name}' beside its call")
+            raise Unsound(last, f"is the end of {region.name}, which uses '{node.name}' outside its call")
     held = {used: used for used in call.all_input_nodes}  # a size is the whole's
     held |= dict(zip(edit.operands(call), operands, strict=True))
     parts: list[Any] = [None if made.whole[node] is call else made.whole[node].args[1] for node in region.outputs]
