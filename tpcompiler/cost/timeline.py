@@ -49,7 +49,7 @@ class StepTime(Record, frozen=True):
         return f"takes {duration(self.total)} ({each})" if each else "takes no time"
 
 
-class Step(NamedTuple):
+class TimedNode(NamedTuple):
     """A node that takes time, in seconds.
 
     Attributes:
@@ -82,7 +82,7 @@ class Times(NamedTuple):
     """
 
     total: StepTime
-    steps: tuple[Step, ...]
+    steps: tuple[TimedNode, ...]
     chain: tuple[str, ...]
     uncounted: Mapping[str, int]
 
@@ -115,7 +115,7 @@ def predict_times(graph: fx.Graph, sent: Mapping[str, float], machine: Machine, 
     seconds = {node: work.get(node, 0.0) + floors.get(node, 0.0) + links.get(node, 0.0) for node in graph.nodes}
     chain = _longest_chain(graph, seconds)
     steps = (
-        Step(
+        TimedNode(
             node.name,
             edit.module_path(node),
             work.get(node, 0.0),
