@@ -29,10 +29,6 @@ class YamlError(ValueError):
         self.help, self.line = help, line
 
 
-class AliasError(YamlError):
-    """An anchor or an alias."""
-
-
 def read_small_text(name: str) -> str:
     """Return the text of a file, or of a pipe given to this process.
 
@@ -85,7 +81,7 @@ def compose(text: str) -> yaml.Node | None:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else None
         if error.context in ("while scanning an alias", "while scanning an anchor"):
-            raise AliasError(
+            raise YamlError(
                 "YAML anchors and aliases (& and *) are not allowed",
                 'quote a name that begins with *, such as "*.up": colwise',
                 line,

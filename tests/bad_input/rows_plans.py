@@ -87,7 +87,7 @@ PLANS = [
     planned(
         "a name that begins with `*`, without quotes",
         "*.up: colwise\n",
-        "plan file plan.yaml line 1: YAML anchors and aliases (& and *) are not allowed in a plan",
+        "plan file plan.yaml line 1: YAML anchors and aliases (& and *) are not allowed",
         'quote a name that begins with *, such as "*.up": colwise',
     ),
     planned(

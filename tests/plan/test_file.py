@@ -105,7 +105,7 @@ def test_a_file_of_the_largest_size_is_read(file: Path) -> None:
 
 
 ALIAS = (
-    "YAML anchors and aliases (& and *) are not allowed in a plan\n"
+    "YAML anchors and aliases (& and *) are not allowed\n"
     '  help: quote a name that begins with *, such as "*.up": colwise'
 )
 SYNTAX = "\n  help: correct the quotes, brackets and indentation"

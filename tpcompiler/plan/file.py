@@ -9,7 +9,7 @@ import yaml
 
 from tpcompiler.errors import PlanError
 from tpcompiler.runtime.hub import download_help
-from tpcompiler.yaml_file import AliasError, YamlError, compose, entries, plain, read_small_text
+from tpcompiler.yaml_file import YamlError, compose, entries, plain, read_small_text
 
 SEARCHES = ("auto", "auto:free")  # names of plans that the search finds
 
@@ -34,8 +34,7 @@ def read_plan_file(name: str) -> list[tuple[str, object, int]]:
         return [(pattern, plain(value), line) for pattern, value, line in entries(root)]
     except YamlError as error:
         where = f" line {error.line}:" if error.line else ":" if str(error).startswith("not YAML") else ""
-        of = " in a plan" if isinstance(error, AliasError) else ""
-        raise PlanError(f"plan file {name}{where} {error}{of}", help=error.help) from None
+        raise PlanError(f"plan file {name}{where} {error}", help=error.help) from None
 
 
 def _help(name: str) -> str:
