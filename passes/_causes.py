@@ -11,8 +11,9 @@ from torch import fx
 
 from tpcompiler.cost.path import reshard_wire_bytes
 from tpcompiler.ir import edit
+from tpcompiler.ir.constraints import Constraint
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.program import PIN, Seed, pin
+from tpcompiler.ir.program import PIN, pin
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.rules.infer import Option, Refusal, follow, merge, pass_through, shardings
 from tpcompiler.rules.notation import Rule
@@ -59,7 +60,7 @@ def find_demand(
     node: fx.Node,
     have: Sequence[Sharding],
     seen: Callable[[fx.Node], Sharding | None],
-    pinned: Mapping[fx.Node, Seed],
+    pinned: Mapping[fx.Node, Constraint],
     mesh: Mesh,
     *,
     spared: Spared | None = None,
@@ -76,9 +77,9 @@ def find_demand(
     queue: list[tuple[fx.Node, Sequence[Sharding]]] = [(node, have)]
     for count, (op, operands) in enumerate(queue):  # it grows
         produced = _kept(op, operands, mesh, despite=spared is not None)
-        seeds = [pinned[operand].asked_by for operand in edit.operands(op) if operand in pinned]
-        if isinstance(produced, Refusal) and seeds and op is not node and spared is None:
-            demands.update(dict.fromkeys(seeds))
+        entries = [pinned[operand].asked_by for operand in edit.operands(op) if operand in pinned]
+        if isinstance(produced, Refusal) and entries and op is not node and spared is None:
+            demands.update(dict.fromkeys(entries))
             continue
         if isinstance(produced, Refusal) and spared is not None and op is not node:
             continue
@@ -102,9 +103,9 @@ def find_demand(
     return Demand(f"{first} and {len(demands) - 1} more" if len(demands) > 1 else first, True) if demands else None
 
 
-def _changed(value: fx.Node, have: Sharding, asked: Seed, mesh: Mesh) -> int:
+def _changed(value: fx.Node, have: Sharding, asked: Constraint, mesh: Mesh) -> int:
     """Return the bytes of a value that a pin changes."""
-    want, tensor = asked.over(have) if asked.axes else asked.sharding, edit.fake(value)
+    want, tensor = asked.applied(have), edit.fake(value)
     return reshard_wire_bytes(have, want, tensor.shape, tensor.element_size(), mesh) if have.cut_axes else 0
 
 

@@ -13,10 +13,11 @@ from tpcompiler.cost.path import reshard_wire_bytes
 from tpcompiler.errors import PlanError, ShardingError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import has_bodies
+from tpcompiler.ir.constraints import Constraint, Dims
 from tpcompiler.ir.dim_sharding import WHOLE
 from tpcompiler.ir.names import layer_of
 from tpcompiler.ir.node_placement import Counts, LocalShare, NodePlacement
-from tpcompiler.ir.program import PIN, UNCUT, Note, PlannedProgram, Seed, pin
+from tpcompiler.ir.program import PIN, UNCUT, Note, PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.text import op_name
 from tpcompiler.passes._causes import ALSO_ASKED, Demand, Spared, find_demand, refuses
@@ -38,7 +39,7 @@ class Walk:
     found: Solution
     at_door: Ranges | None  # the inputs that `load` checks; None: no indices are checked
     settled: dict[fx.Node, Sharding] = field(default_factory=dict)  # the sharding that users of a value see
-    pinned: dict[fx.Node, Seed] = field(default_factory=dict)  # planned leaves, and rearrangements of them
+    pinned: dict[fx.Node, Constraint] = field(default_factory=dict)  # planned leaves, and rearrangements of them
     met: set[fx.Node] = field(default_factory=set)  # pins whose demand an earlier gather meets
     notes: list[Note] = field(default_factory=list)
 
@@ -55,10 +56,11 @@ def refuse_without_parts(program: PlannedProgram, found: Solution) -> None:
     """Refuse a packed style of a layer none of whose weights is used in parts; what it has besides need not be."""
     layers: dict[tuple[str, str], list[tuple[str, bool]]] = {}
     for leaf, fqn in program.leaves():
-        seed = program.seeds.get(leaf.name)
-        if seed is not None and seed.packed and program.mesh.size(tuple(seed.sharding.axes)) > 1:
+        own = program.fixed(leaf)
+        needs_parts = own is not None and isinstance(own.allowed, Dims) and own.allowed.needs_parts
+        if own and needs_parts and program.mesh.size(own.sharding.cut_axes) > 1:
             has_parts = any(cut.parts or any(level.block for level in cut.levels) for cut in found.leaves[leaf].dims)
-            layers.setdefault((seed.asked_by, layer_of(fqn)), []).append((fqn, has_parts))
+            layers.setdefault((own.asked_by, layer_of(fqn)), []).append((fqn, has_parts))
     for (asked_by, _), leaves in layers.items():
         if not any(has_parts for _, has_parts in leaves):
             raise PlanError(
@@ -97,11 +99,11 @@ def _mark_input(node: fx.Node, walk: Walk) -> NodePlacement:
     program = walk.program
     if node in walk.found.leaves:
         sharding, reason = walk.found.leaves[node], "as its uses want it"
-        if seed := program.seeds.get(node.name):
-            walk.pinned[node] = seed
-            reason = f"plan: {seed.asked_by}"
-    elif node.name in program.input_shardings:
-        sharding, reason = program.input_shardings[node.name], "an input"
+        if constraint := program.fixed(node):
+            walk.pinned[node] = constraint
+            reason = f"plan: {constraint.asked_by}"
+    elif node.name in program.constraints:
+        sharding, reason = program.input_sharding(node), "an input"
     else:
         return NodePlacement((), (), "no tensor")
     return NodePlacement((sharding,), (), reason)
@@ -215,20 +217,20 @@ def _reason(node: fx.Node, rule: Rule | None, option: Option, refusals: Mapping[
 
 def _refuse(node: fx.Node, leaf: fx.Node, sharding: Sharding, why: str, walk: Walk) -> None:
     """A weight is never gathered at run time, so a planned cut that its op cannot use is an error."""
-    seed, fqns = walk.pinned[leaf], {node.name: fqn for node, fqn in walk.program.leaves()}
+    constraint, fqns = walk.pinned[leaf], {node.name: fqn for node, fqn in walk.program.leaves()}
     leaf = _behind(leaf)
     fqn = fqns[leaf.name]
     value = edit.fake(leaf)
     help = f"pin '{fqn}' to R in the plan"
-    what = f"cannot use '{fqn}' as {seed.sharding.text(walk.program.mesh)}: {node.target} says: {why}"
-    for dim, cut in enumerate(seed.sharding.dims):
+    what = f"cannot use '{fqn}' as {constraint.sharding.text(walk.program.mesh)}: {node.target} says: {why}"
+    for dim, cut in enumerate(constraint.sharding.dims):
         if cut.axes:
             axis, size, degree = "' and '".join(cut.axes), value.shape[dim], walk.program.mesh.size(cut.axes)
             what = f"cannot shard '{fqn}' on dim {dim} of {size} by mesh axis '{axis}' of {degree}"
             what += f" for {node.target}: {why}"
             if size % degree:
                 help = f"use a degree that divides {size}, or {help}"
-    error = ShardingError(what, help=help, asked_by=seed.asked_by, used_at=edit.source_line(node))
+    error = ShardingError(what, help=help, asked_by=constraint.asked_by, used_at=edit.source_line(node))
     beside = [_behind(operand) for operand in edit.operands(node) if operand in walk.pinned]
     error.leaves = tuple(dict.fromkeys([fqn, *(fqns[other.name] for other in beside)]))
     raise error

@@ -14,15 +14,16 @@ from torch.export.graph_signature import OutputKind
 
 from tpcompiler.errors import PlanError, ShardingError, option
 from tpcompiler.ir import edit
+from tpcompiler.ir.constraints import AnyStyle, AsUsed, Constraint, Dims, Exactly, Over
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import layer_of, weight_of
 from tpcompiler.ir.placements import PlacementSpec
-from tpcompiler.ir.program import PIN, CanonicalProgram, Note, PlannedProgram, Seed, pin, tied
+from tpcompiler.ir.program import PIN, CanonicalProgram, Note, PlannedProgram, pin, tied
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import fitted
 from tpcompiler.ir.static import computed_from_leaves
 from tpcompiler.ir.text import value_text
-from tpcompiler.passes._seeds import find_seeds
+from tpcompiler.passes._constraints import find_constraints
 from tpcompiler.passes._turns import ask_for_turns
 from tpcompiler.passes._wrapped import find_wrapped
 from tpcompiler.plan import Plan, PlanEntry
@@ -33,19 +34,19 @@ Boundary = Mapping[str, PlacementSpec] | Sequence[PlacementSpec | None] | None
 def apply_plan(
     program: CanonicalProgram, plan: Plan, mesh: Mesh, inputs: Boundary = None, outputs: Boundary = None
 ) -> PlannedProgram:
-    """Resolve plan entries to seeds on leaves, and to `pin` nodes on values; pin the boundary.
+    """Resolve plan entries to constraints on leaves, and to `pin` nodes on values; pin the boundary.
 
     Before    x, w1 = up.weight                       plan: up: colwise_gather_output
               h = linear(x, w1)
               return h
-    After     x, w1 = up.weight                       seeds: w1: S(0)
+    After     x, w1 = up.weight                       constraints: x: R, w1: dim 0
               h = linear(x, w1)
               pin_1: R = pin(h)                       asked by the plan
               pin_2: R = pin(pin_1)                   asked by the boundary
               return pin_2
 
     A style names features, so the weight dim that it shards is read off the rule of the op that uses the weight. If the
-    plan leaves the rest to the search, most of its requests for leaves become `kept` instead of seeds.
+    plan leaves the rest to the search, most of its requests for leaves only narrow what the search may find.
 
     Raises:
         PlanError: an entry matches nothing, or its style does not fit the layer.
@@ -66,55 +67,54 @@ def apply_plan(
             weights.setdefault(name, {})[fqn] = node
     aliases = _aliases(planned)
     assigned = plan.assign(names_of(planned))
-    seeds: dict[str, Seed] = {}
-    unseeded: dict[str, str] = {}
+    constraints: dict[str, Constraint] = {}
+    undecided: dict[str, Constraint] = {}  # leaves of a layer whose style shards none of their dims
     cutting = [name for name, entry in assigned.items() if entry.style.cut or entry.style.whole]
     wrapped = find_wrapped(graph, cutting, owned, static)
     named: dict[str, str] = {}  # leaf -> the layer whose entry placed it
     for name in sorted(assigned, key=lambda n: n.count(".")):  # inner names override outer ones
-        weight, style = weights.get(name, {}), assigned[name].style
+        entry, weight = assigned[name], weights.get(name, {})
         own = owned.get(wrapped.get(name, name), {})
-        found_seeds = find_seeds(name, assigned[name], leaves, weight, own, aliases, constant, mesh)
-        if plan.searches and style.whole and not weight:
-            # they follow the layer's weight
-            found_seeds = {leaf: replace(seed, loose=True) for leaf, seed in found_seeds.items()}
-        for shared in () if weight else seeds.keys() & found_seeds.keys():
+        found = find_constraints(name, entry, leaves, weight, own, aliases, constant, mesh)
+        if plan.searches and entry.style.whole and not weight:  # they follow the layer's weight
+            found = {leaf: replace(each, allowed=Dims((each.sharding,))) for leaf, each in found.items()}
+        for shared in () if weight else constraints.keys() & found.keys():
             if not name.startswith(f"{named[shared]}."):
-                _refuse_two(
-                    seeds[shared], found_seeds[shared], next(f for f, node in leaves.items() if node.name == shared)
-                )
-        seeds.update(found_seeds)
-        named.update(dict.fromkeys(found_seeds, name))
-        if style.cut and not weight:
-            unseeded.update(dict.fromkeys((node.name for node in own.values()), assigned[name].where))
-        _pin_module(graph, name, assigned[name], static, mesh)
-        ask_for_turns(graph, name, assigned[name], mesh)
-    _tie(seeds, planned)
-    shardings = _input_shardings(planned, mesh, inputs)
-    _pin_outputs(planned, mesh, outputs)
+                fqn = next(fqn for fqn, node in leaves.items() if node.name == shared)
+                what = f"'{fqn}' is one tensor that two layers use, but the plan places it"
+                _refuse_two(constraints[shared], found[shared], what)
+        constraints.update(found)
+        named.update(dict.fromkeys(found, name))
+        if entry.style.cut and not weight:
+            undecided |= {n.name: Constraint(AsUsed(), entry.where, fqn) for fqn, n in own.items()}
+        _pin_module(graph, name, entry, static, mesh)
+        ask_for_turns(graph, name, entry, mesh)
+    _tie(constraints, planned)
     names = set(program.source.graph_signature.parameters)
     parameters = {fqn: node for fqn, node in leaves.items() if fqn in names}
     placing = {name for name, entry in assigned.items() if entry.style.places}
-    notes = (*(Note("plan", text) for text in plan.notes), *_untouched(parameters, placing, seeds))
-    unseeded = {name: where for name, where in unseeded.items() if name not in seeds}
-    applied = PlannedProgram(program.source, graph, mesh, seeds, shardings, notes, unseeded)
-    return _leave_to_search(applied) if plan.searches else applied
+    notes = (*(Note("plan", text) for text in plan.notes), *_untouched(parameters, placing, constraints.keys()))
+    if plan.searches:
+        constraints = {name: _leave_to_search(own, mesh) for name, own in constraints.items()}
+    else:
+        constraints = undecided | constraints
+    constraints |= _constrain_inputs(planned, mesh, inputs)
+    _pin_outputs(planned, mesh, outputs)
+    rest = AnyStyle(gathers=plan.gathers) if plan.searches else AsUsed()
+    return PlannedProgram(program.source, graph, mesh, constraints, notes, rest)
 
 
-def _leave_to_search(program: PlannedProgram) -> PlannedProgram:
-    """Turn seeds over the axis that the search decides into `kept`, which only narrows the search.
+def _leave_to_search(constraint: Constraint, mesh: Mesh) -> Constraint:
+    """Let a constraint over the axis that the search decides only narrow the search.
 
-    The search then finds what it would find without these entries if they agree with its choice.
+    The search then finds what it would find without the entry if the entry agrees with its choice.
     """
-    axes = {program.mesh.model_axis}
-    kept = {
-        name: seed
-        for name, seed in program.seeds.items()
-        if seed.sharding.axes <= axes and not seed.sharding.partial
-        if not seed.packed and not (seed.loose and any(cut.parts for cut in seed.sharding.dims))
-    }
-    seeds = {name: seed for name, seed in program.seeds.items() if name not in kept}
-    return replace(program, seeds=seeds, kept=kept, unseeded={})
+    allowed, sharding = constraint.allowed, constraint.sharding
+    assert isinstance(allowed, Exactly | Dims)
+    is_by_parts = isinstance(allowed, Dims) and (allowed.needs_parts or any(cut.parts for cut in sharding.dims))
+    if is_by_parts or sharding.partial or not sharding.axes <= {mesh.model_axis}:
+        return constraint
+    return replace(constraint, allowed=AnyStyle(within=allowed))
 
 
 def names_of(program: CanonicalProgram, *, used: bool = False) -> list[str]:
@@ -138,13 +138,13 @@ def _over_axes(spec: PlacementSpec, mesh: Mesh) -> Mapping[str, Placement]:
     return spec if isinstance(spec, Mapping) else {mesh.model_axis: spec}
 
 
-def _pin(value: fx.Node, seed: Seed, before: fx.Node, owner: fx.Node) -> fx.Node:
+def _pin(value: fx.Node, constraint: Constraint, before: fx.Node, owner: fx.Node) -> fx.Node:
     """Insert a pin in the module of `owner`: a layer's output pin stays outside the layer that takes the output."""
     node = edit.insert_before(before, pin, (value,), "pin")
     node.meta.clear()
     edit.inherit_meta(node, owner)
     node.meta["val"] = edit.fake(value)
-    node.meta[PIN] = seed
+    node.meta[PIN] = constraint
     return node
 
 
@@ -172,8 +172,9 @@ def _pin_module(graph: fx.Graph, name: str, entry: PlanEntry, static: Set[fx.Nod
             sharding = _sharding(spec, mesh, edit.fake(value), f"the {what} of '{name}'", entry.where)
             users = [u for u in value.users if (u in members) == (what == "input")]
             before = min(users)
-            seed = Seed(sharding, entry.where, () if len(mesh.axes) == 1 else tuple(spec))
-            pinned = _pin(value, seed, before, owner=before if what == "input" else value)
+            allowed = Exactly((sharding,)) if len(mesh.axes) == 1 else Over((sharding,), tuple(spec))
+            owner = before if what == "input" else value
+            pinned = _pin(value, Constraint(allowed, entry.where), before, owner)
             for user in users:
                 user.replace_input_with(value, pinned)
 
@@ -187,28 +188,24 @@ def _aliases(program: CanonicalProgram) -> dict[str, list[fx.Node]]:
     return {name: groups[first] for name, first in first_of.items()}
 
 
-def _tie(seeds: dict[str, Seed], program: CanonicalProgram) -> None:
-    """Copy a seed on one tied leaf to all leaves of that tensor."""
+def _tie(constraints: dict[str, Constraint], program: CanonicalProgram) -> None:
+    """Copy a constraint on one tied leaf to all leaves of that tensor."""
     names = {node.name: fqn for node, fqn in program.leaves()}
     first_of = tied(program)
-    seed_of: dict[str, tuple[str, Seed]] = {}
-    for name, seed in seeds.items():
-        other, previous = seed_of.setdefault(first_of[name], (name, seed))
-        if previous.sharding != seed.sharding:
-            raise PlanError(
-                f"'{names[other]}' and '{names[name]}' are one tied tensor, but the plan places them differently",
-                help="give both the same placement, or plan only one of them",
-                asked_by=f"{previous.asked_by} and {seed.asked_by}",
-            )
+    known: dict[str, tuple[str, Constraint]] = {}
+    for name, constraint in constraints.items():
+        other, previous = known.setdefault(first_of[name], (name, constraint))
+        what = f"'{names[other]}' and '{names[name]}' are one tied tensor, but the plan places them"
+        _refuse_two(previous, constraint, what)
     for name, first in first_of.items():
-        if first in seed_of:
-            seeds.setdefault(name, seed_of[first][1])
+        if first in known:
+            constraints.setdefault(name, replace(known[first][1], leaf=names[name]))
 
 
-def _refuse_two(first: Seed, second: Seed, fqn: str) -> None:
+def _refuse_two(first: Constraint, second: Constraint, what: str) -> None:
     if first.sharding != second.sharding:
         raise PlanError(
-            f"'{fqn}' is one tensor that two layers use, but the plan places it differently",
+            f"{what} differently",
             help="give both the same placement, or plan only one of them",
             asked_by=f"{first.asked_by} and {second.asked_by}",
         )
@@ -243,15 +240,16 @@ def _sharding(spec: PlacementSpec, mesh: Mesh, value: torch.Tensor, what: str, a
     return sharding
 
 
-def _input_shardings(program: CanonicalProgram, mesh: Mesh, given: Boundary) -> dict[str, Sharding]:
+def _constrain_inputs(program: CanonicalProgram, mesh: Mesh, given: Boundary) -> dict[str, Constraint]:
     nodes = {node.name: node for node in program.user_inputs()}
-    specs = _boundary(given, list(nodes), "input")
-    return {
-        name: _sharding(specs[name], mesh, edit.fake(node), f"input '{name}'", option("--input", "inputs="))
+    specs, asked_by = _boundary(given, list(nodes), "input"), option("--input", "inputs=")
+    shardings = {
+        name: _sharding(specs[name], mesh, edit.fake(node), f"input '{name}'", asked_by)
         if name in specs
         else Sharding.replicated(edit.ndim(node))
         for name, node in nodes.items()
     }
+    return {name: Constraint(Exactly((sharding,)), asked_by) for name, sharding in shardings.items()}
 
 
 def _pin_outputs(program: CanonicalProgram, mesh: Mesh, given: Boundary) -> None:
@@ -269,18 +267,18 @@ def _pin_outputs(program: CanonicalProgram, mesh: Mesh, given: Boundary) -> None
         if name in requested:
             source = option("--output", "outputs=")
             sharding = _sharding(requested[name], mesh, edit.fake(value), f"output '{name}'", source)
-        values[position] = _pin(value, Seed(sharding, asked_by), output, owner=value)
+        values[position] = _pin(value, Constraint(Exactly((sharding,)), asked_by), output, owner=value)
     output.args = (tuple(values),)
 
 
-def _untouched(leaves: Mapping[str, fx.Node], placing: Set[str], seeds: Mapping[str, Seed]) -> tuple[Note, ...]:
+def _untouched(leaves: Mapping[str, fx.Node], placing: Set[str], constrained: Set[str]) -> tuple[Note, ...]:
     """Note layers with weights of two or more dims that no entry touches, not even under a tied name."""
     counts: dict[str, int] = {}
     for fqn, node in leaves.items():
         owner = fqn.rpartition(".")[0]
         parts = owner.split(".")
         around = {".".join(parts[: i + 1]) for i in range(len(parts))} | {fqn}
-        if edit.ndim(node) >= 2 and node.name not in seeds and not around & placing:
+        if edit.ndim(node) >= 2 and node.name not in constrained and not around & placing:
             key = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", owner)
             counts[key] = counts.get(key, 0) + 1
     return tuple(Note("untouched", f"{key} x {n}" if n > 1 else key) for key, n in counts.items())

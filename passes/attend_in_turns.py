@@ -15,9 +15,10 @@ from torch import fx
 from tpcompiler._torch import aten, enable_python_dispatcher
 from tpcompiler.errors import PlanError
 from tpcompiler.ir import edit
+from tpcompiler.ir.constraints import Constraint, Over
 from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.local import fake_mode_of, memory_order
-from tpcompiler.ir.program import IN_TURNS, PIN, InTurns, PlannedProgram, Seed, pin
+from tpcompiler.ir.program import IN_TURNS, PIN, InTurns, PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
 from tpcompiler.passes._kernels import ON_CPU
@@ -179,7 +180,7 @@ class _Turns:
         if dim is not None:
             dims[dim] = DimSharding.by(self.asked.axis)
         node = self(pin, value)
-        node.meta[PIN] = Seed(Sharding(tuple(dims)), self.asked.asked_by, (self.asked.axis,))
+        node.meta[PIN] = Constraint(Over((Sharding(tuple(dims)),), (self.asked.axis,)), self.asked.asked_by)
         return node
 
     def size(self, value: fx.Node, dim: int) -> Any:

@@ -19,7 +19,7 @@ from tpcompiler._torch import (
     symbols_of,
     tree_map,
 )
-from tpcompiler.errors import UnsupportedError, option
+from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import change_bodies
 from tpcompiler.ir.local import fake_mode_of
@@ -106,10 +106,11 @@ def _divided(program: PlannedProgram, device_type: str) -> Iterator[tuple[str, t
 
 def _placed(program: PlannedProgram) -> Iterator[tuple[str, torch.Tensor, Sharding, str]]:
     """Yield (what, value, sharding, asked_by) for every value with a requested sharding."""
+    inputs = set(program.user_inputs())
     for node in program.graph.nodes:
-        if node.name in program.input_shardings:
-            asked_by = option("--input", "inputs=")
-            yield f"input '{node.name}'", edit.fake(node), program.input_shardings[node.name], asked_by
+        if node in inputs:
+            constraint = program.constraints[node.name]
+            yield f"input '{node.name}'", edit.fake(node), constraint.sharding, constraint.asked_by
         elif PIN in node.meta:
             (operand,) = edit.operands(node)
             yield f"'{operand.name}'", edit.fake(node), node.meta[PIN].sharding, node.meta[PIN].asked_by

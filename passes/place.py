@@ -21,7 +21,7 @@ from tpcompiler.solver.solution import Solution
 def place(program: PlannedProgram, found: Solution, *, check_indices: bool = True) -> PlacedProgram:
     """Put a NodePlacement on every node, as the search chose, and a `reshard` node at every change of sharding.
 
-    Before    x, w1, w2, b1                         seeds: w1: S(0), w2: S(1)
+    Before    x, w1, w2, b1                         constraints: w1: dim 0, w2: dim 1
               h = linear(x, w1, b1)                 found: n is cut
               y = linear(h, w2)                     found: k is cut
               pin_1 = pin(y)                        pinned to R
@@ -39,7 +39,8 @@ def place(program: PlannedProgram, found: Solution, *, check_indices: bool = Tru
         ShardingError: a planned leaf cannot be used as it was cut.
         PlanError: a packed style, without sizes, of a leaf whose uses show no parts.
     """
-    walk = Walk(program, found, door_ranges(program, program.input_shardings) if check_indices else None)
+    inputs = {node.name: program.input_sharding(node) for node in program.user_inputs()}
+    walk = Walk(program, found, door_ranges(program, inputs) if check_indices else None)
     refuse_without_parts(program, found)
     marks = {node: mark_node(node, walk) for node in program.graph.nodes if node.op != "output"}
     marks[program.output] = _mark_output(program, walk)

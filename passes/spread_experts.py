@@ -48,17 +48,17 @@ def _blocks(program: PlannedProgram, weight: fx.Node) -> int:
         PlanError: the groups cannot be dealt out evenly.
     """
     leaf = leaf_behind(weight)
-    seed = None if leaf is None else program.seeds.get(leaf.name) or program.kept.get(leaf.name)
-    if leaf is None or seed is None:
+    constraint = None if leaf is None else program.constraints.get(leaf.name)
+    if leaf is None or constraint is None or constraint.request is None:
         return 1
-    count, experts = program.mesh.size(seed.sharding.dims[0].axes), edit.shape(leaf)[0]
+    count, experts = program.mesh.size(constraint.sharding.dims[0].axes), edit.shape(leaf)[0]
     if experts % count:
         fqn = next(fqn for node, fqn in program.leaves() if node.name == leaf.name)
         fits = [str(degree) for degree in range(1, experts + 1) if experts % degree == 0]
         raise PlanError(
             f"'{fqn}' is of {experts} experts, which cannot be dealt out evenly to {count} ranks",
             help=f"use a degree of {', '.join(fits[:-1])} or {fits[-1]}, or cut the experts inside",
-            asked_by=seed.asked_by,
+            asked_by=constraint.asked_by,
         )
     return count
 

@@ -25,6 +25,7 @@ from tpcompiler.ask.written import Written
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.objective import Objective
 from tpcompiler.errors import ArtifactError, ShardingError
+from tpcompiler.ir.constraints import AnyStyle
 from tpcompiler.ir.program import PlacedProgram, PlannedProgram
 from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize
@@ -73,9 +74,9 @@ def test_the_prices_of_the_layer_by_hand(by_hand: Path, kind: str) -> None:
 
 def test_prices_are_the_least_of_all_assignments() -> None:
     """Every assignment of the variables of the whole problem, tried one by one."""
-    program = apply_plan(canonicalize(mlp()), Plan(), Mesh.of(2))
-    found = solve(Task([program], Objective.of(read_machine()), free=True), PLACING)
-    problem = pose([program], Stage(program.mesh, ("tp",), {}, True), Objective.of(read_machine()), {})
+    program = apply_plan(canonicalize(mlp()), Plan().with_search(), Mesh.of(2))
+    found = solve(Task([program], Objective.of(read_machine())), PLACING)
+    problem = pose([program], Stage(program.mesh, ("tp",), {}, AnyStyle()), Objective.of(read_machine()), {})
     tables = problem.tables
     totals = numpy.full(tables.sizes, tables.constant)
     for variables, table in tables.factors:
@@ -86,7 +87,7 @@ def test_prices_are_the_least_of_all_assignments() -> None:
     for node, variable in problem.variables.items():
         others = tuple(at for at in range(len(tables.sizes)) if at != variable)
         least = totals.min(others) * UNIT
-        prices = price_otherwise(found, node, Objective.of(read_machine()), free=True)
+        prices = price_otherwise(found, node, Objective.of(read_machine()))
         assert [each.solution.seconds for each in prices] == pytest.approx(list(least))
         assert min(least) == found.seconds
         assert sum(map(math.isfinite, least)) > 1

@@ -67,9 +67,9 @@ def compare(name: str, mesh: Mesh, machine: Machine) -> str:
 @collector_rests()
 def time_search(layers: int, mesh: Mesh) -> str:
     program = canonicalize(export(layers, dynamic=False))
-    planned = divide_sizes(join_branches(apply_plan(program, Plan(), mesh)))
+    planned = divide_sizes(join_branches(apply_plan(program, Plan().with_search(), mesh)))
     started = time.perf_counter()
-    found = solve(Task([planned], Objective.of(read_machine()), free=True), PLACING)
+    found = solve(Task([planned], Objective.of(read_machine())), PLACING)
     taken = time.perf_counter() - started
     styles = Counter(str(style) for style in found.styles.values())
     return (

@@ -65,19 +65,19 @@ def find_placements(conversions: Sequence[Conversion], aim: Aim) -> Solution:
         TooLarge, ShardingError: as `refuse_unplaced`.
     """
     planned = [plan_program(own, own.plan, own.after) for own in conversions]
-    is_free = conversions[0].plan.searches
-    has_forms = is_free and aim.forms and not aim.gathers
+    plan = conversions[0].plan
+    has_forms = plan.searches and aim.forms and not plan.gathers
     forms = Forms(find_forms(conversions[0].device), partial(_plan_in_forms, conversions)) if has_forms else None
-    task = Task(planned, aim.objective, is_free, aim.gathers, limit=aim.limit, forms=forms)
+    task = Task(planned, aim.objective, limit=aim.limit, forms=forms)
     with no_new_guards(*(program.graph for program in planned)):
         found = solve(task)
     refuse_unplaced(task, found)
     notes = note_search(task, found)
     if has_forms:
         formed = [own.with_styles(*found.forms) for own in conversions]
-        plans, names = [own.completed(found, aim) for own in formed], [names_of(own.program) for own in formed]
+        plans, names = [own.completed(found) for own in formed], [names_of(own.program) for own in formed]
         notes += note_forms(task, found, plans, names, partial(_plan_programs, conversions))
-    return replace(found, programs=[with_notes(program, notes, is_free) for program in found.programs])
+    return replace(found, programs=[with_notes(program, notes) for program in found.programs])
 
 
 def plan_program(own: Conversion, plan: Plan, after: After = unseen) -> PlannedProgram:
@@ -132,7 +132,7 @@ def _finish(
     with no_new_guards(placed.graph):
         folded = own.after(fold_reshards(placed), "fold_reshards")
         routed = own.after(choose_paths(folded, aim.machine), "choose_paths")
-    plan = own.with_styles(*found.forms).completed(found, aim)
+    plan = own.with_styles(*found.forms).completed(found)
     partition = Partition(routed, own.device, own.collectives, aim.machine)
 
     def advise(value: str) -> str:

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from tpcompiler.errors import ShardingError, UnsupportedError
+from tpcompiler.ir.constraints import Constraint, Over
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding, chunk
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import PlacementSpec, parse_placement
-from tpcompiler.ir.program import Seed
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, fitted, join, read_sharding
 
@@ -250,14 +250,14 @@ def test_placements_are_torchs() -> None:
 def test_a_pin_on_one_axis_beside_what_waits_on_another() -> None:
     have = Sharding.of({"dp": Partial()}, GRID, 1, "a test")
     for op, text in (("avg", "[P(sum), P(avg)]"), ("max", None)):
-        seed = Seed(Sharding.of({"tp": Partial(op)}, GRID, 1, "a test"), "line 4", axes=("tp",))
+        asked = Constraint(Over((Sharding.of({"tp": Partial(op)}, GRID, 1, "a test"),), ("tp",)), "line 4")
         if text is None:
             with pytest.raises(
                 ShardingError, match=r"P\(sum\) over 'dp' and P\(max\) over 'tp'.*\n.*\n  asked by: line 4"
             ):
-                seed.over(have)
+                asked.applied(have)
         else:
-            assert seed.over(have).text(GRID) == text
+            assert asked.applied(have).text(GRID) == text
 
 
 def test_the_nesting_of_axes_in_parts_is_printed_and_read_back() -> None:

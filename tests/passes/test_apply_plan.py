@@ -1,4 +1,4 @@
-"""The plan's words about layers become seeds on leaves and pins on values."""
+"""The plan's words about layers become constraints on leaves and pins on values."""
 
 from __future__ import annotations
 
@@ -92,9 +92,9 @@ return pin_1
     ]
 
 
-def seeds(program: PlannedProgram) -> dict[str, str]:
+def placements(program: PlannedProgram) -> dict[str, str]:
     names = {node.name: fqn for node, fqn in program.leaves()}
-    return {names[name]: seed.sharding.text(program.mesh) for name, seed in program.seeds.items()}
+    return {names[name]: own.sharding.text(program.mesh) for name, own in program.planned.items()}
 
 
 def split_weight(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -153,8 +153,8 @@ SPLIT = Call(split_weight, m=Call(lambda: None, w=(4, 10)))
         (SPLIT, {"m": "rowwise"}, {"m.w": "S(0)"}),
     ],
 )
-def test_seeds(module: nn.Module, plan: Mapping[str, Any], expected: dict[str, str]) -> None:
-    assert seeds(planned(module, (X,), plan)) == expected
+def test_constraints(module: nn.Module, plan: Mapping[str, Any], expected: dict[str, str]) -> None:
+    assert placements(planned(module, (X,), plan)) == expected
 
 
 class Tied(nn.Module):
@@ -169,15 +169,15 @@ class Tied(nn.Module):
 
 
 def test_a_seed_on_one_tied_leaf_is_on_all() -> None:
-    assert seeds(planned(Tied(), (X,), {"embed": "rowwise"})) == {"embed.weight": "S(0)", "head.weight": "S(0)"}
-    assert seeds(planned(Tied(), (X,), {"head": "rowwise"})) == {"head.weight": "S(1)", "embed.weight": "S(1)"}
+    assert placements(planned(Tied(), (X,), {"embed": "rowwise"})) == {"embed.weight": "S(0)", "head.weight": "S(0)"}
+    assert placements(planned(Tied(), (X,), {"head": "rowwise"})) == {"head.weight": "S(1)", "embed.weight": "S(1)"}
 
 
 def test_a_tied_leaf_that_a_strict_export_names_once() -> None:
     exported = torch.export.export(Tied(), (X,), strict=True)
     for name, cut in (("embed", "S(0)"), ("head", "S(1)")):
         program = apply_plan(canonicalize(exported), Plan.of({name: "rowwise"}), MESH)
-        assert seeds(program) == {"embed.weight": cut}
+        assert placements(program) == {"embed.weight": cut}
     with pytest.raises(PlanError, match="one tensor that two layers use, but the plan places it differently"):
         apply_plan(canonicalize(exported), Plan.of({"embed": "rowwise", "head": "rowwise"}), MESH)
 
@@ -197,7 +197,7 @@ def test_a_buffer_that_is_written_is_no_weight() -> None:
         return read
 
     module = Call(forward, out=nn.Linear(4, 4), cache=torch.zeros(2, 4))
-    assert seeds(planned(module, (X,), {"out": "rowwise"})) == {"out.weight": "S(1)"}
+    assert placements(planned(module, (X,), {"out": "rowwise"})) == {"out.weight": "S(1)"}
 
 
 def test_a_tied_leaf_is_touched_by_an_entry_for_its_other_name() -> None:
@@ -262,7 +262,10 @@ pin_1: S(1) = pin(x)
 return pin, None, pin_1
 """,
     )
-    assert {name: s.text(program.mesh) for name, s in program.input_shardings.items()} == {"x": "R", "y": "S(0)"}
+    assert {node.name: program.input_sharding(node).text(program.mesh) for node in program.user_inputs()} == {
+        "x": "R",
+        "y": "S(0)",
+    }
     by_position = planned(module, (X, True, Y), inputs=[None, "S(0)"], outputs=[None, "S(1)"])
     assert program_text(by_position) == program_text(program)
 

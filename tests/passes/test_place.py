@@ -1,4 +1,4 @@
-"""Every value gets a sharding: seeds are followed through the rules, at the fewest bytes on the wire."""
+"""Every value gets a sharding: constraints are followed through the rules, at the fewest bytes on the wire."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def test_a_style_means_the_features_of_experts_that_are_looked_up(style: str, di
     """Not which of them: that is how `rowwise` reads a table of vectors, an embedding."""
     module = Call(lambda self, x: torch.bmm(self.w[x[:, 0].long().abs() % 3], x.unsqueeze(-1)), w=(3, 8, 4))
     program = planned(module, (V,), {"w": style})
-    assert [seed.sharding.text(program.mesh) for seed in program.seeds.values()] == [f"S({dim})"]
+    assert [own.sharding.text(program.mesh) for own in program.planned.values()] == [f"S({dim})"]
 
 
 def test_a_style_that_places_nothing_touches_no_layer() -> None:

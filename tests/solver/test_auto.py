@@ -70,9 +70,9 @@ def mlp() -> ExportedProgram:
 
 def test_a_layer_by_hand() -> None:
     """The sums of docs/search.md."""
-    program = apply_plan(canonicalize(mlp()), Plan(), Mesh.of(2))
+    program = apply_plan(canonicalize(mlp()), Plan().with_search(), Mesh.of(2))
     objective = Objective.of(read_machine())
-    found = solve(Task([program], objective, free=True), PLACING)
+    found = solve(Task([program], objective), PLACING)
     assert found.styles == {"up": "colwise", "down": "rowwise"}
     up = (16 * 64 + 128 * 64 + 16 * 128) * 4  # bytes: x, half of the weight, half of the result
     down = (16 * 128 + 64 * 128 + 16 * 64) * 4
@@ -165,8 +165,8 @@ def _model() -> Mlp:
 def test_nothing_fits() -> None:
     """A weight pinned as its op cannot take it, which is not gathered; the other entry has no part in it."""
     program = canonicalize(export(nn.LayerNorm(8), (torch.randn(2, 8),)))
-    planned = apply_plan(program, Plan.of({"bias": "R", "weight": "S(0)"}), Mesh.of(2))
-    task = Task([planned], Aim().objective, free=True)
+    planned = apply_plan(program, Plan.of({"bias": "R", "weight": "S(0)"}).with_search(), Mesh.of(2))
+    task = Task([planned], Aim().objective)
     with pytest.raises(ShardingError, match="no placement of all values suits what is asked for") as error:
         refuse_unplaced(task, solve(task))
     assert error.value.facts["asked by"] == 'the plan ("weight": "S(0)")'

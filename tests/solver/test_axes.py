@@ -19,6 +19,7 @@ from tpcompiler.api import conversions_of, read_plan
 from tpcompiler.cost.kernels import NO_KERNEL
 from tpcompiler.cost.machine import Link, Machine
 from tpcompiler.cost.objective import Objective, local_bytes, local_work
+from tpcompiler.ir.constraints import AnyStyle, AsUsed
 from tpcompiler.ir.program import PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.pipeline import plan_program
@@ -74,13 +75,13 @@ def planned(**boundary: Any) -> list[PlannedProgram]:
 
 
 def seconds(programs: list[PlannedProgram], turns: Turns) -> float:
-    return search(Task(programs, SLOW, free=True, turns=turns)).seconds
+    return search(Task(programs, SLOW, turns=turns)).seconds
 
 
 def test_the_order_of_the_axes_matters() -> None:
     programs = planned(**CUT)
     assert seconds(programs, AT_ONCE) == seconds(programs, DP_FIRST) < 0.99 * seconds(programs, TP_FIRST)
-    found = solve(Task(programs, SLOW, free=True), PLACING)
+    found = solve(Task(programs, SLOW), PLACING)
     assert (found.seconds, found.turns, found.bound) == (seconds(programs, AT_ONCE), AT_ONCE, found.seconds)
 
 
@@ -88,10 +89,10 @@ def test_the_order_of_the_axes_matters() -> None:
 def test_at_once_is_the_least_of_all(boundary: dict[str, Any]) -> None:
     """Against every choice of every op, priced without tables."""
     programs = planned(**boundary)
-    parts = [Stage(programs[0].mesh, (axis,), {}, axis == "tp") for axis in ("dp", "tp")]
+    parts = [Stage(programs[0].mesh, (axis,), {}, AnyStyle() if axis == "tp" else AsUsed()) for axis in ("dp", "tp")]
     problem = pose(programs, Stage.together(parts), SLOW, {})
     least = min(brute_force(problem))
-    assert solve(Task(programs, SLOW, free=True), PLACING).seconds == pytest.approx(least, rel=1e-6)
+    assert solve(Task(programs, SLOW), PLACING).seconds == pytest.approx(least, rel=1e-6)
 
 
 def brute_force(problem: Problem) -> Iterator[float]:
@@ -99,7 +100,7 @@ def brute_force(problem: Problem) -> Iterator[float]:
     (domain,), stage = problem.domains, problem.stage
     program, mesh = domain.program, stage.mesh
     leaves = dict(program.leaves())
-    given = {node: stage.within(program.input_shardings[node.name], node.meta["val"]) for node in program.user_inputs()}
+    given = {node: stage.within(program.input_sharding(node), node.meta["val"]) for node in program.user_inputs()}
     calls = [node for node in domain.operands if node.target is pin or node in domain.ways]
     each = [
         [(None, *choice[:2]) for choice in pin_choices(domain, node)] if node.target is pin else [*domain.ways[node]]
@@ -139,7 +140,7 @@ def test_too_large_tables_give_the_better_order_and_a_bound(
     programs = planned(**boundary)
     least = seconds(programs, AT_ONCE)
     monkeypatch.setattr(together, "MOST_TOGETHER", 1)
-    found = solve(Task(programs, SLOW, free=True), PLACING)
+    found = solve(Task(programs, SLOW), PLACING)
     assert found.seconds == min(seconds(programs, turns) for turns in (TP_FIRST, DP_FIRST))
     assert len(found.turns) == 2
     assert found.styles

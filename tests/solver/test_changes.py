@@ -78,5 +78,5 @@ def test_a_view_is_priced_with_its_source(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_mask_of_few_samples_has_no_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two samples on 8 ranks: the dim of a mask is no dim of heads that ranks could share."""
     monkeypatch.setattr(retries, "on_split_axis", lambda *_: pytest.fail("the axis was tried as two"))
-    program = apply_plan(canonicalize(export(1, dynamic=False)), Plan(), Mesh.of(8))
-    assert solve(Task([program], OBJECTIVE, free=True), PLACING).styles["model.layers.0.mlp.down_proj"] == "rowwise"
+    program = apply_plan(canonicalize(export(1, dynamic=False)), Plan().with_search(), Mesh.of(8))
+    assert solve(Task([program], OBJECTIVE), PLACING).styles["model.layers.0.mlp.down_proj"] == "rowwise"

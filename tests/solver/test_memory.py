@@ -11,7 +11,7 @@ from torch import nn
 from torch.export import ExportedProgram, export
 
 import tpcompiler
-from tpcompiler.api import conversions_of
+from tpcompiler.api import conversions_of, read_plan
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.objective import Objective
 from tpcompiler.errors import ShardingError
@@ -93,7 +93,8 @@ class Wide(nn.Module):
 
 def total_of(program: ExportedProgram, mesh: int, *, gathers: bool = False, **asked: Any) -> int:
     """Bytes of a rank under the placements that the search finds without a limit."""
-    found, _ = convert_programs(conversions_of(program, mesh, Plan().with_search(), **asked), Aim(gathers=gathers))
+    plan = read_plan("auto:free" if gathers else "auto")
+    found, _ = convert_programs(conversions_of(program, mesh, plan, **asked), Aim())
     return measure_memory(found).total
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -135,7 +136,7 @@ def parallelize(
         exported_program, mesh, read, inputs, outputs, device_type, dump, collectives, check_indices
     )
     calls = read_calls(weights, conversions)
-    aim = _aim(plan, machine, memory, optimize, calls, searches=read.searches, collectives=collectives)
+    aim = _aim(machine, memory, optimize, calls, searches=read.searches, collectives=collectives)
     _, made = convert_programs(conversions, aim)
     return ProgramSet(made) if isinstance(exported_program, SEVERAL) else made[""]
 
@@ -166,7 +167,7 @@ def find_plan(
     given = read_plan(plan).with_search()
     conversions = conversions_of(exported_program, mesh, given, inputs, outputs)
     calls = read_calls(weights, conversions)
-    found = find_placements([*conversions.values()], _aim(plan, machine, memory, optimize, calls, searches=True))
+    found = find_placements([*conversions.values()], _aim(machine, memory, optimize, calls, searches=True))
     formed = [own.with_styles(*found.forms) for own in conversions.values()]
     names = [name for own in formed for name in names_of(own.program)]
     return join_plans([own.plan for own in formed]).completed(found.styles, names)
@@ -207,11 +208,10 @@ def conversions_of(
 
 def read_plan(plan: Plan | Mapping[str, object] | str | os.PathLike[str]) -> Plan:
     """Read a plan as `parallelize` does, including "auto", which leaves everything to the search."""
-    return Plan().with_search() if plan in SEARCHES else Plan.of(plan)
+    return replace(Plan().with_search(), gathers=plan == "auto:free") if plan in SEARCHES else Plan.of(plan)
 
 
 def _aim(
-    plan: object,
     machine: str | os.PathLike[str] | None,
     memory: int | None,
     optimize: Goal,
@@ -222,7 +222,7 @@ def _aim(
     described = read_machine(machine).using(collectives)
     is_limited = memory is not None or machine is not None or searches
     limit = described.usable_memory if memory is None else memory
-    return Aim(described, limit if is_limited else None, plan == "auto:free", optimize, calls)
+    return Aim(described, limit if is_limited else None, optimize, calls)
 
 
 def read_calls(weights: Mapping[str, float] | None, names: Collection[str]) -> tuple[float, ...]:

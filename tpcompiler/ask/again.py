@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,12 +18,12 @@ from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.cost.objective import Objective
 from tpcompiler.errors import TpCompilerError
-from tpcompiler.ir import edit
+from tpcompiler.ir.constraints import Constraint, Dims
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import layer_of
-from tpcompiler.ir.program import PlannedProgram, Seed
+from tpcompiler.ir.program import PlannedProgram, relax
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.parallel.advice import held_bytes, wire_bytes
 from tpcompiler.parallel.conversion import Conversion, asked_boundary
@@ -55,14 +56,12 @@ class Price(NamedTuple):
 class Again:
     """The search's result for an artifact, together with the programs that share its weights.
 
-    `at`: which of the programs the artifact's is. `free`: what no plan says was for the search. `gathers`: as of `Aim`.
+    `at`: which of the programs the artifact's is.
     """
 
     found: Solution
     at: int
     machine: Machine
-    free: bool
-    gathers: bool
 
     @property
     def program(self) -> PlannedProgram:
@@ -70,18 +69,18 @@ class Again:
 
     def pinned_by(self, leaf: fx.Node) -> str:
         """The entry of the plan that says what a leaf is; empty where none does."""
-        seed = self.program.seeds.get(leaf.name) or self.program.kept.get(leaf.name)
-        return seed.asked_by if seed else ""
+        constraint = self.program.planned.get(leaf.name)
+        return constraint.asked_by if constraint else ""
 
     def prices(self, value: fx.Node, layers: Collection[str]) -> list[Price]:
         """Price every choice of a call or a leaf, with all else free to follow, and without a plan for `layers`."""
         programs = [
-            _without(program, layers) if self.free else _opened(program, self.found.model, layers)
+            relax(program, lambda own: layer_of(own.leaf) in layers, partial(_relaxed, program, self.found.model))
             for program in self.found.programs
         ]
         objective = Objective.of(self.machine)
         with no_new_guards(*(program.graph for program in programs)):
-            choices = price_otherwise(replace(self.found, programs=programs), value, objective, self.free, self.gathers)
+            choices = price_otherwise(replace(self.found, programs=programs), value, objective)
             return [self._price(each) for each in choices]
 
     def _price(self, choice: Otherwise) -> Price:
@@ -101,9 +100,8 @@ def search_again(directory: str | os.PathLike[str], machine: Machine, *, trust: 
     Raises:
         ArtifactError: no artifact, a damaged one, or, without `trust`, one whose files could run code.
     """
-    conversions, at, gathers = _conversions(directory, trust)
-    found = find_placements(conversions, Aim(machine, gathers=gathers, forms=False))
-    return Again(found, at, machine, conversions[at].plan.searches, gathers)
+    conversions, at = _conversions(directory, trust)
+    return Again(find_placements(conversions, Aim(machine, forms=False)), at, machine)
 
 
 def advise_artifact(
@@ -123,15 +121,15 @@ def advise_artifact(
     if not any(record.why == "fallback" for record in manifest.collectives):
         return {}
     with contextlib.suppress(TpCompilerError):
-        conversions, at, gathers = _conversions(directory, trust)
+        conversions, at = _conversions(directory, trust)
         named = {str(number): conversion for number, conversion in enumerate(conversions)}
         if not conversions[at].plan.searches:
-            return convert_programs(named, Aim(described, gathers=gathers))[1][str(at)].advice()
+            return convert_programs(named, Aim(described))[1][str(at)].advice()
     return {}
 
 
-def _conversions(directory: str | os.PathLike[str], trust: bool) -> tuple[list[Conversion], int, bool]:
-    """Return the conversions of an artifact and of its sibling programs, its own index, and `Aim.gathers`."""
+def _conversions(directory: str | os.PathLike[str], trust: bool) -> tuple[list[Conversion], int]:
+    """Return the conversions of an artifact and of its sibling programs, and its own index."""
     path = Path(directory).resolve()
     names = programs_in(path.parent) if path.parent != path else []
     paths = [path.parent / name for name in names] if path.name in names else [path]
@@ -142,34 +140,18 @@ def _conversions(directory: str | os.PathLike[str], trust: bool) -> tuple[list[C
         gathers = said == "auto:free"
         if gathers or plan.searches:  # in the manifest a plan is with what the search found
             found = Plan.of(said if isinstance(said, dict) else {}).with_search()
-            plan = join_plans([found, plan.forms])
+            plan = replace(join_plans([found, plan.forms]), gathers=gathers)
         boundary = asked_boundary(manifest, "inputs"), asked_boundary(manifest, "outputs")
         program, mesh = read_original(each, manifest, trust=trust), Mesh.of(manifest.asked.mesh)
         conversions.append(Conversion.of(program, mesh, plan, boundary, manifest.device_type, None, "nccl"))
-    return conversions, paths.index(path), gathers
+    return conversions, paths.index(path)
 
 
-def _without(program: PlannedProgram, layers: Collection[str]) -> PlannedProgram:
-    """The program without what the plan says of these layers, which are for the search then."""
-    names = {node.name for node, fqn in program.leaves() if layer_of(fqn) in layers}
-    seeds, kept = (
-        {name: seed for name, seed in own.items() if name not in names} for own in (program.seeds, program.kept)
-    )
-    return replace(program, seeds=seeds, kept=kept)
-
-
-def _opened(program: PlannedProgram, model: tuple[str, ...], layers: Collection[str]) -> PlannedProgram:
-    """The program with the weights of these layers sharded along any dim, or whole; other values follow."""
-    seeds = dict[str, Seed]()
-    for node, fqn in program.leaves():
-        if (seed := program.seeds.get(node.name)) is None:
-            continue
-        ndim = edit.ndim(node)
-        if layer_of(fqn) not in layers:
-            seeds[node.name] = seed
-        elif ndim > 1:
-            cut = DimSharding.by(*model)
-            each = [Sharding((*(WHOLE,) * dim, cut, *(WHOLE,) * (ndim - dim - 1))) for dim in range(ndim)]
-            others = (*each, Sharding.replicated(ndim))
-            seeds[node.name] = replace(seed, others=others, loose=True, packed=False)
-    return replace(program, seeds=seeds)
+def _relaxed(program: PlannedProgram, model: tuple[str, ...], constraint: Constraint) -> Constraint | None:
+    """Leave a weight to the search; with a plan, let it be cut along any dim, or whole, and let other leaves follow."""
+    ndim = constraint.sharding.ndim
+    if program.is_searched or ndim < 2:
+        return None
+    cut = DimSharding.by(*model)
+    each = (Sharding((*(WHOLE,) * dim, cut, *(WHOLE,) * (ndim - dim - 1))) for dim in range(ndim))
+    return replace(constraint, allowed=Dims((constraint.sharding, *each, Sharding.replicated(ndim))))

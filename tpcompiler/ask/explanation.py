@@ -210,8 +210,8 @@ def _of_value(written: Written, again: Again, name: str) -> Explanation:
     placed = [read_claimed(text, mesh, value) for text, value in zip(shardings, tensors, strict=False)]
     weights = [(leaf, fqn) for leaf, fqn in again.program.leaves() if leaf in edit.operands(node)]
     layers = {layer_of(fqn) for _, fqn in weights}
-    # Where all is planned the reason has it.
-    pins = [f"'{fqn}' is pinned by {asked}" for leaf, fqn in weights if (asked := again.pinned_by(leaf)) and again.free]
+    asked = [(fqn, again.pinned_by(leaf)) for leaf, fqn in weights if again.program.is_searched]
+    pins = [f"'{fqn}' is pinned by {entry}" for fqn, entry in asked if entry]  # a complete plan is in the reason
     is_call = node in again.found.choices
     prices = again.prices(node, layers) if is_call else []
     wants = again.found.choices[node].wants if is_call else ()

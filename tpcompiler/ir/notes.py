@@ -84,8 +84,8 @@ def shared_leaves(asked: PlannedProgram, program: PlacedProgram) -> tuple[Note, 
     """Note planned leaves that fewer ranks shard than the plan requested: the remaining ranks hold copies."""
     counts: Counter[str] = Counter()
     for leaf, fqn in program.leaves():
-        if leaf.name in asked.seeds:
-            wanted = asked.mesh.size(asked.seeds[leaf.name].sharding.cut_axes)
+        if constraint := asked.fixed(leaf):
+            wanted = asked.mesh.size(constraint.sharding.cut_axes)
             times = wanted // program.mesh.size(placement_of(leaf).shardings[0].cut_axes)
             if times > 1:
                 counts[f"{fold_layers(fqn)}: {times} ranks hold the same share"] += 1
@@ -98,7 +98,9 @@ def whole_leaves(asked: PlannedProgram, program: PlacedProgram) -> tuple[Note, .
     for leaf, fqn in program.leaves():
         value = edit.fake(leaf)
         is_matrix = sum(size != 1 for size in value.shape) > 1 and leaf.users
-        if leaf.name in asked.unseeded and is_matrix and placement_of(leaf).shardings[0].is_replicated:
+        constraint = asked.constraints.get(leaf.name)
+        is_whole = is_matrix and placement_of(leaf).shardings[0].is_replicated
+        if constraint is not None and constraint.request is None and is_whole:
             counts[
                 f"{fold_layers(fqn)}: {value_text(value)}, {format_bytes(value.numel() * value.element_size())}"
             ] += 1

@@ -6,8 +6,8 @@ Facts about a node are stored in `node.meta` under the keys below, so that they 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
 from tpcompiler._torch import LEAF_KINDS, WRITTEN_KINDS, tree_names
+from tpcompiler.ir.constraints import AnyStyle, AsUsed, Constraint
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.sharding import Sharding, refuse_mixed
+from tpcompiler.ir.sharding import Sharding
 from tpcompiler.runtime.records import Note as Note
 
 PIN = "tpcompiler_pin"
@@ -25,35 +26,6 @@ IN_TURNS = "tpcompiler_in_turns"  # on attention that gathers its keys in turns
 BOTH = "tpcompiler_both"  # on a value chosen from both computed branches of a cond: the reason
 UNCUT = "tpcompiler_uncut"  # on control flow that takes a planned weight: the reason why its bodies stay whole
 GLOBAL = "tpcompiler_global"  # the global fake value of a node whose "val" is already local
-
-
-@dataclass(frozen=True)
-class Seed:
-    """A placement that the user gave to a leaf (`PlannedProgram.seeds`) or to a value (meta[PIN] of a `pin` node).
-
-    Attributes:
-        axes: the axes that it constrains (all if empty); over the others a value stays as it is.
-        loose: True for a style, which names the dim to shard but leaves units, blocks and parts to the leaf's uses.
-        packed: True if the uses must reveal parts.
-        others: the alternatives for the leaf when a change of the plan is searched for.
-    """
-
-    sharding: Sharding
-    asked_by: str
-    axes: tuple[str, ...] = ()
-    loose: bool = False
-    packed: bool = False
-    others: tuple[Sharding, ...] = ()
-
-    def over(self, have: Sharding) -> Sharding:
-        """Return the target sharding of a value that is placed as `have`.
-
-        Raises:
-            ShardingError: reductions pending over other axes do not commute with its own.
-        """
-        target = self.sharding.beside(have, self.axes) if self.axes else self.sharding
-        refuse_mixed(target.partial, "a value", self.asked_by)
-        return target
 
 
 @dataclass(frozen=True)
@@ -134,28 +106,47 @@ class CanonicalProgram(Program):
 
 @dataclass(frozen=True)
 class PlannedProgram(Program):
-    """A program with its plan resolved: seeds on leaves (by placeholder name), `pin` nodes on values.
+    """A program with its plan resolved: constraints on leaves and inputs, `pin` nodes on values.
 
     Attributes:
-        unseeded: leaves in layers that a style shards, without a dim that the style could shard, and who asked; their
-            uses may shard them.
-        kept: the plan's seeds on leaves that stay fixed when the search decides the rest.
+        constraints: by placeholder name: every input has one, and every leaf that the plan concerns.
+        rest: what leaves without a constraint may be.
     """
 
     mesh: Mesh
-    seeds: Mapping[str, Seed]
-    input_shardings: Mapping[str, Sharding]
+    constraints: Mapping[str, Constraint]
     notes: tuple[Note, ...]
-    unseeded: Mapping[str, str] = field(default_factory=dict)
-    kept: Mapping[str, Seed] = field(default_factory=dict)
+    rest: AnyStyle | AsUsed
 
-    def without(self, entries: Set[str]) -> PlannedProgram:
-        """Return the program without the seeds on leaves that these plan entries (`Seed.asked_by`) caused."""
-        seeds, kept = (
-            {name: seed for name, seed in own.items() if seed.asked_by not in entries}
-            for own in (self.seeds, self.kept)
-        )
-        return replace(self, seeds=seeds, kept=kept)
+    @property
+    def is_searched(self) -> bool:
+        """True if the search decides the styles of layers that the plan does not name."""
+        return isinstance(self.rest, AnyStyle)
+
+    @property
+    def planned(self) -> dict[str, Constraint]:
+        """The plan's requests for leaves, by placeholder name: they place a leaf, or narrow the search."""
+        return {name: own for name, own in self.constraints.items() if own.leaf and own.request is not None}
+
+    def fixed(self, leaf: fx.Node) -> Constraint | None:
+        """Return the constraint that places a leaf, or None if its uses or the search do."""
+        constraint = self.constraints.get(leaf.name)
+        return constraint if constraint is not None and constraint.is_fixed else None
+
+    def input_sharding(self, node: fx.Node) -> Sharding:
+        """Return the sharding that the boundary asks of a user's input."""
+        return self.constraints[node.name].sharding
+
+
+def relax(
+    program: PlannedProgram,
+    is_relaxed: Callable[[Constraint], bool],
+    instead: Callable[[Constraint], Constraint | None] = lambda constraint: None,
+) -> PlannedProgram:
+    """Return the program without some of the plan's requests for leaves, or with others `instead`."""
+    relaxed = {name: instead(own) for name, own in program.planned.items() if is_relaxed(own)}
+    constraints = {name: relaxed.get(name, own) for name, own in program.constraints.items()}
+    return replace(program, constraints={name: own for name, own in constraints.items() if own is not None})
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,10 @@ class Sharding:
         """The axes that shard a dim."""
         return tuple(axis for dim in self.dims for axis in dim.axes)
 
+    def dims_cut_by(self, axis: str) -> list[int]:
+        """Return the dims that `axis` shards."""
+        return [dim for dim, cut in enumerate(self.dims) if axis in cut.axes]
+
     @property
     def is_replicated(self) -> bool:
         return not self.axes

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
 from tpcompiler.ir import edit
+from tpcompiler.ir.constraints import Exactly, Over
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.program import PIN, Note, PlannedProgram, Seed, pin
+from tpcompiler.ir.program import PIN, Note, PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
 
 
@@ -26,17 +26,13 @@ def on_split_axis(program: PlannedProgram, axis: str, outer: int) -> PlannedProg
     graph = edit.copy_graph(program.graph)
     for node in edit.calls(graph):
         if node.target is pin:
-            seed: Seed = node.meta[PIN]
-            axes = tuple(a for old in seed.axes for a in (both if old == axis else (old,)))
-            node.meta[PIN] = replace(seed, sharding=seed.sharding.over(axis, both), axes=axes)
+            node.meta[PIN] = node.meta[PIN].over(axis, both)
     text = f"{axis}={program.mesh.degree(axis)} runs as {both[0]}={outer},{both[1]}={mesh.degree(both[1])}"
     return replace(
         program,
         graph=graph,
         mesh=mesh,
-        seeds=_over(program.seeds, axis, both),
-        kept=_over(program.kept, axis, both),
-        input_shardings={name: sharding.over(axis, both) for name, sharding in program.input_shardings.items()},
+        constraints={name: constraint.over(axis, both) for name, constraint in program.constraints.items()},
         notes=(*program.notes, Note("mesh", f"{text}: ranks that differ in {both[1]} alone share some weights")),
     )
 
@@ -46,11 +42,9 @@ def keeps_shares(program: PlannedProgram, axis: str, outer: int) -> bool:
 
     Five steps over tp=4 are dealt 2, 2, 1, 0; over tp_0=2,tp_1=2 they are dealt 2, 1, 1, 1.
     """
-    placed = [(program.input_shardings[node.name], node) for node in program.user_inputs()]
-    placed += [(node.meta[PIN].sharding, node) for node in edit.calls(program.graph) if node.target is pin]
-    exact = {name: seed for own in (program.seeds, program.kept) for name, seed in own.items() if not seed.loose}
-    placed += [(exact[node.name].sharding, node) for node, _ in program.leaves() if node.name in exact]
-    return all(_deals_alike(sharding, edit.shape(node), program.mesh, axis, outer) for sharding, node in placed)
+    asked = ((node, program.constraints.get(node.name) or node.meta.get(PIN)) for node in program.graph.nodes)
+    placed = ((node, own.sharding) for node, own in asked if own and isinstance(own.request, Exactly | Over))
+    return all(_deals_alike(sharding, edit.shape(node), program.mesh, axis, outer) for node, sharding in placed)
 
 
 def _deals_alike(sharding: Sharding, shape: torch.Size, mesh: Mesh, axis: str, outer: int) -> bool:
@@ -63,7 +57,3 @@ def _deals_alike(sharding: Sharding, shape: torch.Size, mesh: Mesh, axis: str, o
             if cut.runs(size, mesh, mesh.coordinate(rank)) != halves.runs(size, split, split.coordinate(rank)):
                 return False
     return True
-
-
-def _over(seeds: Mapping[str, Seed], axis: str, both: tuple[str, str]) -> dict[str, Seed]:
-    return {name: replace(seed, sharding=seed.sharding.over(axis, both)) for name, seed in seeds.items()}

@@ -11,7 +11,7 @@ from torch import fx
 from tpcompiler._torch import OpOverload
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.node_placement import PLACEMENT, NodePlacement
-from tpcompiler.ir.program import PIN, Program, Seed
+from tpcompiler.ir.program import PIN, PlannedProgram, Program
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.runtime import records
 
@@ -21,14 +21,14 @@ DTYPES = {getattr(torch, name): short for name, short in records.DTYPES.items()}
 def program_text(program: Program) -> str:
     """Print one line per node: `name: sharding = op(operands)`; `P(sum) -> R` if a value is reduced right after."""
     mesh: Mesh | None = getattr(program, "mesh", None)
-    seeds: dict[str, Seed] = getattr(program, "seeds", {})
+    planned = program if isinstance(program, PlannedProgram) else None
     names = {node.name: fqn for node, fqn in program.leaves()}
     lines = []
     for node in program.graph.nodes:
         label = _sharding(node, mesh)
         if node.op == "placeholder":
-            if node.name in seeds and mesh is not None:
-                label = f": {seeds[node.name].sharding.text(mesh)}"
+            if planned and node.name in names and (asked := planned.fixed(node)):
+                label = f": {asked.sharding.text(planned.mesh)}"
             kind = names.get(node.name, "input")
             lines.append(f"{node.name}{label} = {kind} {value_text(node.meta.get('val'))}")
         elif node.op == "output":

@@ -18,7 +18,7 @@ from tpcompiler.errors import ShardingError, TpCompilerError
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.node_placement import placement_of
-from tpcompiler.ir.program import PlacedProgram, PlannedProgram, Seed, reshard
+from tpcompiler.ir.program import PlacedProgram, PlannedProgram, relax, reshard
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.passes.place import place
 from tpcompiler.plan import Plan, PlanEntry
@@ -139,8 +139,8 @@ class Adviser:
                 fqn: edit.ndim(node)
                 for program in now
                 for node, fqn in program.leaves()
-                if (seed := program.seeds.get(node.name)) and _asks(entry, seed)
-                if _cut_dims(seed.sharding) != then[fqn]
+                if (own := program.fixed(node)) and own.asked_by == entry.where
+                if _cut_dims(own.sharding) != then[fqn]
             }
             if entry.style.cut is not None and any(ndim > 1 for ndim in changed.values()):
                 styles[entry] = _opposite(entry) if any(then[fqn] for fqn in changed) else "replicate"
@@ -167,16 +167,13 @@ class Adviser:
 
 def _opened(now: PlannedProgram, other: PlannedProgram, entries: Sequence[PlanEntry]) -> PlannedProgram:
     """The program with every leaf that these entries name cut as they say, or otherwise, or whole."""
-    seeds = {name: seed for name, seed in other.seeds.items() if not any(_asks(entry, seed) for entry in entries)}
-    for node, _ in now.leaves():
-        if (seed := now.seeds.get(node.name)) and any(_asks(entry, seed) for entry in entries):
-            cut = [other.seeds[node.name].sharding] if node.name in other.seeds else []
-            seeds[node.name] = replace(seed, others=(*cut, Sharding.replicated(edit.ndim(node))))
-    return replace(other, seeds=seeds)
-
-
-def _asks(entry: PlanEntry, seed: Seed) -> bool:
-    return seed.asked_by == entry.where
+    asked = {entry.where for entry in entries}
+    constraints = dict(relax(other, lambda own: own.asked_by in asked).constraints)
+    for name, own in now.planned.items():
+        if own.asked_by in asked:
+            cut = [other.planned[name].sharding] if name in other.planned else []
+            constraints[name] = own.widened((*cut, Sharding.replicated(own.sharding.ndim)))
+    return replace(other, constraints=constraints)
 
 
 def _cut_dims(sharding: Sharding) -> list[int]:
@@ -186,7 +183,7 @@ def _cut_dims(sharding: Sharding) -> list[int]:
 
 def _asked_dims(program: PlannedProgram, entry: PlanEntry) -> dict[str, list[int]]:
     """Return the dims that an entry shards, by leaf."""
-    cut = {name: _cut_dims(seed.sharding) for name, seed in program.seeds.items() if _asks(entry, seed)}
+    cut = {name: _cut_dims(own.sharding) for name, own in program.planned.items() if own.asked_by == entry.where}
     return {name: dims for name, dims in cut.items() if dims}
 
 

@@ -88,9 +88,9 @@ class Conversion:
             plan = plan.completed(own, names) if own else plan
         return replace(self, plan=plan)
 
-    def completed(self, found: Solution, aim: Aim) -> Plan:
+    def completed(self, found: Solution) -> Plan:
         """Return the plan with the styles that the search found."""
-        if aim.gathers:
+        if self.plan.gathers:
             return Plan()
         return self.plan.completed(found.styles, names_of(self.program)) if self.plan.searches else self.plan
 
@@ -105,7 +105,7 @@ class Conversion:
             machine=basename(aim.machine.name),
             collectives=self.collectives,
             check_indices=self.check_indices,
-            plan="auto:free" if aim.gathers else self.plan.to_data() if is_partial else None,
+            plan="auto:free" if self.plan.gathers else self.plan.to_data() if is_partial else None,
         )
 
 

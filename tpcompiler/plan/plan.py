@@ -77,11 +77,13 @@ class Plan:
         of_config: True for the plan of a Hugging Face config, which serves all models of its kind: unmatched entries
             are noted, not refused.
         notes: the entries that were left out.
+        gathers: the search may also gather weights and cut the batch ("auto:free").
     """
 
     entries: tuple[PlanEntry, ...] = ()
     of_config: bool = False
     notes: tuple[str, ...] = ()
+    gathers: bool = False
 
     @property
     def searches(self) -> bool:

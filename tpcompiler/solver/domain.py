@@ -13,13 +13,15 @@ from torch import fx
 
 from tpcompiler.cost.kernels import Kernel, factors_of_product, is_attention
 from tpcompiler.ir import edit
+from tpcompiler.ir.constraints import Dims, Exactly, Over
 from tpcompiler.ir.program import PIN, PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.static import computed_from_leaves
 from tpcompiler.rules.infer import is_one
 from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
-from tpcompiler.solver.stage import Choice, Leaf, Stage
+from tpcompiler.solver.leaf import Leaf
+from tpcompiler.solver.stage import Choice, Stage
 from tpcompiler.solver.ways import Limits, Ways, can_take, made_of, make_wanted, shared_heads, take_operands, to_cut
 from tpcompiler.terminal.progress import counted
 
@@ -58,24 +60,24 @@ def find_domain(program: PlannedProgram, stage: Stage, leaves: Mapping[str, Leaf
     domain.operands, domain.rules = stage.read.once(program.graph, partial(_read_calls, program.graph))
     calls = list(domain.operands)
     ruled = [node for node, rule in domain.rules.items() if rule is not None]
-    if stage.free:
+    if stage.is_searched:
         _find_tokens(domain)
     else:
         _find_touched(domain)
     for node in ruled:
         domain.ways[node] = _first_ways(domain, node)
-    for node in () if stage.free else ruled:
+    for node in () if stage.is_searched else ruled:
         _take_operands(domain, node)
     for node in counted(calls[::-1], "finding choices", "ops"):
         _make_wanted(domain, node)
-        if stage.free and node in domain.ways:
+        if stage.is_searched and node in domain.ways:
             _take_operands(domain, node)
     _write_back(domain)
     for node in calls:
         if node in domain.ways:
             _take_operands(domain, node)
         _make_wanted(domain, node)
-    if not stage.free:
+    if not stage.is_searched:
         _let_leaves_be_whole(domain)
     return domain
 
@@ -134,13 +136,13 @@ def _find_touched(domain: Domain) -> None:
     program, axis, leaves = domain.program, domain.stage.axis, dict(domain.program.leaves())
     for leaf in leaves:
         known = domain.leaves[leaf.name]
-        if known.seed is not None and any(axis in each.axes for each in (known.seed.sharding, *known.seed.others)):
+        if isinstance(known.allowed, Exactly | Dims) and any(axis in each.axes for each in known.allowed.shardings):
             domain.touched.add(leaf)
-            if known.seed.loose:
+            if isinstance(known.allowed, Dims):
                 domain.comes_of[leaf] = frozenset([known.group])
         elif known.is_written:
             domain.touched.add(leaf)
-    domain.touched |= {n for n in program.user_inputs() if axis in program.input_shardings[n.name].axes}
+    domain.touched |= {n for n in program.user_inputs() if axis in program.input_sharding(n).axes}
     for node in edit.calls(program.graph):
         made_of: list[Any] = [node.args[0]] if node.target is operator.getitem else domain.operands[node]
         pinned = node.target is pin and axis in node.meta[PIN].sharding.axes
@@ -161,7 +163,7 @@ def _first_ways(domain: Domain, node: fx.Node) -> Ways:
 
     def start() -> Ways:
         ways = Ways.whole(stage, rule, base, limits)
-        own = (stage.extended(base, each) for each in stage.own_options(rule) if stage.free)
+        own = (stage.extended(base, each) for each in stage.own_options(rule) if stage.is_searched)
         return ways.adding(stage, own, own_limits)
 
     known = "first", id(rule), stage.name(base), limits, own_limits
@@ -178,7 +180,7 @@ def _limits_of(domain: Domain, node: fx.Node, rule: Rule, own: bool = False) -> 
         own: without a plan, by the op itself. Where its neighbours are cut along tokens it may follow, unless
             it multiplies with weights: these would be whole.
     """
-    if domain.stage.free:
+    if domain.stage.is_searched:
         follows = not own and not is_attention(node) and factors_of_product(node, rule) is None
         tokens = {} if domain.stage.gathers or follows else domain.tokens[node]
         left_out = frozenset(factor for factor in rule.factors if factor.startswith("_"))
@@ -197,10 +199,10 @@ def shardings_of(domain: Domain, value: fx.Node) -> tuple[Sharding, ...]:
     if value.op == "placeholder":
         leaf = domain.leaves.get(value.name)
         if leaf is not None:
-            exact = [leaf.kept.sharding] if leaf.kept is not None and not leaf.kept.loose else []
+            exact = leaf.within.shardings[:1] if isinstance(leaf.within, Exactly) else ()
             return (*leaf.shardings, *(domain.stage.within(each, leaf.value) for each in exact))
-        given = domain.program.input_shardings.get(value.name)
-        return () if given is None else (domain.stage.within(given, edit.fake(value)),)
+        given = domain.program.constraints.get(value.name)
+        return () if given is None else (domain.stage.within(given.sharding, edit.fake(value)),)
     source: Any = value.args[0] if value.target is operator.getitem else value
     if source.target is pin:
         return _pinned(domain, source)
@@ -209,20 +211,17 @@ def shardings_of(domain: Domain, value: fx.Node) -> tuple[Sharding, ...]:
 
 
 def _pinned(domain: Domain, node: fx.Node) -> tuple[Sharding, ...]:
-    seed = node.meta[PIN]
-    if not seed.axes or not set(seed.axes).isdisjoint(domain.stage.own):
-        return tuple(choice.made[0] for choice in pin_choices(domain, node))
-    return shardings_of(domain, domain.operands[node][0])
+    allowed = node.meta[PIN].allowed
+    if isinstance(allowed, Over) and set(allowed.axes).isdisjoint(domain.stage.own):
+        return shardings_of(domain, domain.operands[node][0])
+    return tuple(choice.made[0] for choice in pin_choices(domain, node))
 
 
 def pin_choices(domain: Domain, node: fx.Node) -> list[Choice]:
     """Return the shardings of a pin: the requested one; over other axes, any sharding of its value."""
-    seed, stage, (value,) = node.meta[PIN], domain.stage, domain.operands[node]
-    if not seed.axes:
-        made = [stage.within(seed.sharding, edit.fake(value))]
-    else:
-        have = dict.fromkeys([*shardings_of(domain, value), Sharding.replicated(edit.ndim(value))])
-        made = list(dict.fromkeys(stage.within(seed.over(sharding), edit.fake(value)) for sharding in have))
+    asked, stage, (value,) = node.meta[PIN], domain.stage, domain.operands[node]
+    have = dict.fromkeys([*shardings_of(domain, value), Sharding.replicated(edit.ndim(value))])
+    made = dict.fromkeys(stage.within(asked.applied(sharding), edit.fake(value)) for sharding in have)
     return [Choice((sharding,), (sharding,), 0.0) for sharding in made]
 
 
@@ -254,7 +253,7 @@ def _let_leaves_be_whole(domain: Domain) -> None:
             continue
         for made, at in results(node):
             reached[made] = stage.once(("reached", ways, have, at), partial(made_of, stage, ways, have, at))
-        if any(domain.leaves[o.name].seed for o in operands if o.name in domain.leaves):
+        if any(domain.leaves[o.name].is_fixed for o in operands if o.name in domain.leaves):
             continue
         touched = tuple(operand in domain.touched for operand in operands)
         for index, operand in enumerate(operands):

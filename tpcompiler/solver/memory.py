@@ -142,7 +142,7 @@ def _is_view(node: fx.Node) -> bool:
 
 def _made(program: PlannedProgram, found: Solution, node: fx.Node) -> Sequence[Sharding]:
     if node.op == "placeholder":
-        return [program.input_shardings[node.name]]
+        return [program.input_sharding(node)]
     if node in found.choices:
         return found.choices[node].made
     return [Sharding.replicated(value.ndim) for value in edit.outputs(node)]

@@ -35,9 +35,7 @@ class _Option(NamedTuple):
     held: list[tuple[int, list[bool]]]
 
 
-def price_otherwise(
-    found: Solution, value: fx.Node, objective: Objective, free: bool, gathers: bool = False
-) -> list[Otherwise]:
+def price_otherwise(found: Solution, value: fx.Node, objective: Objective) -> list[Otherwise]:
     """Every choice of a call or a leaf of `found.programs`, axis by axis, each with the least total that it leaves.
 
     Exact, as the search is: the variable is held to each of its values in turn, and the rest is solved again. Axes are
@@ -55,7 +53,7 @@ def price_otherwise(
         yield from ()
 
     def solve(held: Held) -> Solution:
-        return search(Task(found.programs, objective, free, gathers, model=found.model, held=held, turns=turns))
+        return search(Task(found.programs, objective, model=found.model, held=held, turns=turns))
 
     def holding(axes: tuple[str, ...], option: _Option) -> Held:
         return lambda problem: option.held if problem.stage.axes == axes else ()

@@ -19,16 +19,18 @@ from tpcompiler._torch import aten, sym_hint
 from tpcompiler.cost.kernels import NO_KERNEL, Kernel, find_kernels
 from tpcompiler.cost.objective import Objective, local_bytes, local_work
 from tpcompiler.ir import edit
+from tpcompiler.ir.constraints import Allowed, Dims
 from tpcompiler.ir.local import key
 from tpcompiler.ir.names import layer_of, weight_of
-from tpcompiler.ir.program import PlannedProgram, Seed, pin, tied
+from tpcompiler.ir.program import PlannedProgram, pin, tied
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.static import computed_from_leaves
 from tpcompiler.rules.features import feature_dims
 from tpcompiler.solver.changes import UNIT, find_common, in_units, price_changes
 from tpcompiler.solver.domain import Domain, find_domain, pin_choices, results
 from tpcompiler.solver.eliminate import Tables, check_size
-from tpcompiler.solver.stage import Choice, Known, Leaf, Stage
+from tpcompiler.solver.leaf import Leaf
+from tpcompiler.solver.stage import Choice, Known, Stage
 from tpcompiler.solver.together import combine_domains
 from tpcompiler.solver.ways import Ways
 from tpcompiler.terminal.progress import counted
@@ -141,7 +143,7 @@ def pose(
         domain.weight = objective.weight(at)
         graph = domain.program.graph
         domain.kernels = stage.read.once(("kernels", graph), partial(find_kernels, graph, objective.machine.fuses))
-    if stage.free and not stage.gathers:
+    if stage.is_searched and not stage.gathers:
         _add_layers(problem)
     for domain in problem.domains:
         _state(problem, domain)
@@ -154,8 +156,6 @@ def pose(
 
 def _find_domains(problem: Problem, stage: Stage, before: Mapping[str, Sharding]) -> list[Domain]:
     leaves = _find_leaves(problem, stage, before)
-    for leaf in {id(leaf): leaf for own in leaves for leaf in own.values()}.values() if stage.gathers else ():
-        leaf.let_be_gathered(stage)
     found: list[Domain] = []
     for _ in range(min(len(problem.programs), 2)):  # what one program makes of a leaf is a choice of the others
         found = [find_domain(program, stage, leaves[at]) for at, program in enumerate(problem.programs)]
@@ -175,24 +175,22 @@ def _find_groups(programs: Sequence[PlannedProgram]) -> dict[fx.Node, str]:
 
 def _find_leaves(problem: Problem, stage: Stage, before: Mapping[str, Sharding]) -> list[dict[str, Leaf]]:
     """Placeholder name -> leaf, for each program."""
-    seeds: dict[str, Seed] = {}
-    kept: dict[str, Seed] = {}
+    allowed: dict[str, Allowed] = {}
     written: set[str] = set()
     for program in problem.programs:
         changed = {name for _, name in program.written()}
         for node, fqn in program.leaves():
-            for found, own in ((seeds, program.seeds), (kept, program.kept)):
-                if node.name in own:
-                    found.setdefault(problem.groups[node], own[node.name])
+            group, constraint = problem.groups[node], program.constraints.get(node.name)
+            if constraint is not None and constraint.request is not None:
+                allowed.setdefault(group, constraint.allowed)
             if fqn in changed:
-                written.add(problem.groups[node])
+                written.add(group)
     made: dict[str, Leaf] = {}
     for node, group in problem.groups.items():
-        whole = Sharding.replicated(edit.ndim(node))
-        known = before.get(group, whole)
         if group not in made:
-            said, value = (seeds.get(group), kept.get(group)), edit.fake(node)
-            made[group] = Leaf.of(group, *said, group in written, known, value, stage)
+            known, value = before.get(group, Sharding.replicated(edit.ndim(node))), edit.fake(node)
+            made[group] = Leaf(group, allowed.get(group, stage.rest), group in written, known, value)
+            made[group].start(stage)
     return [{node.name: made[problem.groups[node]] for node, _ in program.leaves()} for program in problem.programs]
 
 
@@ -243,14 +241,13 @@ def _state(problem: Problem, domain: Domain) -> None:
     program, stage = domain.program, problem.stage
     leaves = dict(program.leaves())
     static = computed_from_leaves(program.graph, leaves.keys())
-    kept = static if stage.free else _weights(domain, static)
-    pinned = set() if stage.gathers else kept
+    unmoved = _find_unmoved(domain, static)
     uses: dict[fx.Node, list[Values]] = {}
     problem.capped += sum(ways.is_capped for ways in domain.ways.values())
     for node in leaves:
         _add_leaf(problem, node, domain.leaves[node.name])
     for node in program.user_inputs():
-        problem.values[node] = Values(None, (stage.within(program.input_shardings[node.name], edit.fake(node)),))
+        problem.values[node] = Values(None, (stage.within(program.input_sharding(node), edit.fake(node)),))
     for node in counted(list(edit.calls(program.graph)), "pricing choices", "ops"):
         if node.target in (FREE, operator.getitem):
             continue
@@ -272,7 +269,7 @@ def _state(problem: Problem, domain: Domain) -> None:
         if value in problem.values:
             uses.setdefault(value, []).append(problem.values[names[name]])
     for value, wanted_by in uses.items():
-        _find_changes(problem, value, wanted_by, value in pinned, domain.weight)
+        _find_changes(problem, value, wanted_by, value in unmoved, domain.weight)
 
 
 def _choices(problem: Problem, domain: Domain, node: fx.Node) -> Choices:
@@ -303,9 +300,13 @@ def _priced(
     return list(found.values())
 
 
-def _weights(domain: Domain, static: Set[fx.Node]) -> Set[fx.Node]:
-    """The leaves that the plan names, and what is made of them in their size, such as floats of a quantised weight."""
-    found = {node for node, _ in domain.program.leaves() if domain.leaves[node.name].seed is not None}
+def _find_unmoved(domain: Domain, static: Set[fx.Node]) -> Set[fx.Node]:
+    """Return the values that may not be gathered: all that is computed from leaves, or with a plan the leaves that it
+    names, and values of their size that are computed from them, such as floats of a quantised weight.
+    """
+    if domain.stage.is_searched:
+        return set() if domain.stage.gathers else static
+    found = {node for node, _ in domain.program.leaves() if domain.leaves[node.name].is_fixed}
     for node, rule in domain.rules.items():
         weights = [operand for operand in domain.operands[node] if operand in found]
         is_whole = edit.is_tensor(node) and all(_numbers(node) >= _numbers(weight) for weight in weights)
@@ -322,7 +323,7 @@ def _add_leaf(problem: Problem, node: fx.Node, leaf: Leaf) -> None:
     if leaf.group not in problem.leaves and leaf.shardings:
         values = problem.leaves[leaf.group] = problem.variable(tuple(leaf.shardings))
         problem.price([values], _held_units(problem, node, values.shardings))
-        if leaf.kept is not None:
+        if leaf.within is not None:
             allowed = [leaf.may_be(sharding, problem.stage) for sharding in values.shardings]
             problem.price([values], numpy.where(allowed, 0.0, NEVER))
     if leaf.group in problem.leaves:
@@ -347,9 +348,9 @@ def _price_use(problem: Problem, leaf: fx.Node, fqn: str, wanted: Values, known:
     layer = problem.layers.get(group)
     is_held = group in problem.held
     problem.held.add(group)
-    is_fixed = stage.free and layer is None and weight_of(fqn) == fqn and not edit.fake(leaf).is_floating_point()
+    is_fixed = stage.is_searched and layer is None and weight_of(fqn) == fqn and not edit.fake(leaf).is_floating_point()
     styles = None if layer is None else tuple(layer.styles.values())
-    follows = known.kept is not None and known.kept.loose and layer is None and layer_of(fqn) in problem.owners
+    follows = isinstance(known.within, Dims) and layer is None and layer_of(fqn) in problem.owners
     allowed = tuple(follows or known.may_be(want, stage) for want in wanted.shardings)
 
     def find() -> numpy.ndarray:

@@ -34,7 +34,7 @@ def refuse_unplaced(task: Task, found: Solution) -> None:
         )
     if (least := found.too_large) is not None and (limit := task.limit) is not None:
         leaves = ", ".join(f"'{fqn}' {format_bytes(count)}" for fqn, count in least.largest)
-        more = "" if task.free else ", cut more layers"
+        more = "" if task.is_searched else ", cut more layers"
         error = TooLarge(
             f"a rank would hold {least.text}; that is {format_bytes(least.total - limit)} more than the limit of "
             f"{format_bytes(limit)}. The largest weights there are {leaves}",

@@ -25,11 +25,11 @@ NO_LATENCY = 'for the cuts that would pay without latencies: --machine ideal (ma
 def note_search(task: Task, found: Solution) -> list[str]:
     """Report how good a solution is, and what was given up for it."""
     notes = []
-    if task.free:
+    if task.is_searched:
         proof = f"at most {math.ceil(found.above * 1e3) / 1e3:.1%} above the least" if found.above else "the least"
         call = "that" if len(found.programs) == 1 else "that, with a call of each other program,"
         notes.append(f"{call} is {proof} of all choices that were compared{_order_text(found)}")
-    if task.free or task.limit is not None:
+    if task.is_searched or task.limit is not None:
         notes.append(f"a rank holds about {measure_memory(found).text}")
     if found.simpler:
         names = ", ".join(name for _, name in sorted(found.simpler))
@@ -46,9 +46,9 @@ def count_searches(searches: Mapping[str, int]) -> str:
     return f"searched {'once' if total == 1 else f'{total} times'}{f' ({more})' if more else ''}"
 
 
-def with_notes(program: PlannedProgram, notes: Sequence[str], is_free: bool) -> PlannedProgram:
+def with_notes(program: PlannedProgram, notes: Sequence[str]) -> PlannedProgram:
     """Return a placed program with notes on the search; without a plan a layer may well stay untouched."""
-    kept = (note for note in program.notes if not (is_free and note.kind == "untouched"))
+    kept = (note for note in program.notes if not (program.is_searched and note.kind == "untouched"))
     return replace(program, notes=(*kept, *(Note("search", text) for text in notes)))
 
 
@@ -86,7 +86,7 @@ class Remarks:
         """Seconds that a call of a program takes more, or less, where the weights are placed for it alone."""
         program, machine = self.found.given[at], self.aim.machine
         with no_new_guards(program.graph):
-            alone = solve(Task([program], Objective.of(machine), True, self.aim.gathers), PLACING)
+            alone = solve(Task([program], Objective.of(machine)), PLACING)
             both = alone, replace(self.found, programs=[self.found.programs[at]])
             there, here = (measure_step_time(each, collectives_of(each), machine).total for each in both)
         return there - here

@@ -9,12 +9,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
+from operator import attrgetter
 
 from tpcompiler.errors import TpCompilerError, UnsupportedError
 from tpcompiler.ir import edit
+from tpcompiler.ir.constraints import AnyStyle, Constraint, Dims
 from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.local import no_new_guards
-from tpcompiler.ir.program import PlannedProgram, Seed
+from tpcompiler.ir.program import PlannedProgram, relax
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.split_axis import keeps_shares, on_split_axis
 from tpcompiler.solver.memory import measure_memory
@@ -77,7 +79,7 @@ def join_axes(task: Task, best: Solution, again: Again) -> Solution:
     solved = [axis for turn in best.turns for axis in turn]
     others = tuple(axis for axis in solved if axis not in best.model)
     axes = (*others, *(axis for axis in solved if axis in best.model))
-    if not task.free or not others or len(axes) == 1:
+    if not task.is_searched or not others or len(axes) == 1:
         return best
     task = replace(task, programs=best.programs, model=best.model)
     bound = find_bound(task, axes)
@@ -95,9 +97,9 @@ def join_axes(task: Task, best: Solution, again: Again) -> Solution:
 
 def ignore_plan(task: Task, best: Solution, again: Again) -> Solution:
     """Search without the plan for the simpler ops and the mesh that its layers may hide; then with it on these."""
-    if not task.free or not any(program.kept for program in task.programs):
+    if not any(own.narrows for program in task.programs for own in program.planned.values()):
         return best
-    rest = again(replace(task, programs=[replace(program, kept={}) for program in task.programs]))
+    rest = again(replace(task, programs=[relax(program, attrgetter("narrows")) for program in task.programs]))
     if (rest.simpler, rest.mesh) == (best.simpler, best.mesh):
         return best
     mesh = task.programs[0].mesh
@@ -121,7 +123,7 @@ def fit_memory(task: Task, best: Solution, again: Again) -> Solution:
     limit, objective = task.limit, task.objective
     bound, low, high, times = best.bound, 1.0, math.inf, STEPS
     fitting: Solution | None = None
-    for _ in counted(range(MOST_TRIALS if task.free else 0), "making it fit", "searches"):
+    for _ in counted(range(MOST_TRIALS if task.is_searched else 0), "making it fit", "searches"):
         trial = again(replace(task, objective=objective._replace(held=objective.held * times)))
         memory, more = measure_memory(trial), times - 1
         room = limit - memory.total + memory.floats  # for weights
@@ -137,7 +139,7 @@ def fit_memory(task: Task, best: Solution, again: Again) -> Solution:
         times = times * STEPS if math.isinf(high) else math.sqrt(low * high)
     if fitting is None:
         return replace(best, too_large=least)
-    if task.free:  # at its own price, the best of everything else next to these layers
+    if task.is_searched:  # at its own price, the best of everything else next to these layers
         settled = again(replace(task, programs=[_keeping(program, fitting) for program in task.programs]))
         fitting = settled if measure_memory(settled).total <= limit else fitting
     return replace(fitting, is_tight=True, bound=bound)
@@ -145,14 +147,15 @@ def fit_memory(task: Task, best: Solution, again: Again) -> Solution:
 
 def _keeping(program: PlannedProgram, found: Solution) -> PlannedProgram:
     """Return the program with its layers cut as in a solution; where in its dim each is cut stays open."""
-    axis, kept = program.mesh.model_axis, dict(program.kept)
+    axis, constraints = program.mesh.model_axis, dict(program.constraints)
     for node, fqn in program.leaves():
         if (layer := found.layers.get(fqn)) is not None:
             dims = list(Sharding.replicated(edit.ndim(node)).dims)
             if layer.dim is not None:
                 dims[layer.dim] = DimSharding.by(axis)
-            kept.setdefault(node.name, Seed(Sharding(tuple(dims)), "the search", loose=True))
-    return replace(program, kept=kept)
+            allowed = AnyStyle(Dims((Sharding(tuple(dims)),)))
+            constraints.setdefault(node.name, Constraint(allowed, "the search", fqn))
+    return replace(program, constraints=constraints)
 
 
 def take_forms(task: Task, best: Solution, again: Again) -> Solution:
@@ -185,8 +188,8 @@ def take_forms(task: Task, best: Solution, again: Again) -> Solution:
 
 def _declined(task: Task, styles: Styles, reason: str) -> Iterator[str]:
     """Report that a form cannot be had, unless the plan places a weight in it otherwise."""
-    leaves = [fqn for program in task.programs for node, fqn in program.leaves() if node.name in program.kept]
-    if not any(f"{fqn}.".startswith(f"{name}.") for fqn in leaves for name in styles):
+    narrowed = [own for program in task.programs for own in program.planned.values() if own.narrows]
+    if not any(f"{own.leaf}.".startswith(f"{name}.") for own in narrowed for name in styles):
         tried = ", ".join(dict.fromkeys(styles.values())) or "another form"
         yield f"{tried} was tried, and cannot be had: {reason}"
 
@@ -199,14 +202,15 @@ def find_conflict(task: Task, best: Solution, again: Again) -> Solution:
     """
     if not math.isinf(best.seconds):
         return best
-    seeds = (seed for program in task.programs for own in (program.seeds, program.kept) for seed in own.values())
-    entries = dict.fromkeys(seed.asked_by for seed in seeds)
-    kept = list(entries)
+
+    def fails_with(entries: Sequence[str]) -> bool:
+        fewer = [relax(program, lambda own: own.asked_by not in entries) for program in task.programs]
+        return math.isinf(again(replace(task, programs=fewer, known=Known(), limit=None, forms=None)).seconds)
+
+    kept = list(dict.fromkeys(own.asked_by for program in task.programs for own in program.planned.values()))
     for entry in counted(kept[:MOST_ENTRIES], "looking for what conflicts", "entries"):
         rest = [each for each in kept if each != entry]
-        fewer = [program.without(entries.keys() - rest) for program in task.programs]
-        if math.isinf(again(replace(task, programs=fewer, known=Known(), limit=None, forms=None)).seconds):
-            kept = rest
+        kept = rest if fails_with(rest) else kept
     return replace(best, conflict=tuple(kept))
 
 

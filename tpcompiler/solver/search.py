@@ -14,6 +14,7 @@ from torch import fx
 
 from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir import edit
+from tpcompiler.ir.constraints import AsUsed
 from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.solver.changes import UNIT
@@ -39,13 +40,17 @@ def find_bound(task: Task, axes: Sequence[str]) -> float:
     least, mesh = 0.0, task.programs[0].mesh
     for axis in axes:
         relaxed = task.objective._replace(spread=mesh.size([other for other in axes if other != axis]))
-        is_model = axis in task.model_axes
         for most in FEWER:
-            stage = Stage(mesh, (axis,), {}, is_model, task.gathers and is_model, task.known, most)
             with suppress(UnsupportedError):
-                least = max(least, (_solved(pose(task.programs, stage, relaxed, {})) or (0.0,))[0])
+                problem = pose(task.programs, _stage_of(task, (axis,), {}, most), relaxed, {})
+                least = max(least, (_solved(problem) or (0.0,))[0])
                 break
     return least
+
+
+def _stage_of(task: Task, axes: tuple[str, ...], before: Mapping[fx.Node, Choice], most: int) -> Stage:
+    rest = task.programs[0].rest if axes[-1] in task.model_axes else AsUsed()
+    return Stage(task.programs[0].mesh, axes, before, rest, task.known, most)
 
 
 def search(task: Task) -> Solution:
@@ -63,18 +68,7 @@ def search(task: Task) -> Solution:
     for at, turn in enumerate(turns):
         before = tuple(axis for each in turns[:at] for axis in each)
         for most in FEWER:
-            parts = [
-                Stage(
-                    mesh,
-                    (*before, axis),
-                    found.choices,
-                    task.free and axis in model,
-                    task.gathers and axis in model,
-                    task.known,
-                    most,
-                )
-                for axis in turn
-            ]
+            parts = [_stage_of(task, (*before, axis), found.choices, most) for axis in turn]
             stage = parts[0] if len(parts) == 1 else Stage.together(parts)
             problem = pose(programs, stage, objective, groups)
             for variable, allowed in held(problem) if held else ():
@@ -83,9 +77,9 @@ def search(task: Task) -> Solution:
                 values = _solved(problem)
                 break
             except UnsupportedError:
-                if not stage.free or stage.parts or held or most == FEWER[-1]:
+                if not stage.is_searched or stage.parts or held or most == FEWER[-1]:
                     raise
-        if values is None and not stage.free and held is None:
+        if values is None and not stage.is_searched and held is None:
             problem = pose(programs, stage, objective, groups, REFUSED)
             values = _solved(problem)
         if values is None:
@@ -170,13 +164,13 @@ def _openings(problem: Problem, choices: Mapping[fx.Node, Choice], found: Sequen
     which something is paid on the way from the weights that the plan names.
     """
     for domains in problem.alone:
-        axis, is_free = domains[0].stage.axis, domains[0].stage.free
+        axis, is_searched = domains[0].stage.axis, domains[0].stage.is_searched
         for at, (alone, domain) in enumerate(zip(domains, problem.domains, strict=True)):
             openings = list(find_openings(alone))
             paid = _paid(problem, domain, axis, choices, found) if openings else set()
             for node, index in openings:
                 operand = domain.operands[node][index]
-                if not is_free:
+                if not is_searched:
                     is_open = _comes_of(domain, operand, paid)
                 else:
                     is_cut = operand in problem.values and axis in _chosen(problem.values[operand], found).cut_axes
@@ -216,7 +210,7 @@ def _comes_of(domain: Domain, value: fx.Node, paid: Set[fx.Node]) -> bool:
         seen.add(value)
         source: Any = value.args[0] if value.target is operator.getitem else value
         operands = domain.operands[source]
-        if any(o.name in domain.leaves and domain.leaves[o.name].seed is not None for o in operands):
+        if any(o.name in domain.leaves and domain.leaves[o.name].is_fixed for o in operands):
             if not paid.isdisjoint(operands):
                 return True
         else:

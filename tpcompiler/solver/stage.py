@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
+from tpcompiler.ir.constraints import AnyStyle, AsUsed
+from tpcompiler.ir.dim_sharding import WHOLE
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.program import Seed
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.rules.infer import Option, Refusal, follow, options, pass_through, restricted, shardings
 from tpcompiler.rules.notation import Rule
@@ -44,37 +44,50 @@ class Choice(NamedTuple):
 class Stage:
     """The search over one axis.
 
-    `axes`: this one after those that are decided. `before`: the choices over these. `free`: without a plan. `gathers`:
-    weights may be gathered, and the batch may be cut. `read`: what the graphs say, over all axes. `most`: choices of an
-    op, and shardings of a value with several users, without a plan. `parts`: of a stage over several axes at once, a
-    stage over each by itself; its own `axis` is the last of them, over which layers are cut.
+    Attributes:
+        axes: this one after those that are decided.
+        before: the choices over these.
+        rest: what leaves without a constraint may be.
+        read: results that hold for all axes, such as the rules of the graphs.
+        most: the most choices of an op, and shardings of a value with several users, without a plan.
+        parts: of a stage over several axes at once, a stage over each by itself; its own `axis` is the last of them,
+            over which layers are cut.
+        known: results over this axis; equal calls have one rule.
     """
 
     mesh: Mesh
     axes: tuple[str, ...]
     before: Mapping[fx.Node, Choice]
-    free: bool
-    gathers: bool = False
+    rest: AnyStyle | AsUsed
     read: Known = field(default_factory=Known)
     most: int = MOST_CHOICES
     parts: tuple[Stage, ...] = ()
-    known: Known = field(default_factory=Known)  # calls alike have one rule
+    known: Known = field(default_factory=Known)
 
     @classmethod
     def together(cls, parts: Sequence[Stage]) -> Stage:
         """Over the axes of these at once."""
         last = parts[-1]
         axes, most = tuple(part.axis for part in parts), math.prod(part.most for part in parts)
-        return cls(last.mesh, axes, {}, last.free, last.gathers, last.read, most, tuple(parts))
+        return cls(last.mesh, axes, {}, last.rest, last.read, most, tuple(parts))
 
     @property
     def axis(self) -> str:
         return self.axes[-1]
 
     @property
+    def is_searched(self) -> bool:
+        """True if the styles of layers are a choice over this axis."""
+        return isinstance(self.rest, AnyStyle)
+
+    @property
+    def gathers(self) -> bool:
+        return isinstance(self.rest, AnyStyle) and self.rest.gathers
+
+    @property
     def what(self) -> tuple[Any, ...]:
         """Equal for stages over one axis, none before it, that leave the same choices."""
-        return self.mesh, self.axis, self.free, self.gathers, self.most
+        return self.mesh, self.axis, self.rest, self.most
 
     @property
     def own(self) -> tuple[str, ...]:
@@ -160,80 +173,3 @@ class Stage:
 
 def _first(pair: tuple[str, Any]) -> str:
     return pair[0]
-
-
-@dataclass
-class Leaf:
-    """A tensor of the model, whatever names and programs share it, and what it may be so far.
-
-    `kept`: what a plan that leaves the rest to the search says of it. `before`: what it is over the axes before.
-    `shardings`: none of one that the plan does not name and nothing writes, which is what its uses want.
-    """
-
-    group: str
-    seed: Seed | None
-    kept: Seed | None
-    is_written: bool
-    before: Sharding
-    value: torch.Tensor
-    shardings: dict[Sharding, None] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls,
-        group: str,
-        seed: Seed | None,
-        kept: Seed | None,
-        is_written: bool,
-        before: Sharding,
-        value: torch.Tensor,
-        stage: Stage,
-    ) -> Leaf:
-        made = cls(group, seed, kept, is_written, before, value)
-        if seed is not None:
-            for asked in (seed.sharding, *seed.others):
-                asked = asked.only(stage.axis).beside(before, {stage.axis}) if seed.loose or seed.others else asked
-                made.shardings.setdefault(stage.within(asked, value))
-        elif is_written:
-            made.shardings[before] = None
-        return made
-
-    def want(self, sharding: Sharding, stage: Stage) -> None:
-        """Let it be what a use wants, where a style leaves that open: the same dims cut by the same axes."""
-        earlier = sharding.within(stage.axes[:-1], self.value.shape, stage.mesh)
-        if sharding.partial or earlier != self.before:
-            return
-        if self.seed is None:
-            if self.is_written:
-                self.shardings.setdefault(sharding)
-        elif self.seed.loose:
-            asked = (self.seed.sharding, *self.seed.others)
-            if any(_cut_dims(sharding, stage.axis) == _cut_dims(each, stage.axis) for each in asked):
-                self.shardings.setdefault(sharding)
-
-    def may_be(self, sharding: Sharding, stage: Stage) -> bool:
-        """True if a sharding agrees with a kept one: for a style, the same dim or none, on a half of an axis."""
-        if self.kept is None or not stage.free:
-            return True
-        asked, cut = self.kept.sharding, _cut_dims(sharding, stage.axis)
-        if asked.axes and not self.kept.loose:
-            return sharding.only(stage.axis) == asked.only(stage.axis)
-        halves = asked.axes - {stage.axis}
-        is_other = bool(halves - set(stage.axes) or halves & self.before.axes)
-        return cut == _cut_dims(asked, stage.axis) or (not cut and is_other)
-
-    def let_be_gathered(self, stage: Stage) -> None:
-        """Let it be whole, or cut evenly along any dim, whatever its uses want."""
-        self.let_be_whole()
-        for dim, size in enumerate(self.value.shape):
-            dims = list(self.before.dims)
-            dims[dim] = dims[dim].inside(DimSharding.by(stage.axis))
-            if self.value.is_floating_point() and dims[dim].is_even(size, stage.mesh):
-                self.shardings.setdefault(Sharding(tuple(dims)))
-
-    def let_be_whole(self) -> None:
-        self.shardings.setdefault(self.before)
-
-
-def _cut_dims(sharding: Sharding, axis: str) -> list[int]:
-    return [dim for dim, cut in enumerate(sharding.dims) if axis in cut.axes]

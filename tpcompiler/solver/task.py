@@ -27,7 +27,6 @@ class Aim:
     Attributes:
         machine: where a call is to be fast.
         limit: the most bytes that a rank may hold.
-        gathers: without a plan, weights may be gathered and the batch may be cut.
         optimize: the fastest call, or the fewest bytes of weights on a rank and then the fastest call.
         calls: how often each of several programs is called; all equally often if empty.
         forms: without a plan, other forms of the programs are tried where they may pay (`passes/_forms.py`).
@@ -35,7 +34,6 @@ class Aim:
 
     machine: Machine = field(default_factory=read_machine)
     limit: int | None = None
-    gathers: bool = False
     optimize: Goal = "latency"
     calls: tuple[float, ...] = ()
     forms: bool = True
@@ -74,8 +72,6 @@ class Task:
 
     Attributes:
         programs: they share their leaves.
-        free: there is no plan for the axis of the model.
-        gathers: then weights may be gathered and the batch may be cut.
         known: results of earlier searches with the same objective.
         limit: the most bytes that a rank may hold.
         forms: other forms to try.
@@ -86,8 +82,6 @@ class Task:
 
     programs: Sequence[PlannedProgram]
     objective: Objective
-    free: bool = False
-    gathers: bool = False
     known: Known = field(default_factory=Known)
     limit: int | None = None
     forms: Forms | None = None
@@ -95,6 +89,11 @@ class Task:
     held: Held | None = None
     turns: Turns = ()
     tally: Tally = field(default_factory=Tally)
+
+    @property
+    def is_searched(self) -> bool:
+        """True if the search decides the styles of layers over the model's axes."""
+        return self.programs[0].is_searched
 
     @property
     def model_axes(self) -> tuple[str, ...]:

@@ -9,10 +9,12 @@ from dataclasses import replace
 from functools import partial
 
 from tpcompiler.errors import UnsupportedError
+from tpcompiler.ir.constraints import Exactly
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.rules.infer import Option
 from tpcompiler.solver.domain import Domain
-from tpcompiler.solver.stage import Leaf, Stage
+from tpcompiler.solver.leaf import Leaf
+from tpcompiler.solver.stage import Stage
 from tpcompiler.solver.ways import Ways
 
 MOST_TOGETHER = 64  # choices of an op: what is found for two axes takes as long as 4 times that many over one
@@ -63,9 +65,9 @@ def _nested_options(stage: Stage, each: Sequence[Sequence[Option]]) -> Iterator[
 
 
 def _combine_leaf(stage: Stage, each: Sequence[Leaf]) -> Leaf:
-    leaf, seed = each[0], each[0].seed
-    if seed is not None and not seed.loose:
-        made = [stage.within(asked, leaf.value) for asked in (seed.sharding, *seed.others)]
+    leaf = each[0]
+    if isinstance(leaf.allowed, Exactly):
+        made = [stage.within(asked, leaf.value) for asked in leaf.allowed.shardings]
     elif any(own.shardings for own in each):
         made = [*_nested_shardings(stage, leaf, [list(own.shardings) or [leaf.before] for own in each])]
     else:

@@ -7,13 +7,14 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from tpcompiler.cost.objective import Objective
 from tpcompiler.cost.timeline import duration
 from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.names import fold_layers, layer_of
-from tpcompiler.ir.program import PlannedProgram
+from tpcompiler.ir.program import PlannedProgram, relax
 from tpcompiler.solver.drive import RETRIES, solve
 from tpcompiler.solver.memory import measure_memory
 from tpcompiler.solver.problem import Problem
@@ -64,8 +65,8 @@ def find_uncut(found: Solution, objective: Objective) -> list[Uncut]:
     largest = sorted(groups, key=lambda group: -held[group])[:MOST_GROUPS]
     if not largest:
         return []
-    programs = [replace(program, kept={}) for program in found.programs]
-    is_asked = any(program.kept for program in found.programs)
+    programs = [relax(program, attrgetter("narrows")) for program in found.programs]
+    is_asked = any(own.narrows for program in found.programs for own in program.planned.values())
     read = Known()
     freed = _search(found, programs, objective, (), read) if is_asked else None
     least = found if freed is None or found.seconds <= freed.seconds else freed
@@ -89,7 +90,7 @@ def _search(
 ) -> Solution | None:
     """The cheapest placements with these weights cut; None where their tables are too large."""
     try:
-        task = Task(programs, objective, free=True, known=read, model=found.model, held=_holding(found, cut))
+        task = Task(programs, objective, known=read, model=found.model, held=_holding(found, cut))
         return solve(task, RETRIES[:1])
     except UnsupportedError:
         return None

@@ -59,7 +59,7 @@ class Ways:
 
     @classmethod
     def whole(cls, stage: Stage, rule: Rule, base: Option, limits: Limits) -> Ways:
-        most = stage.most if stage.free else MOST_PLANNED
+        most = stage.most if stage.is_searched else MOST_PLANNED
         both = stage.both(rule, base)
         found = {} if isinstance(both, Refusal) else {stage.name(base): Way(base, *both)}
         return cls(rule, base, limits, most, found)
@@ -213,7 +213,7 @@ def make_wanted(stage: Stage, ways: Ways, at: int, one_of_several: bool, wanted:
         ways = ways.adding(stage, [option] if isinstance(option, Option) else others)
     if one_of_several or any(isinstance(dim, Joined) for dim in term):
         ways = ways.adding(stage, _parts_together(stage, ways))
-    return ways.adding(stage, _pieces_together(stage, ways)) if stage.free else ways
+    return ways.adding(stage, _pieces_together(stage, ways)) if stage.is_searched else ways
 
 
 def _pieces_together(stage: Stage, ways: Ways) -> Iterator[Option]:

@@ -1,4 +1,4 @@
-"""Find the seeds that a plan entry requests: the shardings of a layer's weights, or of a parameter."""
+"""Find the constraints of a plan entry: the shardings of a layer's weights, or of a parameter."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from tpcompiler.errors import PlanError
 from tpcompiler.ir import edit
+from tpcompiler.ir.constraints import Constraint, Dims, Exactly
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import layer_of
-from tpcompiler.ir.program import UNCUT, Seed
+from tpcompiler.ir.program import UNCUT
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import fitted
 from tpcompiler.ir.static import computed_from_leaves
@@ -22,7 +23,7 @@ from tpcompiler.rules.features import feature_dims, is_addend
 from tpcompiler.rules.registry import rule_of
 
 
-def find_seeds(
+def find_constraints(
     name: str,
     entry: PlanEntry,
     leaves: Mapping[str, fx.Node],
@@ -31,14 +32,14 @@ def find_seeds(
     aliases: Mapping[str, list[fx.Node]],
     constant: Set[fx.Node],
     mesh: Mesh,
-) -> dict[str, Seed]:
-    """Return an entry's seeds on a weight (one leaf or several) or on a layer's leaves, by placeholder name."""
+) -> dict[str, Constraint]:
+    """Return an entry's constraints on a weight (one leaf or several) or on a layer's leaves, by placeholder name."""
     style = entry.style
     inside = dict(weight or owned)
     if not weight:
         if style.cut is not None and not any(node.users and edit.ndim(node) > 1 for node in inside.values()):
             inside |= _borrowed(name, leaves, constant, anywhere=not inside)
-    seeds: dict[str, Seed] = {}
+    found: dict[str, Constraint] = {}
     largest = max(weight, key=lambda fqn: edit.fake(weight[fqn]).numel(), default="")
     for fqn, node in inside.items():
         ndim = edit.ndim(node)
@@ -49,9 +50,9 @@ def find_seeds(
                 spec = _of_part(spec, edit.fake(node))
             sharding = Sharding.of(spec, mesh, ndim, f"'{fqn}'", entry.where)
             sharding = fitted(sharding, edit.shape(node), mesh, f"'{fqn}'", entry.where)
-            seeds[node.name] = Seed(sharding, entry.where)
+            found[node.name] = Constraint(Exactly((sharding,)), entry.where, fqn)
         elif style.whole:
-            seeds[node.name] = Seed(Sharding.replicated(ndim), entry.where)
+            found[node.name] = Constraint(Exactly((Sharding.replicated(ndim),)), entry.where, fqn)
         elif style.cut is not None:
             layer = layer_of(fqn) if weight else name
             features = feature_dims(aliases[node.name], style.cut, constant, layer)
@@ -75,12 +76,12 @@ def find_seeds(
                 dims = list(Sharding.replicated(ndim).dims)
                 cut = _cut(fqn, dim, edit.shape(node)[dim], entry, mesh)
                 dims[dim] = cut if mesh.size(cut.axes) > 1 else WHOLE
-                unsaid = style.packed and not style.sizes
-                seeds[node.name] = Seed(Sharding(tuple(dims)), entry.where, loose=True, packed=unsaid)
-    if style.cut is not None and not seeds:
+                allowed = Dims((Sharding(tuple(dims)),), needs_parts=style.packed and not style.sizes)
+                found[node.name] = Constraint(allowed, entry.where, fqn)
+    if style.cut is not None and not found:
         why, help = _misfit(name, style, {fqn: aliases[node.name] for fqn, node in inside.items()}, leaves)
         raise PlanError(f"style '{style.name}' does not fit '{name}': {why}", help=help, asked_by=entry.where)
-    return seeds
+    return found
 
 
 def _cut(fqn: str, dim: int, size: int, entry: PlanEntry, mesh: Mesh) -> DimSharding:
