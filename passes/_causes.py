@@ -18,7 +18,6 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.rules.infer import Option, Refusal, follow, merge, pass_through, shardings
 from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
-from tpcompiler.solver.domain import results
 
 MOST = 64  # ops to examine
 ALSO_ASKED = "which is also asked for"  # a dim that the op needs whole and the boundary does too
@@ -59,7 +58,7 @@ class Spared(NamedTuple):
 def find_demand(
     node: fx.Node,
     have: Sequence[Sharding],
-    seen: Callable[[fx.Node], Sharding | None],
+    seen: Callable[[fx.Node], Sharding],
     pinned: Mapping[fx.Node, Constraint],
     mesh: Mesh,
     *,
@@ -86,19 +85,16 @@ def find_demand(
         if isinstance(produced, Refusal) or count > MOST:
             why = f" ({produced.text})" if isinstance(produced, Refusal) else ""
             return None if op is node or spared is not None else Demand(f"'{op.name}'{why}", False)
-        for value, at in results(op):
-            is_cut_again = spared is not None and not set(produced[at].axes).isdisjoint(
-                (seen(value) or produced[at]).axes
-            )
+        for value, at in edit.results(op):
+            is_cut_again = spared is not None and not produced[at].axes.isdisjoint(seen(value).axes)
             for user in () if is_cut_again else value.users:
                 if user.target is pin:
                     if spared is None or spared.meets(user, _changed(value, produced[at], user.meta[PIN], mesh)):
                         demands[user.meta[PIN].asked_by] = None
                 elif user.op == "call_function" and user.target is not operator.getitem and edit.outputs(user):
                     others = [produced[at] if operand is value else seen(operand) for operand in edit.operands(user)]
-                    complete = [other for other in others if other is not None]
-                    if len(complete) == len(others) and (user, complete) not in queue:
-                        queue.append((user, complete))
+                    if (user, others) not in queue:
+                        queue.append((user, others))
     first = next(iter(demands), "")
     return Demand(f"{first} and {len(demands) - 1} more" if len(demands) > 1 else first, True) if demands else None
 

@@ -32,7 +32,7 @@ from tpcompiler.plan import Plan
 from tpcompiler.plan.styles import STYLES
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.solver.drive import PLACING, solve
-from tpcompiler.solver.memory import measure_memory, sharding_of
+from tpcompiler.solver.memory import measure_memory
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.step_time import collectives_of, measure_step_time, seconds_of_ops, sends_of
 from tpcompiler.solver.task import Styles, Task
@@ -69,7 +69,7 @@ class _Placed:
     def sharding(self, value: fx.Node) -> Sharding | None:
         """Return the sharding that users see of a value, which is given by its node in the planned program."""
         own = self.nodes.get(value.name)
-        return None if own is None else self.found.settled.get(own) or sharding_of(self.program, self.found, own)
+        return None if own is None else self.found.seen(own)
 
     def is_changed_for(self, node: fx.Node, operands: set[str]) -> bool:
         """Return True if an op runs as simpler ones, or needs some of these operands resharded."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import fx
 
@@ -25,7 +24,6 @@ from tpcompiler.rules.index_range import Ranges, is_needed, position_checks, wit
 from tpcompiler.rules.infer import Option
 from tpcompiler.rules.notation import Rule
 from tpcompiler.runtime.records import Why
-from tpcompiler.solver.domain import tensor_index
 from tpcompiler.solver.problem import FREE
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.stage import Choice
@@ -43,13 +41,9 @@ class Walk:
     met: set[fx.Node] = field(default_factory=set)  # pins whose demand an earlier gather meets
     notes: list[Note] = field(default_factory=list)
 
-    def seen(self, value: fx.Node) -> Sharding | None:
+    def seen(self, value: fx.Node) -> Sharding:
         """Return the sharding that users see of a value; for a value not marked yet, the sharding it is made with."""
-        source: Any = value.args[0] if value.target is operator.getitem else value
-        choice = None if value in self.settled else self.found.choices.get(source)
-        if choice is None:
-            return self.settled.get(value)
-        return choice.made[0 if source is value else tensor_index(source, value.args[1])]
+        return self.settled.get(value) or self.found.sharding(value)
 
 
 def refuse_without_parts(program: PlannedProgram, found: Solution) -> None:
@@ -76,9 +70,7 @@ def mark_node(node: fx.Node, walk: Walk) -> NodePlacement:
     elif node.op != "call_function":
         mark = NodePlacement((), (), "a body")
     elif node.target is operator.getitem and edit.is_tensor(node):
-        source: Any = node.args[0]
-        made = walk.found.choices[source].made[tensor_index(source, node.args[1])]
-        mark = NodePlacement((made,), (), f"a part of {source}")
+        mark = NodePlacement((walk.found.sharding(node),), (), f"a part of {node.args[0]}")
     elif not edit.outputs(node):
         operands = edit.operands(node)
         seen = tuple(walk.settled[o] for o in operands)
@@ -96,17 +88,15 @@ def mark_node(node: fx.Node, walk: Walk) -> NodePlacement:
 
 
 def _mark_input(node: fx.Node, walk: Walk) -> NodePlacement:
-    program = walk.program
-    if node in walk.found.leaves:
-        sharding, reason = walk.found.leaves[node], "as its uses want it"
-        if constraint := program.fixed(node):
-            walk.pinned[node] = constraint
-            reason = f"plan: {constraint.asked_by}"
-    elif node.name in program.constraints:
-        sharding, reason = program.input_sharding(node), "an input"
-    else:
+    if node not in walk.found.leaves:
         return NodePlacement((), (), "no tensor")
-    return NodePlacement((sharding,), (), reason)
+    constraint, reason = walk.program.constraints.get(node.name), "as its uses want it"
+    if constraint is not None and not constraint.leaf:
+        reason = "an input"
+    elif constraint is not None and constraint.is_fixed:
+        walk.pinned[node] = constraint
+        reason = f"plan: {constraint.asked_by}"
+    return NodePlacement((walk.found.leaves[node],), (), reason)
 
 
 def _settle(node: fx.Node, made: Sharding, walk: Walk) -> Sharding:

@@ -39,7 +39,7 @@ def place(program: PlannedProgram, found: Solution, *, check_indices: bool = Tru
         ShardingError: a planned leaf cannot be used as it was cut.
         PlanError: a packed style, without sizes, of a leaf whose uses show no parts.
     """
-    inputs = {node.name: program.input_sharding(node) for node in program.user_inputs()}
+    inputs = {node.name: found.leaves[node] for node in program.user_inputs()}
     walk = Walk(program, found, door_ranges(program, inputs) if check_indices else None)
     refuse_without_parts(program, found)
     marks = {node: mark_node(node, walk) for node in program.graph.nodes if node.op != "output"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -50,6 +51,24 @@ def outputs(node: fx.Node) -> tuple[torch.Tensor, ...]:
     if isinstance(value, (tuple, list)):
         return tuple(v for v in value if isinstance(v, torch.Tensor))
     return ()
+
+
+def producer(value: fx.Node) -> tuple[fx.Node, int]:
+    """Return the node that makes a value, and the value's place among the tensors that this node makes."""
+    if value.target is not operator.getitem:
+        return value, 0
+    source: Any = value.args[0]
+    return source, sum(isinstance(each, torch.Tensor) for each in fake(source)[: value.args[1]])
+
+
+def results(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
+    """Yield the values that a node makes, each with its place among the tensors."""
+    if is_tensor(node):
+        yield node, 0
+        return
+    for user in node.users:
+        if user.target is operator.getitem and is_tensor(user):
+            yield user, producer(user)[1]
 
 
 def operands(node: fx.Node) -> list[fx.Node]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
-import torch
 from torch import fx
 
 from tpcompiler.cost.kernels import Kernel, factors_of_product, is_attention
@@ -17,7 +15,7 @@ from tpcompiler.ir.constraints import Dims, Exactly, Over
 from tpcompiler.ir.program import PIN, PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.static import computed_from_leaves
-from tpcompiler.rules.infer import is_one
+from tpcompiler.rules.infer import Option, is_one
 from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.solver.leaf import Leaf
@@ -28,58 +26,111 @@ from tpcompiler.terminal.progress import counted
 
 @dataclass(eq=False)
 class Domain:
-    """The ways of every op of a program, and what its leaves may be."""
+    """The ways of every op of a program, and the shardings that its leaves may have.
+
+    Attributes:
+        leaves: by placeholder name.
+        weight: of a call of the program among those of others.
+        comes_of: value -> the groups of the leaves with a style that its shards come from.
+    """
 
     program: PlannedProgram
     stage: Stage
-    leaves: Mapping[str, Leaf]  # by placeholder name
-    operands: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
-    rules: dict[fx.Node, Rule | None] = field(default_factory=dict)
+    leaves: Mapping[str, Leaf]
+    operands: dict[fx.Node, list[fx.Node]]
+    rules: dict[fx.Node, Rule | None]
     ways: dict[fx.Node, Ways] = field(default_factory=dict)
     kernels: Mapping[fx.Node, Kernel] = field(default_factory=dict)
-    weight: float = 1.0  # of a call of the program among those of others
-    tokens: dict[fx.Node, dict[str, bool]] = field(default_factory=dict)  # factors of samples or tokens
-    touched: set[fx.Node] = field(default_factory=set)  # what something that is cut leads to
-    loose: set[fx.Node] = field(default_factory=set)  # computed from leaves that the plan does not name
-    comes_of: dict[fx.Node, frozenset[str]] = field(default_factory=dict)  # groups of the styles' leaves behind its cut
-
-
-def tensor_index(node: fx.Node, index: Any) -> int:
-    """Return the index of a result among the tensors that a node makes."""
-    return sum(isinstance(value, torch.Tensor) for value in edit.fake(node)[:index])
+    weight: float = 1.0
+    comes_of: dict[fx.Node, frozenset[str]] = field(default_factory=dict)
 
 
 def find_domain(program: PlannedProgram, stage: Stage, leaves: Mapping[str, Leaf]) -> Domain:
-    """The options of every op with a rule, in order, over the axis of a stage.
+    """Find the options of every op with a rule, over the axis of a stage.
 
-    The op whole; what its operands may be; and what its users want. With a plan, cuts and pending reductions come of
-    what it cuts, of the inputs and of the pins; where an op cannot take a cut, also of the ways in which it can take
-    one of that dim. Without one, every factor of every rule is cut, except samples and tokens of the inputs.
+    They are the op whole, those that take its operands as they may be, and those that make what its users want.
     """
-    domain = Domain(program, stage, leaves)
-    domain.operands, domain.rules = stage.read.once(program.graph, partial(_read_calls, program.graph))
-    calls = list(domain.operands)
-    ruled = [node for node, rule in domain.rules.items() if rule is not None]
+    domain = Domain(program, stage, leaves, *stage.read.once(program.graph, partial(_read_calls, program.graph)))
     if stage.is_searched:
-        _find_tokens(domain)
+        _find_all_ways(domain)
     else:
-        _find_touched(domain)
-    for node in ruled:
-        domain.ways[node] = _first_ways(domain, node)
-    for node in () if stage.is_searched else ruled:
-        _take_operands(domain, node)
-    for node in counted(calls[::-1], "finding choices", "ops"):
-        _make_wanted(domain, node)
-        if stage.is_searched and node in domain.ways:
-            _take_operands(domain, node)
-    _write_back(domain)
-    for node in calls:
-        if node in domain.ways:
-            _take_operands(domain, node)
-        _make_wanted(domain, node)
-    if not stage.is_searched:
-        _let_leaves_be_whole(domain)
+        _find_planned_ways(domain)
     return domain
+
+
+def _find_all_ways(domain: Domain) -> None:
+    """Find ways without a plan: every factor of every rule is cut, except samples and tokens of the inputs.
+
+    What lies within each token may be cut, such as heads that are merged with samples. Where the neighbours of an op
+    are cut along tokens it may follow, unless it multiplies with weights: these would be whole.
+    """
+    stage, tokens = domain.stage, _find_tokens(domain)
+    for node, rule in domain.rules.items():
+        if rule is not None:
+            is_product = is_attention(node) or factors_of_product(node, rule) is not None
+            own = _limits_without_plan(rule, {} if stage.gathers else tokens[node])
+            limits = own if is_product else _limits_without_plan(rule, {})
+            base = stage.base(node)
+            known = "first", id(rule), stage.name(base), limits, own
+            domain.ways[node] = stage.once(known, partial(_every_way, stage, rule, base, limits, own))
+    for node in counted([*domain.operands][::-1], "finding choices", "ops"):
+        _make_wanted(domain, node)
+        _take_operands(domain, node)
+    _settle_ways(domain)
+
+
+def _limits_without_plan(rule: Rule, tokens: Mapping[str, bool]) -> Limits:
+    left_out = frozenset(factor for factor in rule.factors if factor.startswith("_"))
+    barred = {f for f, alone in tokens.items() if alone} | {f for f in rule.factors if is_one(rule.extent[f])}
+    return Limits(frozenset(barred), frozenset(tokens), left_out)
+
+
+def _every_way(stage: Stage, rule: Rule, base: Option, limits: Limits, own: Limits) -> Ways:
+    options = (stage.extended(base, each) for each in stage.own_options(rule))
+    return Ways.whole(stage, rule, base, limits).adding(stage, options, own)
+
+
+def _find_planned_ways(domain: Domain) -> None:
+    """Find ways with a plan: shards and pending reductions come from the leaves, inputs and pins that it cuts.
+
+    Where an op cannot take a shard, its ways to cut that dim count too.
+    """
+    stage, touched = domain.stage, _find_touched(domain)
+    loose = set(computed_from_leaves(domain.program.graph, {leaf for leaf, _ in domain.program.leaves()})) - touched
+    for node, rule in domain.rules.items():
+        if rule is not None:
+            base, limits = stage.base(node), _limits_with_plan(rule, node, domain.operands[node], touched, loose)
+            known = "first", id(rule), stage.name(base), limits
+            domain.ways[node] = stage.once(known, partial(Ways.whole, stage, rule, base, limits))
+    for node in domain.ways:
+        _take_operands(domain, node)
+    for node in counted([*domain.operands][::-1], "finding choices", "ops"):
+        _make_wanted(domain, node)
+    _settle_ways(domain)
+    _let_leaves_be_whole(domain, touched)
+
+
+def _limits_with_plan(
+    rule: Rule, node: fx.Node, operands: Sequence[fx.Node], touched: Set[fx.Node], loose: Set[fx.Node]
+) -> Limits:
+    """Return the limits of an op. `loose`: values that are computed from leaves without an entry."""
+    if node in loose or node not in touched:
+        return Limits(is_closed=node not in loose or not rule.relayout)
+    factors: dict[bool, set[str]] = {True: set(), False: set()}
+    for operand, term in zip(operands, rule.pattern.inputs, strict=True):
+        factors[operand in loose].update(factor for dim in term for factor in dim)
+    return Limits(frozenset(factors[True] - factors[False]))
+
+
+def _settle_ways(domain: Domain) -> None:
+    """Let a leaf that is written be what is written to it, and ops follow it."""
+    placeholders = {fqn: domain.leaves[node.name] for node, fqn in domain.program.leaves()}
+    for value, name in domain.program.written():
+        for sharding in shardings_of(domain, value) if name in placeholders else ():
+            placeholders[name].want(sharding.settled(), domain.stage)
+    for node in domain.operands:
+        _take_operands(domain, node)
+        _make_wanted(domain, node)
 
 
 def _read_calls(graph: fx.Graph) -> tuple[dict[fx.Node, list[fx.Node]], dict[fx.Node, Rule | None]]:
@@ -89,16 +140,9 @@ def _read_calls(graph: fx.Graph) -> tuple[dict[fx.Node, list[fx.Node]], dict[fx.
     return {node: edit.operands(node) for node in calls}, rules
 
 
-def _write_back(domain: Domain) -> None:
-    """Let a leaf that is written be what is written to it."""
-    placeholders = {fqn: domain.leaves[node.name] for node, fqn in domain.program.leaves()}
-    for value, name in domain.program.written():
-        for sharding in shardings_of(domain, value) if name in placeholders else ():
-            placeholders[name].want(sharding.settled(), domain.stage)
-
-
-def _find_tokens(domain: Domain) -> None:
-    """Find the factors that are samples or tokens of the inputs; False for the outermost in a dim of several."""
+def _find_tokens(domain: Domain) -> dict[fx.Node, dict[str, bool]]:
+    """Return the factors that are samples or tokens of the inputs; False for the outermost in a dim of several."""
+    found_in: dict[fx.Node, dict[str, bool]] = {}
     tokens: dict[fx.Node, dict[int, bool]] = {}
     for node in domain.program.user_inputs():
         value = edit.fake(node)
@@ -108,90 +152,40 @@ def _find_tokens(domain: Domain) -> None:
             tokens[node] = tokens[operands[0]]
         if (rule := domain.rules.get(node)) is None:
             continue
-        found = domain.tokens[node] = {}
+        found = found_in[node] = {}
         for operand, term in zip(operands, rule.pattern.inputs, strict=True):
             for at, alone in tokens.get(operand, {}).items():
                 dim = [factor for factor in term[at] if not is_one(rule.extent[factor])]
                 for factor in dim if alone else dim[:1]:
                     found[factor] = found.get(factor, False) or alone or len(dim) > 1
-        for made, at in results(node):
+        for made, at in edit.results(node):
             dims = tokens[made] = {}
             for position, factors in enumerate(rule.pattern.outputs[at]):
                 inside = [factor for factor in factors if not is_one(rule.extent[factor])]
                 if inside and inside[0] in found:
                     dims[position] = all(found.get(factor, False) for factor in inside)
+    return found_in
 
 
-def results(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
-    """The values that a node makes, each with its place among the tensors."""
-    if edit.is_tensor(node):
-        yield node, 0
-        return
-    for user in node.users:
-        if user.target is operator.getitem and edit.is_tensor(user):
-            yield user, tensor_index(node, user.args[1])
-
-
-def _find_touched(domain: Domain) -> None:
-    program, axis, leaves = domain.program, domain.stage.axis, dict(domain.program.leaves())
-    for leaf in leaves:
+def _find_touched(domain: Domain) -> Set[fx.Node]:
+    """Return the leaves, inputs and pins that are cut over the axis, and all values that depend on one."""
+    program, axis = domain.program, domain.stage.axis
+    touched = {node for node in program.user_inputs() if axis in program.input_sharding(node).axes}
+    for leaf, _ in program.leaves():
         known = domain.leaves[leaf.name]
-        if isinstance(known.allowed, Exactly | Dims) and any(axis in each.axes for each in known.allowed.shardings):
-            domain.touched.add(leaf)
-            if isinstance(known.allowed, Dims):
-                domain.comes_of[leaf] = frozenset([known.group])
-        elif known.is_written:
-            domain.touched.add(leaf)
-    domain.touched |= {n for n in program.user_inputs() if axis in program.input_sharding(n).axes}
+        asked = known.allowed.shardings if isinstance(known.allowed, Exactly | Dims) else ()
+        is_cut = any(axis in each.axes for each in asked)
+        if is_cut or known.is_written:
+            touched.add(leaf)
+        if is_cut and isinstance(known.allowed, Dims):
+            domain.comes_of[leaf] = frozenset([known.group])
     for node in edit.calls(program.graph):
-        made_of: list[Any] = [node.args[0]] if node.target is operator.getitem else domain.operands[node]
+        source, _ = edit.producer(node)
+        made_of = domain.operands[node] if source is node else [source]
         pinned = node.target is pin and axis in node.meta[PIN].sharding.axes
-        if pinned or not domain.touched.isdisjoint(made_of):
-            domain.touched.add(node)
-    domain.loose = set(computed_from_leaves(program.graph, leaves.keys())) - domain.touched
-
-
-def _first_ways(domain: Domain, node: fx.Node) -> Ways:
-    """The op as it runs over the axes before; without a plan, all that its rule knows besides."""
-    stage, rule = domain.stage, domain.rules[node]
-    assert rule is not None
-    base, limits, own_limits = (
-        stage.base(node),
-        _limits_of(domain, node, rule),
-        _limits_of(domain, node, rule, own=True),
-    )
-
-    def start() -> Ways:
-        ways = Ways.whole(stage, rule, base, limits)
-        own = (stage.extended(base, each) for each in stage.own_options(rule) if stage.is_searched)
-        return ways.adding(stage, own, own_limits)
-
-    known = "first", id(rule), stage.name(base), limits, own_limits
-    return stage.once(known, start)  # type: ignore[no-any-return]
-
-
-def _limits_of(domain: Domain, node: fx.Node, rule: Rule, own: bool = False) -> Limits:
-    """Return the factors that the search may shard.
-
-    Without a plan: no samples or tokens, nor what an op leaves out of its operand; what lies within each token may be
-    cut, such as heads that are merged with samples. With one: nothing but what comes of what is cut.
-
-    Args:
-        own: without a plan, by the op itself. Where its neighbours are cut along tokens it may follow, unless
-            it multiplies with weights: these would be whole.
-    """
-    if domain.stage.is_searched:
-        follows = not own and not is_attention(node) and factors_of_product(node, rule) is None
-        tokens = {} if domain.stage.gathers or follows else domain.tokens[node]
-        left_out = frozenset(factor for factor in rule.factors if factor.startswith("_"))
-        barred = {f for f, alone in tokens.items() if alone} | {f for f in rule.factors if is_one(rule.extent[f])}
-        return Limits(frozenset(barred), frozenset(tokens), left_out)
-    if node in domain.loose or node not in domain.touched:
-        return Limits(is_closed=node not in domain.loose or not rule.relayout)
-    factors: dict[bool, set[str]] = {True: set(), False: set()}
-    for operand, term in zip(domain.operands[node], rule.pattern.inputs, strict=True):
-        factors[operand in domain.loose].update(factor for dim in term for factor in dim)
-    return Limits(frozenset(factors[True] - factors[False]))
+        if pinned or not touched.isdisjoint(made_of):
+            touched.add(node)
+    return touched
 
 
 def shardings_of(domain: Domain, value: fx.Node) -> tuple[Sharding, ...]:
@@ -203,10 +197,9 @@ def shardings_of(domain: Domain, value: fx.Node) -> tuple[Sharding, ...]:
             return (*leaf.shardings, *(domain.stage.within(each, leaf.value) for each in exact))
         given = domain.program.constraints.get(value.name)
         return () if given is None else (domain.stage.within(given.sharding, edit.fake(value)),)
-    source: Any = value.args[0] if value.target is operator.getitem else value
+    source, at = edit.producer(value)
     if source.target is pin:
         return _pinned(domain, source)
-    at = 0 if source is value else tensor_index(source, value.args[1])
     return domain.ways[source].made[at] if source in domain.ways else ()
 
 
@@ -227,6 +220,8 @@ def pin_choices(domain: Domain, node: fx.Node) -> list[Choice]:
 
 def _take_operands(domain: Domain, node: fx.Node) -> None:
     """Let an op run by what its operands are; where it cannot, by the ways in which it could cut that dim."""
+    if node not in domain.ways:
+        return
     stage, had, operands = domain.stage, domain.ways[node], domain.operands[node]
     have = tuple(shardings_of(domain, operand) for operand in operands)
     domain.ways[node] = stage.once(("takes", had, have), partial(take_operands, stage, had, have))
@@ -234,11 +229,11 @@ def _take_operands(domain: Domain, node: fx.Node) -> None:
     behind = [domain.comes_of[o] for o, own in pairs if o in domain.comes_of and to_cut(stage, own)]
     if behind:
         comes_of = behind[0] if len(behind) == 1 else frozenset().union(*behind)
-        for made, _ in results(node):
+        for made, _ in edit.results(node):
             domain.comes_of[made] = comes_of
 
 
-def _let_leaves_be_whole(domain: Domain) -> None:
+def _let_leaves_be_whole(domain: Domain, touched: Set[fx.Node]) -> None:
     """Leaves of styles may be whole over the axis where an op that cuts its other operands cannot take what is made of
     them cut, such as keys and values of which there are fewer heads than ranks.
     """
@@ -251,14 +246,14 @@ def _let_leaves_be_whole(domain: Domain) -> None:
         have = tuple(reached.get(operand, ()) for operand in operands)
         if not any(have):
             continue
-        for made, at in results(node):
+        for made, at in edit.results(node):
             reached[made] = stage.once(("reached", ways, have, at), partial(made_of, stage, ways, have, at))
         if any(domain.leaves[o.name].is_fixed for o in operands if o.name in domain.leaves):
             continue
-        touched = tuple(operand in domain.touched for operand in operands)
+        are_touched = tuple(operand in touched for operand in operands)
         for index, operand in enumerate(operands):
-            known = "can", ways, index, touched, have
-            if not stage.once(known, partial(can_take, stage, ways, index, touched, have)):
+            known = "can", ways, index, are_touched, have
+            if not stage.once(known, partial(can_take, stage, ways, index, are_touched, have)):
                 for leaf in domain.leaves.values():
                     if leaf.group in domain.comes_of.get(operand, ()):
                         leaf.let_be_whole()
@@ -280,11 +275,10 @@ def _ask(domain: Domain, value: fx.Node, wanted: Sequence[Sharding]) -> None:
         for sharding in to_cut(stage, wanted):
             domain.leaves[value.name].want(sharding, stage)
         return
-    source: Any = value.args[0] if value.target is operator.getitem else value
+    source, at = edit.producer(value)
     if source not in domain.ways:
         return
     had, is_one = domain.ways[source], source is not value
-    at = tensor_index(source, value.args[1]) if is_one else 0
     known = "makes", had, at, is_one, wanted
     domain.ways[source] = stage.once(known, partial(make_wanted, stage, had, at, is_one, wanted))
 

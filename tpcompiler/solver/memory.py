@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -12,9 +12,7 @@ from tpcompiler._torch import OpOverload
 from tpcompiler.cost.objective import local_bytes
 from tpcompiler.ir import edit
 from tpcompiler.ir.program import PlannedProgram, pin, tied
-from tpcompiler.ir.sharding import Sharding
 from tpcompiler.runtime.in_place import IN_PLACE
-from tpcompiler.solver.domain import tensor_index
 from tpcompiler.solver.solution import Solution
 from tpcompiler.terminal.printed import format_bytes
 
@@ -82,7 +80,7 @@ def _find_peak(program: PlannedProgram, found: Solution, leaves: set[str]) -> tu
                 last[owner[operand]] = max(last[owner[operand]], at)
         if node.name in leaves or not edit.outputs(node):
             continue
-        gathered[node] = _gathered_bytes(program, found, node)
+        gathered[node] = _gathered_bytes(found, node)
         is_view = node.op == "call_function" and _is_view(node) and not gathered[node]
         if is_view and (source := node.all_input_nodes[0]) in owner:
             owner[node] = owner[source]
@@ -93,7 +91,7 @@ def _find_peak(program: PlannedProgram, found: Solution, leaves: set[str]) -> tu
             0
             if node in in_place
             else max(local_bytes(value, each, program.mesh) for each in ([own] if settled is None else [own, settled]))
-            for value, own in zip(values, _made(program, found, node), strict=True)
+            for value, own in zip(values, found.made(node), strict=True)
         )
     now, most = 0, (0, "")
     ends: dict[int, list[fx.Node]] = {}
@@ -116,33 +114,16 @@ def _written_in_place(program: PlannedProgram) -> Iterator[fx.Node]:
             yield value
 
 
-def _gathered_bytes(program: PlannedProgram, found: Solution, node: fx.Node) -> int:
+def _gathered_bytes(found: Solution, node: fx.Node) -> int:
     """Return the bytes of operands that are gathered for this op only."""
     total = 0
     if node in found.choices:
         for operand, want in zip(edit.operands(node), found.choices[node].wants, strict=True):
-            have = found.settled.get(operand) or sharding_of(program, found, operand)
-            held, wanted = (local_bytes(edit.fake(operand), each, program.mesh) for each in (have, want))
+            held, wanted = (local_bytes(edit.fake(operand), each, found.mesh) for each in (found.seen(operand), want))
             total += wanted if wanted > held else 0
     return total
-
-
-def sharding_of(program: PlannedProgram, found: Solution, value: fx.Node) -> Sharding:
-    """Return the bytes of one tensor as it is produced."""
-    if value in found.leaves:
-        return found.leaves[value]
-    source: Any = value.args[0] if value.target is operator.getitem else value
-    return _made(program, found, source)[0 if source is value else tensor_index(source, value.args[1])]
 
 
 def _is_view(node: fx.Node) -> bool:
     target: Any = node.target
     return target in (operator.getitem, pin) or (isinstance(target, OpOverload) and target.is_view)
-
-
-def _made(program: PlannedProgram, found: Solution, node: fx.Node) -> Sequence[Sharding]:
-    if node.op == "placeholder":
-        return [program.input_sharding(node)]
-    if node in found.choices:
-        return found.choices[node].made
-    return [Sharding.replicated(value.ndim) for value in edit.outputs(node)]

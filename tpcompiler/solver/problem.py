@@ -27,7 +27,7 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.static import computed_from_leaves
 from tpcompiler.rules.features import feature_dims
 from tpcompiler.solver.changes import UNIT, find_common, in_units, price_changes
-from tpcompiler.solver.domain import Domain, find_domain, pin_choices, results
+from tpcompiler.solver.domain import Domain, find_domain, pin_choices
 from tpcompiler.solver.eliminate import Tables, check_size
 from tpcompiler.solver.leaf import Leaf
 from tpcompiler.solver.stage import Choice, Known, Stage
@@ -256,7 +256,7 @@ def _state(problem: Problem, domain: Domain) -> None:
         if len(choices.each) > 1:
             variable = problem.variables[node] = problem.tables.variable(len(choices.each))
         problem.price([Values(variable, ())], choices.units)
-        for made, at in results(node):
+        for made, at in edit.results(node):
             problem.values[made] = Values(variable, choices.made[at])
         for index, operand in enumerate(domain.operands[node]):
             wanted = Values(variable, choices.wants[index])

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import numpy
 from torch import fx
@@ -116,11 +114,12 @@ def _read(
     for node, group in problem.groups.items():  # cutting a leaf where it is used is a local slice
         own = wishes.get(group, ())
         groups.setdefault(group, next(iter(own)) if len(own) == 1 else Sharding.replicated(edit.ndim(node)))
+    inputs = {node: program.input_sharding(node) for program in problem.programs for node in program.user_inputs()}
     solution = Solution(
         problem.programs,
         before.machine,
         choices,
-        {node: groups[group] for node, group in problem.groups.items()},
+        {node: groups[group] for node, group in problem.groups.items()} | inputs,
         {node: _chosen(values, found) for node, values in problem.settled.items()},
         _layers(problem, before, groups, found),
         seconds,
@@ -208,8 +207,7 @@ def _comes_of(domain: Domain, value: fx.Node, paid: Set[fx.Node]) -> bool:
         if value in seen or value.op == "placeholder":
             continue
         seen.add(value)
-        source: Any = value.args[0] if value.target is operator.getitem else value
-        operands = domain.operands[source]
+        operands = domain.operands[edit.producer(value)[0]]
         if any(o.name in domain.leaves and domain.leaves[o.name].is_fixed for o in operands):
             if not paid.isdisjoint(operands):
                 return True

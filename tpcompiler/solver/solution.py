@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import fx
 
 from tpcompiler.cost.machine import Machine
+from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.ir.sharding import Sharding
@@ -34,7 +35,7 @@ class Solution:
 
     Attributes:
         machine: by whose seconds.
-        leaves: by placeholder.
+        leaves: the shardings of leaves and inputs, by placeholder.
         settled: what values with several users are turned into for all of them.
         layers: what the search decides, by weight.
         seconds: infinite where nothing suits all that is asked for.
@@ -75,6 +76,23 @@ class Solution:
     forms: tuple[Mapping[str, str], ...] = ()
     declined: tuple[str, ...] = ()
     searches: Mapping[str, int] = field(default_factory=dict)
+
+    def made(self, node: fx.Node) -> Sequence[Sharding]:
+        """Return the shardings of the tensors that a node makes."""
+        if node in self.leaves:
+            return [self.leaves[node]]
+        if node in self.choices:
+            return self.choices[node].made
+        return [Sharding.replicated(value.ndim) for value in edit.outputs(node)]
+
+    def sharding(self, value: fx.Node) -> Sharding:
+        """Return the sharding with which a value is made."""
+        node, at = edit.producer(value)
+        return self.made(node)[at]
+
+    def seen(self, value: fx.Node) -> Sharding:
+        """Return the sharding that the users of a value see."""
+        return self.settled.get(value) or self.sharding(value)
 
     @property
     def mesh(self) -> Mesh:

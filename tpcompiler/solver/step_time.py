@@ -13,7 +13,6 @@ from tpcompiler.cost.path import FREE, Step, steps_between
 from tpcompiler.cost.timeline import StepTime
 from tpcompiler.ir import edit
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.solver.memory import sharding_of
 from tpcompiler.solver.solution import Solution
 
 Sent = tuple[str, tuple[str, ...], int]  # kind, axes, wire bytes of a rank
@@ -67,10 +66,10 @@ def changes_of(found: Solution) -> Iterator[tuple[fx.Node, tuple[Step, ...]]]:
         for node in edit.calls(program.graph):
             wants = found.choices[node].wants if node in found.choices else ()
             for operand, want in zip(edit.operands(node), wants, strict=False):
-                changes[operand, found.settled.get(operand) or sharding_of(program, found, operand), want] = None
+                changes[operand, found.seen(operand), want] = None
         for value, settled in found.settled.items():
             if value.graph is program.graph:
-                changes[value, sharding_of(program, found, value), settled] = None
+                changes[value, found.sharding(value), settled] = None
         for value, have, want in changes:
             tensor = edit.fake(value)
             yield value, steps_between(have, want, tensor.shape, tensor.element_size(), found.mesh, found.machine)
