@@ -73,10 +73,9 @@ def find_constraints(
                     asked_by=entry.where,
                 )
             for dim in features:
-                dims = list(Sharding.replicated(ndim).dims)
                 cut = _cut(fqn, dim, edit.shape(node)[dim], entry, mesh)
-                dims[dim] = cut if mesh.size(cut.axes) > 1 else WHOLE
-                allowed = Dims((Sharding(tuple(dims)),), needs_parts=style.packed and not style.sizes)
+                sharding = Sharding.replicated(ndim).with_dim(dim, cut if mesh.size(cut.axes) > 1 else WHOLE)
+                allowed = Dims((sharding,), needs_parts=style.packed and not style.sizes)
                 found[node.name] = Constraint(allowed, entry.where, fqn)
     if style.cut is not None and not found:
         why, help = _misfit(name, style, {fqn: aliases[node.name] for fqn, node in inside.items()}, leaves)

@@ -176,11 +176,9 @@ class _Turns:
 
     def pin(self, value: fx.Node, dim: int | None) -> fx.Node:
         """Return the value, pinned to be sharded along a dim over the axis, or to be whole over it."""
-        dims = list(Sharding.replicated(edit.ndim(value)).dims)
-        if dim is not None:
-            dims[dim] = DimSharding.by(self.asked.axis)
-        node = self(pin, value)
-        node.meta[PIN] = Constraint(Over((Sharding(tuple(dims)),), (self.asked.axis,)), self.asked.asked_by)
+        whole, node = Sharding.replicated(edit.ndim(value)), self(pin, value)
+        sharding = whole if dim is None else whole.with_dim(dim, DimSharding.by(self.asked.axis))
+        node.meta[PIN] = Constraint(Over((sharding,), (self.asked.axis,)), self.asked.asked_by)
         return node
 
     def size(self, value: fx.Node, dim: int) -> Any:

@@ -19,7 +19,7 @@ from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.cost.objective import Objective
 from tpcompiler.errors import TpCompilerError
 from tpcompiler.ir.constraints import Constraint, Dims
-from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
+from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import layer_of
@@ -152,6 +152,6 @@ def _relaxed(program: PlannedProgram, model: tuple[str, ...], constraint: Constr
     ndim = constraint.sharding.ndim
     if program.is_searched or ndim < 2:
         return None
-    cut = DimSharding.by(*model)
-    each = (Sharding((*(WHOLE,) * dim, cut, *(WHOLE,) * (ndim - dim - 1))) for dim in range(ndim))
-    return replace(constraint, allowed=Dims((constraint.sharding, *each, Sharding.replicated(ndim))))
+    cut, whole = DimSharding.by(*model), Sharding.replicated(ndim)
+    each = (whole.with_dim(dim, cut) for dim in range(ndim))
+    return replace(constraint, allowed=Dims((constraint.sharding, *each, whole)))

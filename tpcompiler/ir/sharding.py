@@ -134,6 +134,10 @@ class Sharding:
     def is_replicated(self) -> bool:
         return not self.axes
 
+    def with_dim(self, dim: int, cut: DimSharding) -> Sharding:
+        """Return this sharding with another cut of one dim."""
+        return Sharding((*self.dims[:dim], cut, *self.dims[dim + 1 :]), self.partial)
+
     def permuted(self, order: Sequence[int]) -> Sharding:
         """Return the sharding of `tensor.permute(order)`."""
         return Sharding(tuple(self.dims[dim] for dim in order), self.partial)

@@ -50,7 +50,7 @@ def price_changes(
         if source == target:
             return 0.0
         alike = _alike(source, target, tensor, mesh), mesh, objective.spread, refused
-        return known.once(alike, partial(price, source, target))  # type: ignore[no-any-return]
+        return known.once(alike, partial(price, source, target))
 
     rows, columns = dict.fromkeys(have), dict.fromkeys(want)
     cells = [[look_up(source, target) for target in columns] for source in rows]

@@ -72,7 +72,7 @@ def _find_all_ways(domain: Domain) -> None:
             limits = own if is_product else _limits_without_plan(rule, {})
             base = stage.base(node)
             known = "first", id(rule), stage.name(base), limits, own
-            domain.ways[node] = stage.once(known, partial(_every_way, stage, rule, base, limits, own))
+            domain.ways[node] = stage.known.once(known, partial(_every_way, stage, rule, base, limits, own))
     for node in counted([*domain.operands][::-1], "finding choices", "ops"):
         _make_wanted(domain, node)
         _take_operands(domain, node)
@@ -101,7 +101,7 @@ def _find_planned_ways(domain: Domain) -> None:
         if rule is not None:
             base, limits = stage.base(node), _limits_with_plan(rule, node, domain.operands[node], touched, loose)
             known = "first", id(rule), stage.name(base), limits
-            domain.ways[node] = stage.once(known, partial(Ways.whole, stage, rule, base, limits))
+            domain.ways[node] = stage.known.once(known, partial(Ways.whole, stage, rule, base, limits))
     for node in domain.ways:
         _take_operands(domain, node)
     for node in counted([*domain.operands][::-1], "finding choices", "ops"):
@@ -224,7 +224,7 @@ def _take_operands(domain: Domain, node: fx.Node) -> None:
         return
     stage, had, operands = domain.stage, domain.ways[node], domain.operands[node]
     have = tuple(shardings_of(domain, operand) for operand in operands)
-    domain.ways[node] = stage.once(("takes", had, have), partial(take_operands, stage, had, have))
+    domain.ways[node] = stage.known.once(("takes", had, have), partial(take_operands, stage, had, have))
     pairs = zip(operands, have, strict=True)
     behind = [domain.comes_of[o] for o, own in pairs if o in domain.comes_of and to_cut(stage, own)]
     if behind:
@@ -247,13 +247,13 @@ def _let_leaves_be_whole(domain: Domain, touched: Set[fx.Node]) -> None:
         if not any(have):
             continue
         for made, at in edit.results(node):
-            reached[made] = stage.once(("reached", ways, have, at), partial(made_of, stage, ways, have, at))
+            reached[made] = stage.known.once(("reached", ways, have, at), partial(made_of, stage, ways, have, at))
         if any(domain.leaves[o.name].is_fixed for o in operands if o.name in domain.leaves):
             continue
         are_touched = tuple(operand in touched for operand in operands)
         for index, operand in enumerate(operands):
             known = "can", ways, index, are_touched, have
-            if not stage.once(known, partial(can_take, stage, ways, index, are_touched, have)):
+            if not stage.known.once(known, partial(can_take, stage, ways, index, are_touched, have)):
                 for leaf in domain.leaves.values():
                     if leaf.group in domain.comes_of.get(operand, ()):
                         leaf.let_be_whole()
@@ -280,7 +280,7 @@ def _ask(domain: Domain, value: fx.Node, wanted: Sequence[Sharding]) -> None:
         return
     had, is_one = domain.ways[source], source is not value
     known = "makes", had, at, is_one, wanted
-    domain.ways[source] = stage.once(known, partial(make_wanted, stage, had, at, is_one, wanted))
+    domain.ways[source] = stage.known.once(known, partial(make_wanted, stage, had, at, is_one, wanted))
 
 
 def find_shared_heads(domain: Domain) -> set[int]:
@@ -291,5 +291,5 @@ def find_shared_heads(domain: Domain) -> set[int]:
             shardings_of(domain, operand) if edit.fake(operand).is_floating_point() else ()  # no masks: few samples
             for operand in domain.operands[node]
         )
-        found |= stage.once(("shared", ways, have), partial(shared_heads, stage, ways, have))
+        found |= stage.known.once(("shared", ways, have), partial(shared_heads, stage, ways, have))
     return found

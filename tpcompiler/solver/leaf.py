@@ -46,10 +46,9 @@ class Leaf:
         if stage.gathers:  # whole, or cut evenly along any dim, whatever its uses want
             self.let_be_whole()
             for dim, size in enumerate(self.value.shape if self.value.is_floating_point() else ()):
-                dims = list(self.before.dims)
-                dims[dim] = dims[dim].inside(DimSharding.by(stage.axis))
-                if dims[dim].is_even(size, stage.mesh):
-                    self.shardings.setdefault(Sharding(tuple(dims)))
+                cut = self.before.dims[dim].inside(DimSharding.by(stage.axis))
+                if cut.is_even(size, stage.mesh):
+                    self.shardings.setdefault(self.before.settled().with_dim(dim, cut))
 
     def want(self, sharding: Sharding, stage: Stage) -> None:
         """Let it be what a use wants, if its constraint leaves that open."""

@@ -284,7 +284,7 @@ def _choices(problem: Problem, domain: Domain, node: fx.Node) -> Choices:
     kernel = domain.kernels.get(node, NO_KERNEL)
     known = "priced", ways, kernel, domain.weight
     price = partial(_priced, problem, node, ways, kernel, tensors, domain.weight)
-    return problem.known.once(known, lambda: Choices.of(price()))  # type: ignore[no-any-return]
+    return problem.known.once(known, lambda: Choices.of(price()))
 
 
 def _priced(
@@ -334,9 +334,7 @@ def _held_units(problem: Problem, node: fx.Node, shardings: Sequence[Sharding]) 
     """Return the price of holding a leaf in each of these shardings."""
     value, mesh, price = edit.fake(node), problem.stage.mesh, problem.objective.held_seconds
     known = "held", key(node), shardings
-    return problem.known.once(  # type: ignore[no-any-return]
-        known, lambda: in_units([price(local_bytes(value, each, mesh)) for each in shardings])
-    )
+    return problem.known.once(known, lambda: in_units([price(local_bytes(value, each, mesh)) for each in shardings]))
 
 
 def _price_use(problem: Problem, leaf: fx.Node, fqn: str, wanted: Values, known: Leaf) -> None:

@@ -150,10 +150,9 @@ def _keeping(program: PlannedProgram, found: Solution) -> PlannedProgram:
     axis, constraints = program.mesh.model_axis, dict(program.constraints)
     for node, fqn in program.leaves():
         if (layer := found.layers.get(fqn)) is not None:
-            dims = list(Sharding.replicated(edit.ndim(node)).dims)
-            if layer.dim is not None:
-                dims[layer.dim] = DimSharding.by(axis)
-            allowed = AnyStyle(Dims((Sharding(tuple(dims)),)))
+            whole = Sharding.replicated(edit.ndim(node))
+            sharding = whole if layer.dim is None else whole.with_dim(layer.dim, DimSharding.by(axis))
+            allowed = AnyStyle(Dims((sharding,)))
             constraints.setdefault(node.name, Constraint(allowed, "the search", fqn))
     return replace(program, constraints=constraints)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import fx
@@ -18,16 +18,19 @@ from tpcompiler.rules.infer import Option, Refusal, follow, options, pass_throug
 from tpcompiler.rules.notation import Rule
 
 MOST_CHOICES = 20
+T = TypeVar("T")
+Side = Literal["in", "out"]
 Both = tuple[tuple[Sharding, ...], tuple[Sharding, ...]]  # what an option needs, and what it makes
 
 
 class Known(dict[Any, Any]):
     """A memo of results by key. Keys are long, so each is looked up once."""
 
-    def once(self, key: Any, find: Callable[[], Any]) -> Any:
+    def once(self, key: Any, find: Callable[[], T]) -> T:
+        """Return the known result for a key, or find it."""
         if (found := self.get(key, Known)) is Known:
             found = self[key] = find()
-        return found
+        return found  # type: ignore[no-any-return]
 
 
 class Choice(NamedTuple):
@@ -110,10 +113,10 @@ class Stage:
     def own_options(self, rule: Rule) -> list[Option]:
         """Every way to run an op over the axis, with one factor cut or one pending operand passed through."""
         of_axis = Mesh(((self.axis, self.mesh.degree(self.axis)),))
-        return self.once(("own", id(rule)), lambda: list(options(rule, of_axis)))  # type: ignore[no-any-return]
+        return self.known.once(("own", id(rule)), lambda: list(options(rule, of_axis)))
 
     def both(self, rule: Rule, option: Option) -> Both | Refusal:
-        return self.once((id(rule), self.name(option)), lambda: self._shardings(rule, option))  # type: ignore[no-any-return]
+        return self.known.once((id(rule), self.name(option)), lambda: self._shardings(rule, option))
 
     def _shardings(self, rule: Rule, option: Option) -> Both | Refusal:
         found = shardings(rule, option, self.mesh)
@@ -122,14 +125,6 @@ class Stage:
         wants, made = (tuple(self.known.setdefault(each, each) for each in side) for side in found)
         return wants, made
 
-    def keep(self, rule: Rule, index: int, sharding: Sharding, base: Option) -> Option | Refusal:
-        """The option that takes an operand as it is."""
-        return self._extending("in", rule, index, sharding, base)
-
-    def make(self, rule: Rule, index: int, sharding: Sharding, base: Option) -> Option | Refusal:
-        """The option by which a result is made so."""
-        return self._extending("out", rule, index, sharding, base)
-
     def extended(self, base: Option, more: Option) -> Option:
         """An option over the axis, inside of one over those before."""
         cuts = dict(base.cuts)
@@ -137,13 +132,14 @@ class Stage:
             cuts[factor] = cuts[factor].inside(cut) if factor in cuts else cut
         return Option(cuts, {**base.through, **more.through})
 
-    def _extending(self, side: str, rule: Rule, index: int, sharding: Sharding, base: Option) -> Option | Refusal:
-        found = self.once((side, id(rule), index, sharding), lambda: self._following(side, rule, index, sharding))
+    def follow(self, side: Side, rule: Rule, index: int, sharding: Sharding, base: Option) -> Option | Refusal:
+        """Return the option that takes an operand ("in") or makes a result ("out") in a sharding."""
+        found = self.known.once((side, id(rule), index, sharding), lambda: self._following(side, rule, index, sharding))
         if isinstance(found, Refusal) and len(self.axes) > 1:
             only = sharding.only(self.axis)
-            found = self.once((side, id(rule), index, only), lambda: self._following(side, rule, index, only))
+            found = self.known.once((side, id(rule), index, only), lambda: self._following(side, rule, index, only))
         if isinstance(found, Refusal) or len(self.axes) == 1:
-            return found  # type: ignore[no-any-return]
+            return found
         return found if self._is_inside(found, base, rule) else self.extended(base, restricted(found, self.axis))
 
     def _is_inside(self, option: Option, base: Option, rule: Rule) -> bool:
@@ -156,7 +152,7 @@ class Stage:
             for factor in (*option.cuts, *base.cuts)
         )
 
-    def _following(self, side: str, rule: Rule, index: int, sharding: Sharding) -> Option | Refusal:
+    def _following(self, side: Side, rule: Rule, index: int, sharding: Sharding) -> Option | Refusal:
         term = (rule.pattern.inputs if side == "in" else rule.pattern.outputs)[index]
         found = follow(rule, term, sharding, self.mesh)
         for axis, op in sharding.partial:
@@ -165,10 +161,6 @@ class Stage:
                 return through if isinstance(through, Refusal) else found
             found = Option(found.cuts, {**found.through, **through.through})
         return found
-
-    def once(self, key: Any, find: Callable[[], Any]) -> Any:
-        """Return the known result for this key, or find it."""
-        return self.known.once(key, find)
 
 
 def _first(pair: tuple[str, Any]) -> str:

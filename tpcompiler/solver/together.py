@@ -39,7 +39,7 @@ def combine_domains(stage: Stage, alone: Sequence[Sequence[Domain]]) -> list[Dom
 
 
 def _combine_ways(stage: Stage, each: Sequence[Ways]) -> Ways:
-    return stage.once(("together", *each), partial(_find_ways, stage, each))  # type: ignore[no-any-return]
+    return stage.known.once(("together", *each), partial(_find_ways, stage, each))
 
 
 def _find_ways(stage: Stage, each: Sequence[Ways]) -> Ways:

@@ -125,7 +125,7 @@ def take_operands(stage: Stage, ways: Ways, have: Sequence[Sequence[Sharding]]) 
         own: list[Option] = []
         for sharding in dict.fromkeys(shardings):
             if stage.axis in sharding.axes:
-                option = stage.keep(rule, index, sharding, base)
+                option = stage.follow("in", rule, index, sharding, base)
                 term = rule.pattern.inputs[index]
                 own += [option] if isinstance(option, Option) else _other_cuts(rule, term, sharding, stage, base)
                 in_part = any(not how.axes for cut in sharding.dims for _, how in cut.parts)
@@ -208,7 +208,7 @@ def make_wanted(stage: Stage, ways: Ways, at: int, one_of_several: bool, wanted:
     rule, base = ways.rule, ways.base
     term = rule.pattern.outputs[at]
     for sharding in to_cut(stage, wanted):
-        option = stage.make(rule, at, sharding, base)
+        option = stage.follow("out", rule, at, sharding, base)
         others = _other_cuts(rule, term, sharding, stage, base)
         ways = ways.adding(stage, [option] if isinstance(option, Option) else others)
     if one_of_several or any(isinstance(dim, Joined) for dim in term):
@@ -248,7 +248,9 @@ def shared_heads(stage: Stage, ways: Ways, have: Sequence[Sequence[Sharding]]) -
     whole = rule.pattern.whole | ways.limits.barred | ways.limits.blocked
     for index, shardings in enumerate(have):
         for sharding in dict.fromkeys(shardings):
-            if stage.axis not in sharding.axes or isinstance(stage.keep(rule, index, sharding, Option()), Option):
+            if stage.axis not in sharding.axes or isinstance(
+                stage.follow("in", rule, index, sharding, Option()), Option
+            ):
                 continue
             for dim, cut in zip(rule.pattern.inputs[index], sharding.dims, strict=True):
                 for factor in dim if stage.axis in cut.axes else ():

@@ -65,12 +65,12 @@ def every_option(rule: Rule, mesh: Mesh) -> Iterator[tuple[str, Option]]:
         for dim, size in enumerate(_shape(rule, term)):
             blocks = (size // count for count in (2, 3) if size % count == 0 and size > count)
             for unit, block in itertools.product((1, 2, 3), (0, *blocks)):
-                dims = list(Sharding.replicated(len(term)).dims)
-                dims[dim] = DimSharding.by(*mesh.names, block=block, unit=unit)
+                cut = DimSharding.by(*mesh.names, block=block, unit=unit)
+                asked = Sharding.replicated(len(term)).with_dim(dim, cut)
                 fits = (block or size) % unit == 0
-                derived = follow(rule, term, Sharding(tuple(dims)), mesh) if fits else Refusal("")
+                derived = follow(rule, term, asked, mesh) if fits else Refusal("")
                 if isinstance(derived, Option) and not isinstance(both := shardings(rule, derived, mesh), Refusal):
-                    asked, kept = Sharding(tuple(dims)), (*both[0], *both[1])[index]
+                    kept = (*both[0], *both[1])[index]
                     if _layout(kept, _shape(rule, term), mesh) != _layout(asked, _shape(rule, term), mesh):
                         raise Mismatch(f"asked to keep {asked.text(mesh)} of term {index}, got {kept.text(mesh)}")
                     yield f"term {index} kept as {asked.text(mesh)}", derived
