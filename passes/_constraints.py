@@ -13,7 +13,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.constraints import Constraint, Dims, Exactly
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.names import layer_of
+from tpcompiler.ir.names import layer_of, modules_around
 from tpcompiler.ir.program import UNCUT
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import fitted
@@ -111,15 +111,9 @@ def _borrowed(name: str, leaves: Mapping[str, fx.Node], constant: Set[fx.Node], 
         fqn: node
         for fqn, node in leaves.items()
         if not fqn.startswith(f"{name}.")
-        and (anywhere or layer_of(fqn) in _around(name))
+        and (anywhere or layer_of(fqn) in modules_around(name))
         and any(name == edit.module_path(user) for user in _uses(node, constant))
     }
-
-
-def _around(name: str) -> list[str]:
-    """Return the modules that contain the layer: "a.b.c" is in "a.b", "a" and ""."""
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(len(parts))]
 
 
 def _uses(leaf: fx.Node, constant: Set[fx.Node]) -> list[fx.Node]:

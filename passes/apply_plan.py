@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import re
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from tpcompiler.errors import PlanError, ShardingError, option
 from tpcompiler.ir import edit
 from tpcompiler.ir.constraints import AnyStyle, AsUsed, Constraint, Dims, Exactly, Over
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.names import layer_of, weight_of
+from tpcompiler.ir.names import fold_layers, layer_of, modules_around, weight_of
 from tpcompiler.ir.placements import PlacementSpec
 from tpcompiler.ir.program import PIN, CanonicalProgram, Note, PlannedProgram, pin, tied
 from tpcompiler.ir.sharding import Sharding
@@ -273,12 +273,9 @@ def _pin_outputs(program: CanonicalProgram, mesh: Mesh, given: Boundary) -> None
 
 def _untouched(leaves: Mapping[str, fx.Node], placing: Set[str], constrained: Set[str]) -> tuple[Note, ...]:
     """Note layers with weights of two or more dims that no entry touches, not even under a tied name."""
-    counts: dict[str, int] = {}
+    counts = Counter[str]()
     for fqn, node in leaves.items():
-        owner = fqn.rpartition(".")[0]
-        parts = owner.split(".")
-        around = {".".join(parts[: i + 1]) for i in range(len(parts))} | {fqn}
-        if edit.ndim(node) >= 2 and node.name not in constrained and not around & placing:
-            key = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", owner)
-            counts[key] = counts.get(key, 0) + 1
+        is_named = node.name in constrained or not placing.isdisjoint((fqn, *modules_around(fqn)))
+        if edit.ndim(node) >= 2 and not is_named:
+            counts[fold_layers(fqn.rpartition(".")[0])] += 1
     return tuple(Note("untouched", f"{key} x {n}" if n > 1 else key) for key, n in counts.items())

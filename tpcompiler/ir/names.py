@@ -22,6 +22,12 @@ def weight_of(fqn: str) -> str:
     return re.sub(r"(^|\.)parametrizations\.([^.]+)\.original\d*$", r"\1\2", fqn)
 
 
+def modules_around(name: str) -> list[str]:
+    """Return the modules that contain a module or a leaf: "a.b.c" is in "", "a" and "a.b"."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts))]
+
+
 def leaf_of_module(name: str, leaves: Collection[str]) -> str | None:
     """Return the weight of the module with this name, or its only leaf."""
     own = [leaf for leaf in leaves if layer_of(leaf) == name]

@@ -23,6 +23,8 @@ from tpcompiler.solver.stage import Choice, Stage
 from tpcompiler.solver.ways import Limits, Ways, can_take, made_of, make_wanted, shared_heads, take_operands, to_cut
 from tpcompiler.terminal.progress import counted
 
+MOST_PLANNED = 64  # choices of an op, with a plan
+
 
 @dataclass(eq=False)
 class Domain:
@@ -87,7 +89,7 @@ def _limits_without_plan(rule: Rule, tokens: Mapping[str, bool]) -> Limits:
 
 def _every_way(stage: Stage, rule: Rule, base: Option, limits: Limits, own: Limits) -> Ways:
     options = (stage.extended(base, each) for each in stage.own_options(rule))
-    return Ways.whole(stage, rule, base, limits).adding(stage, options, own)
+    return Ways.whole(stage, rule, base, limits, stage.most).adding(stage, options, own)
 
 
 def _find_planned_ways(domain: Domain) -> None:
@@ -101,7 +103,7 @@ def _find_planned_ways(domain: Domain) -> None:
         if rule is not None:
             base, limits = stage.base(node), _limits_with_plan(rule, node, domain.operands[node], touched, loose)
             known = "first", id(rule), stage.name(base), limits
-            domain.ways[node] = stage.known.once(known, partial(Ways.whole, stage, rule, base, limits))
+            domain.ways[node] = stage.known.once(known, partial(Ways.whole, stage, rule, base, limits, MOST_PLANNED))
     for node in domain.ways:
         _take_operands(domain, node)
     for node in counted([*domain.operands][::-1], "finding choices", "ops"):

@@ -19,7 +19,7 @@ from tpcompiler._torch import aten, sym_hint
 from tpcompiler.cost.kernels import NO_KERNEL, Kernel, find_kernels
 from tpcompiler.cost.objective import Objective, local_bytes, local_work
 from tpcompiler.ir import edit
-from tpcompiler.ir.constraints import Allowed, Dims
+from tpcompiler.ir.constraints import Allowed, AnyStyle, Dims
 from tpcompiler.ir.local import key
 from tpcompiler.ir.names import layer_of, weight_of
 from tpcompiler.ir.program import PlannedProgram, pin, tied
@@ -143,7 +143,7 @@ def pose(
         domain.weight = objective.weight(at)
         graph = domain.program.graph
         domain.kernels = stage.read.once(("kernels", graph), partial(find_kernels, graph, objective.machine.fuses))
-    if stage.is_searched and not stage.gathers:
+    if stage.rest == AnyStyle():
         _add_layers(problem)
     for domain in problem.domains:
         _state(problem, domain)

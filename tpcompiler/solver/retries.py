@@ -139,9 +139,9 @@ def fit_memory(task: Task, best: Solution, again: Again) -> Solution:
         times = times * STEPS if math.isinf(high) else math.sqrt(low * high)
     if fitting is None:
         return replace(best, too_large=least)
-    if task.is_searched:  # at its own price, the best of everything else next to these layers
-        settled = again(replace(task, programs=[_keeping(program, fitting) for program in task.programs]))
-        fitting = settled if measure_memory(settled).total <= limit else fitting
+    # at its own price, the best of everything else next to these layers
+    settled = again(replace(task, programs=[_keeping(program, fitting) for program in task.programs]))
+    fitting = settled if measure_memory(settled).total <= limit else fitting
     return replace(fitting, is_tight=True, bound=bound)
 
 

@@ -15,8 +15,6 @@ from tpcompiler.rules.infer import Option, Refusal, merge
 from tpcompiler.rules.notation import Joined, Rule, Term
 from tpcompiler.solver.stage import Stage
 
-MOST_PLANNED = 64  # choices of an op, with a plan
-
 
 class Way(NamedTuple):
     """An option, what it needs of every operand, and what it makes."""
@@ -58,8 +56,7 @@ class Ways:
     is_capped: bool = False
 
     @classmethod
-    def whole(cls, stage: Stage, rule: Rule, base: Option, limits: Limits) -> Ways:
-        most = stage.most if stage.is_searched else MOST_PLANNED
+    def whole(cls, stage: Stage, rule: Rule, base: Option, limits: Limits, most: int) -> Ways:
         both = stage.both(rule, base)
         found = {} if isinstance(both, Refusal) else {stage.name(base): Way(base, *both)}
         return cls(rule, base, limits, most, found)
