@@ -34,7 +34,7 @@ from tpcompiler.rules.registry import rule_of
 from tpcompiler.solver.drive import PLACING, solve
 from tpcompiler.solver.memory import measure_memory
 from tpcompiler.solver.solution import Solution
-from tpcompiler.solver.step_time import collectives_of, measure_step_time, seconds_of_ops, sends_of
+from tpcompiler.solver.step_time import measure_step_time, seconds_of_ops, sends_of
 from tpcompiler.solver.task import Styles, Task
 from tpcompiler.terminal.printed import format_bytes
 
@@ -237,7 +237,7 @@ def note_forms(
         with no_new_guards(*(program.graph for program in programs)):
             other = solve(replace(task, programs=programs), PLACING)
         if not math.isinf(other.seconds):
-            call = duration(measure_step_time(other, collectives_of(other), found.machine).total)
+            call = duration(measure_step_time(other, found.machine).total)
             held = format_bytes(measure_memory(other).total)
             layers = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in alike.items())
             notes.append(f"{style}: {layers}; without it a call would take {call} and a rank would hold about {held}")

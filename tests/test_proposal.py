@@ -17,7 +17,7 @@ from tpcompiler.api import conversions_of, read_plan
 from tpcompiler.ask.plan_text import plan_text
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.pipeline import find_placements
-from tpcompiler.solver.step_time import collectives_of, measure_step_time
+from tpcompiler.solver.step_time import measure_step_time
 from tpcompiler.solver.task import Aim
 
 MACHINE = SMALL
@@ -79,4 +79,4 @@ def test_no_slower_than_what_a_person_would_write(name: str) -> None:
 def predicted(exported: ExportedProgram, plan: Any) -> float:
     """Seconds of one call on two ranks."""
     placed = find_placements([*conversions_of(exported, 2, read_plan(plan)).values()], Aim())
-    return measure_step_time(placed, collectives_of(placed), read_machine()).total
+    return measure_step_time(placed, read_machine()).total

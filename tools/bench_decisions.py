@@ -30,7 +30,7 @@ from tpcompiler.ir.edit import module_path
 from tpcompiler.parallel.conversion import Conversion
 from tpcompiler.pipeline import find_placements
 from tpcompiler.solver.solution import Solution
-from tpcompiler.solver.step_time import collectives_of, measure_step_time, sends_of
+from tpcompiler.solver.step_time import measure_step_time, sends_of
 from tpcompiler.solver.task import Aim
 
 LAYERS, BEFORE = 2, 1024  # tokens before the one of a decode
@@ -136,7 +136,7 @@ def with_latencies(machine: Machine, factor: float) -> Machine:
 
 
 def predict_seconds(found: Solution, machine: Machine) -> float:
-    return measure_step_time(found, collectives_of(found), machine).total
+    return measure_step_time(found, machine).total
 
 
 def sends_a_layer(found: Solution) -> float:

@@ -32,7 +32,7 @@ from tpcompiler.api import conversions_of, read_plan
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.timeline import StepTime
 from tpcompiler.pipeline import find_placements
-from tpcompiler.solver.step_time import collectives_of, measure_step_time
+from tpcompiler.solver.step_time import measure_step_time
 from tpcompiler.solver.task import Aim
 
 ROWS = Path(__file__).parent / "published" / "steps.csv"
@@ -81,7 +81,7 @@ class Row:
         (conversion,) = conversions_of(exported, self.ranks, read_plan(plan)).values()
         machine = read_machine(self.machine)
         found = find_placements([conversion], Aim(machine))
-        return measure_step_time(found, collectives_of(found), machine)
+        return measure_step_time(found, machine)
 
     def by_megatron(self) -> StepTime:
         return self.predict(megatron_plan(self.dims, whole_head=self.source.startswith(WHOLE_HEAD)))

@@ -34,7 +34,7 @@ def step(model: nn.Module, *inputs: torch.Tensor) -> StepTime:
         [*conversions_of(torch.export.export(model, inputs), 1, read_plan({})).values()], Aim(MACHINE)
     )
     assert not list(collectives_of(found))
-    return measure_step_time(found, (), MACHINE)
+    return measure_step_time(found, MACHINE)
 
 
 class Weights(nn.Module):

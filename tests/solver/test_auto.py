@@ -27,7 +27,7 @@ from tpcompiler.plan import Plan
 from tpcompiler.runtime.inputs import write_tensors
 from tpcompiler.solver.drive import PLACING, solve
 from tpcompiler.solver.refuse import refuse_unplaced
-from tpcompiler.solver.step_time import collectives_of, measure_step_time
+from tpcompiler.solver.step_time import measure_step_time
 from tpcompiler.solver.task import Aim, Task
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
@@ -51,7 +51,7 @@ def step_of(program: ExportedProgram, mesh: Any, plan: Any, machine: str = "idea
     """Predicted seconds of a call."""
     described = read_machine(machine)
     found = find_placements([*conversions_of(program, mesh, read_plan(plan)).values()], Aim(described))
-    return measure_step_time(found, collectives_of(found), described).total
+    return measure_step_time(found, described).total
 
 
 class Mlp(nn.Module):

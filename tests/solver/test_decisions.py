@@ -43,7 +43,7 @@ def exported(dims: Dims, batch: int, prompt: int, is_decode: bool) -> ExportedPr
 
 def solved(dims: Dims, call: tuple[int, int, bool], tp: int, plan: Any, machine: Machine) -> tuple[Solution, float]:
     found = find_placements([*conversions_of(exported(dims, *call), tp, read_plan(plan)).values()], Aim(machine))
-    return found, measure_step_time(found, collectives_of(found), machine).total
+    return found, measure_step_time(found, machine).total
 
 
 @pytest.mark.slow
@@ -145,7 +145,7 @@ def test_calls_decide_between_programs_that_want_different_plans() -> None:
     for calls in ((), (1.0, 256.0), (256.0, 1.0)):
         found = find_placements(conversions, Aim(machine, calls=calls))
         each = [dataclasses.replace(found, programs=[program]) for program in found.programs]
-        times[calls] = [measure_step_time(one, collectives_of(one), machine).total for one in each]
+        times[calls] = [measure_step_time(one, machine).total for one in each]
     prefill, decode = zip(*times.values(), strict=True)
     assert prefill[2] == min(prefill) < prefill[1]
     assert decode[1] == min(decode) < decode[2]
@@ -172,7 +172,7 @@ def test_a_plan_changes_no_price(tmp_path: Path) -> None:
     """The plan that the search finds gives its time, and another one no less."""
     machine = read_machine("ideal")
     times = {
-        str(plan): measure_step_time(found, collectives_of(found), machine).total
+        str(plan): measure_step_time(found, machine).total
         for plan in ("auto", {"up": "colwise", "down": "rowwise"}, {"up": "colwise", "down": "colwise"})
         for found in [find_placements([*conversions_of(mlp(), 2, read_plan(plan)).values()], Aim(machine))]
     }

@@ -14,7 +14,7 @@ from tpcompiler.ir.program import Note, PlannedProgram
 from tpcompiler.solver.drive import PLACING, solve
 from tpcompiler.solver.memory import measure_memory
 from tpcompiler.solver.solution import Solution
-from tpcompiler.solver.step_time import collectives_of, measure_step_time
+from tpcompiler.solver.step_time import measure_step_time
 from tpcompiler.solver.task import Aim, Task
 from tpcompiler.solver.uncut import Uncut, find_uncut
 
@@ -88,5 +88,5 @@ class Remarks:
         with no_new_guards(program.graph):
             alone = solve(Task([program], Objective.of(machine)), PLACING)
             both = alone, replace(self.found, programs=[self.found.programs[at]])
-            there, here = (measure_step_time(each, collectives_of(each), machine).total for each in both)
+            there, here = (measure_step_time(each, machine).total for each in both)
         return there - here

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from torch import fx
 
@@ -18,18 +18,14 @@ from tpcompiler.solver.solution import Solution
 Sent = tuple[str, tuple[str, ...], int]  # kind, axes, wire bytes of a rank
 
 
-def measure_step_time(found: Solution, collectives: Iterable[Sent], machine: Machine) -> StepTime:
-    """Predict a call: kernels and collectives one after the other, each as the search prices it.
-
-    Args:
-        collectives: those of `collectives_of`, or of the finished programs.
-    """
+def measure_step_time(found: Solution, machine: Machine) -> StepTime:
+    """Predict a call: kernels and collectives one after the other, each as the search prices it."""
     objective = Objective.of(machine)
     kernels = [kernel for program in found.programs for kernel in find_kernels(program.graph, machine.fuses).values()]
     work, floors = sum(own for _, own in seconds_of_ops(found, machine)), sum(map(objective.floor_seconds, kernels))
     for value, steps in changes_of(found):
         work += objective.copy_seconds(steps, edit.fake(value), found.mesh)
-    sent = [machine.collective_seconds(kind, axes, count, found.mesh) for kind, axes, count in collectives]
+    sent = [machine.collective_seconds(kind, axes, count, found.mesh) for kind, axes, count in collectives_of(found)]
     host = len(kernels) * machine.host.operation + len(sent) * machine.host.collective
     return StepTime.of(work, floors, sum(sent), host)
 

@@ -20,7 +20,7 @@ from tpcompiler.solver.memory import measure_memory
 from tpcompiler.solver.problem import Problem
 from tpcompiler.solver.solution import Layered, Solution
 from tpcompiler.solver.stage import Known
-from tpcompiler.solver.step_time import collectives_of, measure_step_time
+from tpcompiler.solver.step_time import measure_step_time
 from tpcompiler.solver.task import Held, Task
 from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.terminal.progress import counted
@@ -148,4 +148,4 @@ def _bytes_of(found: Solution, weights: Collection[str]) -> int:
 
 def _seconds(found: Solution, objective: Objective) -> list[float]:
     each = (replace(found, programs=[program]) for program in found.programs)
-    return [measure_step_time(one, collectives_of(one), objective.machine).total for one in each]
+    return [measure_step_time(one, objective.machine).total for one in each]
