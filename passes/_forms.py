@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from tpcompiler.cost.kernels import factors_of_product, is_attention
-from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.objective import local_bytes
 from tpcompiler.cost.timeline import duration
 from tpcompiler.ir import edit
@@ -35,61 +34,48 @@ from tpcompiler.solver.drive import PLACING, solve
 from tpcompiler.solver.memory import measure_memory
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.step_time import measure_step_time, seconds_of_ops, sends_of
-from tpcompiler.solver.task import Styles, Task
+from tpcompiler.solver.task import Finder, Task
 from tpcompiler.terminal.printed import format_bytes
 
 
-class Base(NamedTuple):
-    """A solution without a form."""
+class _Placed(NamedTuple):
+    """A program, and the nodes of the same names in the solution, where some ops may be replaced by simpler ones."""
 
+    program: PlannedProgram
     found: Solution
-    device: str
+    at: int  # its number among the programs
+    nodes: Mapping[str, fx.Node]
 
-    @property
-    def machine(self) -> Machine:
-        return self.found.machine
-
-    @property
-    def is_tight(self) -> bool:
-        """True if the fastest placements do not fit a rank's memory."""
-        return self.found.is_tight or self.found.too_large is not None
-
-    def pairs(self) -> Iterator[tuple[PlannedProgram, _Placed]]:
-        for at, (program, placed) in enumerate(zip(self.found.given, self.found.programs, strict=True)):
-            yield program, _Placed(placed, self.found, {name for own, name in self.found.simpler if own == at})
-
-
-class _Placed:
-    """A program of a solution, in which some ops may be replaced by simpler ones."""
-
-    def __init__(self, program: PlannedProgram, found: Solution, simpler: Set[str]) -> None:
-        self.program, self.found, self.simpler = program, found, simpler
-        self.nodes = {node.name: node for node in program.graph.nodes}
+    @classmethod
+    def all(cls, found: Solution) -> Iterator[_Placed]:
+        for at, (program, placed) in enumerate(zip(found.given, found.programs, strict=True)):
+            yield cls(program, found, at, {node.name: node for node in placed.graph.nodes})
 
     def sharding(self, value: fx.Node) -> Sharding | None:
-        """Return the sharding that users see of a value, which is given by its node in the planned program."""
+        """Return the sharding that users see of a value of the program."""
         own = self.nodes.get(value.name)
         return None if own is None else self.found.seen(own)
 
     def is_changed_for(self, node: fx.Node, operands: set[str]) -> bool:
         """Return True if an op runs as simpler ones, or needs some of these operands resharded."""
         own = self.nodes.get(node.name)
-        if own is None or node.name in self.simpler:
+        if own is None or (self.at, node.name) in self.found.simpler:
             return True
         wants = self.found.choices[own].wants if own in self.found.choices else ()
         pairs = zip(edit.operands(own), wants, strict=False)
         return any(operand.name in operands and self.sharding(operand) != want for operand, want in pairs)
 
 
-def find_experts(base: Base) -> Iterator[tuple[str, str]]:
+def find_experts(found: Solution) -> Iterator[tuple[str, str]]:
     """Yield the weights of experts that could be dealt out.
 
     If experts are sharded evenly inside, and nothing is sent between their matmuls, dealing them out saves nothing.
     """
-    for program, placed in base.pairs():
-        mesh, style = program.mesh, STYLES["grouped_gemm"]
+    for placed in _Placed.all(found):
+        program, style = placed.program, STYLES["grouped_gemm"]
+        mesh, fqns = program.mesh, dict(program.leaves())
         axis = style.axis if style.axis in mesh.names else mesh.model_axis
-        ranks, fqns = mesh.degree(axis), dict(program.leaves())
+        ranks = mesh.degree(axis)
         for region in find_regions(program.graph) if ranks > 1 else ():
             matrices = [leaf_behind(edit.operands(call)[1]) for call in region.calls]
             tables = [leaf_behind(table) for _, table, _ in region.tables()]
@@ -110,18 +96,19 @@ def _is_paid_inside(region: Region, weights: Sequence[fx.Node], placed: _Placed,
     return is_uneven or any(placed.is_changed_for(node, inner) for node in region.inner)
 
 
-def find_norms(base: Base) -> Iterator[tuple[str, str]]:
+def find_norms(found: Solution) -> Iterator[tuple[str, str]]:
     """Yield the norms between products that could work on shares of dim 1, and leave shares to the sums before them.
 
     If memory suffices, a norm is yielded only if the ranks' duplicate work and traffic inside norms takes longer than a
     reduce_scatter and an all_gather instead of each all_reduce.
     """
-    names = dict.fromkeys(name for program, placed in base.pairs() for name in _find_norms(program, placed))
-    if names and (base.is_tight or _most_saved(base, names) > 0):
+    names = dict.fromkeys(name for placed in _Placed.all(found) for name in _find_norms(placed))
+    if names and (found.lacks_memory or _most_saved(found, names) > 0):
         yield from ((name, "sequence_parallel") for name in names)
 
 
-def _find_norms(program: PlannedProgram, placed: _Placed) -> Iterator[str]:
+def _find_norms(placed: _Placed) -> Iterator[str]:
+    program = placed.program
     axis, ranks = program.mesh.model_axis, program.mesh.degree(program.mesh.model_axis)
     static = computed_from_leaves(program.graph, {leaf for leaf, _ in program.leaves()})
     fitting = {
@@ -170,20 +157,20 @@ def _has_shares(members: Sequence[fx.Node], given: Set[fx.Node], ranks: int) -> 
     )
 
 
-def _most_saved(base: Base, names: Mapping[str, Any]) -> float:
+def _most_saved(found: Solution, names: Mapping[str, Any]) -> float:
     """Return an upper bound on the seconds saved if these norms work on shares."""
-    mesh, axes = base.found.mesh, base.found.model
+    mesh, axes = found.mesh, found.model
     alike = (
         seconds
-        for node, seconds in seconds_of_ops(base.found, base.machine)
-        if not _is_product(node) and not any(made.axes & set(axes) for made in base.found.choices[node].made)
+        for node, seconds in seconds_of_ops(found, found.machine)
+        if not _is_product(node) and not any(made.axes & set(axes) for made in found.choices[node].made)
     )
     saved = sum(alike) * (1 - 1 / mesh.size(axes))
-    for value, (kind, over, count) in sends_of(base.found):
+    for value, (kind, over, count) in sends_of(found):
         name = edit.module_path(value)
         is_inside = name in names and all(edit.module_path(user) == name for user in value.users)
         one, *two = (
-            base.machine.collective_seconds(each, over, count / parts, mesh)
+            found.machine.collective_seconds(each, over, count / parts, mesh)
             for each, parts in ((kind, 1), ("reduce_scatter", 2), ("all_gather", 2))
         )
         saved += one if is_inside else one - sum(two) if kind == "all_reduce" else 0.0
@@ -194,9 +181,10 @@ def _is_product(node: fx.Node) -> bool:
     return bool(edit.outputs(node)) and (is_attention(node) or factors_of_product(node, rule_of(node)) is not None)
 
 
-def find_attention(base: Base) -> Iterator[tuple[str, str]]:
+def find_attention(found: Solution, device: str) -> Iterator[tuple[str, str]]:
     """Yield the modules that attend over sharded steps, if memory is short."""
-    for program, placed in base.pairs() if base.is_tight else ():
+    for placed in _Placed.all(found) if found.lacks_memory else ():
+        program = placed.program
         axis = axis_of_turns(program.mesh)
         if program.mesh.degree(axis) == 1:
             continue
@@ -205,18 +193,14 @@ def find_attention(base: Base) -> Iterator[tuple[str, str]]:
             if node.target is ATTENTION:
                 own = [placed.sharding(operand) for operand in edit.operands(node)[:3]]
                 is_cut = any(each is not None and len(each.dims) == 4 and axis in each.dims[STEPS].axes for each in own)
-                fits = is_cut and not misfit(node, axis, program.mesh, base.device, dynamic=True)
+                fits = is_cut and not misfit(node, axis, program.mesh, device, dynamic=True)
                 modules.setdefault(edit.module_path(node), []).append(fits)
         yield from ((name, "attend_in_turns") for name, fit in modules.items() if name and all(fit))
 
 
-def find_forms(device: str) -> list[Callable[[Solution], Styles]]:
+def find_forms(device: str) -> list[Finder]:
     """Return the finders for a device, in the order in which the search tries their forms."""
-    return [partial(_find, finder, device) for finder in (find_experts, find_norms, find_attention)]
-
-
-def _find(finder: Callable[[Base], Iterator[tuple[str, str]]], device: str, found: Solution) -> Styles:
-    return dict(finder(Base(found, device)))
+    return [find_experts, find_norms, partial(find_attention, device=device)]
 
 
 def note_forms(

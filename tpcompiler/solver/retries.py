@@ -165,7 +165,7 @@ def take_forms(task: Task, best: Solution, again: Again) -> Solution:
     for find in task.forms.finders:
         styles: Styles = {}
         try:
-            styles = find(best)
+            styles = dict(find(best))
             forms = (*best.forms, styles)
             if not (programs := task.forms.plan(forms)):
                 continue

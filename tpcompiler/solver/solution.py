@@ -99,6 +99,11 @@ class Solution:
         return self.programs[0].mesh
 
     @property
+    def lacks_memory(self) -> bool:
+        """True if the fastest placements do not fit a rank."""
+        return self.is_tight or self.too_large is not None
+
+    @property
     def above(self) -> float:
         """Return the largest relative distance from the optimum."""
         return max(0.0, self.seconds / self.bound - 1) if self.bound else 0.0

@@ -18,6 +18,7 @@ Goal = Literal["latency", "memory"]
 # Variables of a problem, and which of its values each may take.
 Held = Callable[[Problem], Iterable[tuple[int, Sequence[bool]]]]
 Styles = Mapping[str, str]  # of layers, by name
+Finder = Callable[[Solution], Iterable[tuple[str, str]]]  # of layers for which a form could pay, with its style
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,11 @@ class Forms(NamedTuple):
     """Other forms of the programs, which styles ask for.
 
     Attributes:
-        finders: each names the layers for which a form could pay, with its style.
         plan: plans the programs again with these styles too, one mapping after the other; empty if the last changes
             nothing.
     """
 
-    finders: Sequence[Callable[[Solution], Styles]]
+    finders: Sequence[Finder]
     plan: Callable[[Sequence[Styles]], Sequence[PlannedProgram]]
 
 
