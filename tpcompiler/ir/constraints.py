@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tpcompiler.ir.sharding import Sharding, refuse_mixed
@@ -13,10 +12,6 @@ class Exactly:
     """One of these shardings; of several, each axis may take its part from another one."""
 
     shardings: tuple[Sharding, ...]
-
-    def candidates(self, axis: str, before: Sharding) -> Iterator[Sharding]:
-        """Yield the shardings over `axis` and the axes before it, over which the tensor is placed as `before`."""
-        yield from self.shardings if len(self.shardings) == 1 else _each_beside(self.shardings, axis, before)
 
     def admits(self, sharding: Sharding, axis: str) -> bool:
         """Return True for one of the shardings over `axis`; a whole leaf may also be a pending sum."""
@@ -33,17 +28,9 @@ class Dims:
     shardings: tuple[Sharding, ...]
     needs_parts: bool = False
 
-    def candidates(self, axis: str, before: Sharding) -> Iterator[Sharding]:
-        """As `Exactly.candidates`; the uses add others."""
-        yield from _each_beside(self.shardings, axis, before)
-
     def admits(self, sharding: Sharding, axis: str) -> bool:
         """Return True if `axis` cuts the dims that it cuts in one of the shardings."""
         return any(sharding.dims_cut_by(axis) == each.dims_cut_by(axis) for each in self.shardings)
-
-
-def _each_beside(shardings: tuple[Sharding, ...], axis: str, before: Sharding) -> Iterator[Sharding]:
-    return (each.only(axis).beside(before, {axis}) for each in shardings)
 
 
 @dataclass(frozen=True)

@@ -83,29 +83,23 @@ class Adviser:
             for style in ("colwise", "rowwise") if entry.style.placement is not None else ():
                 with contextlib.suppress(TpCompilerError):
                     now, other = self.planned(self.plan), self.planned(_changed(self.plan, {entry: style}))
+                    if [_asked_dims(each, entry) for each in now] != [_asked_dims(each, entry) for each in other]:
+                        continue
                     with no_new_guards(*(program.graph for program in other)):
-                        if found := self._restyled(entry, style, now, other, leaves):
+                        if found := self._restyled(entry, style, other, leaves):
                             return found
         return None
 
     def _restyled(
-        self,
-        entry: PlanEntry,
-        style: str,
-        now: Sequence[PlannedProgram],
-        other: Sequence[PlannedProgram],
-        leaves: Sequence[str],
+        self, entry: PlanEntry, style: str, other: Sequence[PlannedProgram], leaves: Sequence[str]
     ) -> Advice | None:
-        cut, instead = ([_asked_dims(program, entry) for program in both] for both in (now, other))
-        if cut != instead:
-            return None
         solution = solve(Task(other, self.aim.objective), PLACING)
         if math.isinf(solution.seconds):
             return None
         program = solution.programs[self.at]
         node, fqn = next((node, fqn) for node, fqn in program.leaves() if fqn in leaves)
         levels = [level for dim in solution.leaves[node].dims for level in dim.levels]
-        how = f"'{fqn}' as {solution.leaves[node].text(now[0].mesh)}"
+        how = f"'{fqn}' as {solution.leaves[node].text(other[0].mesh)}"
         for level in levels:
             how = f"whole groups of {level.unit}" if level.unit > 1 else how
             how = f"each of its groups of {level.block} by itself" if level.block else how

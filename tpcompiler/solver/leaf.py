@@ -39,7 +39,9 @@ class Leaf:
     def start(self, stage: Stage) -> None:
         """Let it be what its constraint names, or as before if it is written."""
         if isinstance(self.allowed, Exactly | Dims):
-            for sharding in self.allowed.candidates(stage.axis, self.before):
+            is_whole = isinstance(self.allowed, Exactly) and len(self.allowed.shardings) == 1  # over all axes
+            for asked in self.allowed.shardings:
+                sharding = asked if is_whole else asked.only(stage.axis).beside(self.before, {stage.axis})
                 self.shardings.setdefault(stage.within(sharding, self.value))
         elif self.is_written:
             self.let_be_whole()
