@@ -140,7 +140,7 @@ def _mark_op(node: fx.Node, walk: Walk) -> NodePlacement:
                 refusal = refusal or _sooner(have, want, demand)
             refusals[index] = refusal or "other operands are cut differently"
         if operand in walk.pinned:
-            _refuse(node, operand, have, refusals[index], walk)
+            _refuse(node, operand, refusals[index], walk)
         if rule is None:
             text = f"{node.target} at '{node.name}' has no rule: '{operand.name}' is replicated"
             walk.notes.append(Note("no rule", text))
@@ -205,29 +205,21 @@ def _reason(node: fx.Node, rule: Rule | None, option: Option, refusals: Mapping[
     return "; ".join([*refused, *cuts, *through]) or "operands are replicated"  # a refused operand explains the change
 
 
-def _refuse(node: fx.Node, leaf: fx.Node, sharding: Sharding, why: str, walk: Walk) -> None:
+def _refuse(node: fx.Node, operand: fx.Node, why: str, walk: Walk) -> None:
     """A weight is never gathered at run time, so a planned cut that its op cannot use is an error."""
-    constraint, fqns = walk.pinned[leaf], {node.name: fqn for node, fqn in walk.program.leaves()}
-    leaf = _behind(leaf)
-    fqn = fqns[leaf.name]
-    value = edit.fake(leaf)
+    constraint, mesh = walk.pinned[operand], walk.program.mesh
+    sharding, fqn = constraint.sharding, constraint.leaf
+    shape = next(edit.shape(leaf) for leaf, name in walk.program.leaves() if name == fqn)
     help = f"pin '{fqn}' to R in the plan"
-    what = f"cannot use '{fqn}' as {constraint.sharding.text(walk.program.mesh)}: {node.target} says: {why}"
-    for dim, cut in enumerate(constraint.sharding.dims):
+    what = f"cannot use '{fqn}' as {sharding.text(mesh)}: {node.target} says: {why}"
+    for size, cut, dim in zip(shape, sharding.dims, range(sharding.ndim), strict=True):
         if cut.axes:
-            axis, size, degree = "' and '".join(cut.axes), value.shape[dim], walk.program.mesh.size(cut.axes)
+            axis, degree = "' and '".join(cut.axes), mesh.size(cut.axes)
             what = f"cannot shard '{fqn}' on dim {dim} of {size} by mesh axis '{axis}' of {degree}"
             what += f" for {node.target}: {why}"
             if size % degree:
                 help = f"use a degree that divides {size}, or {help}"
     error = ShardingError(what, help=help, asked_by=constraint.asked_by, used_at=edit.source_line(node))
-    beside = [_behind(operand) for operand in edit.operands(node) if operand in walk.pinned]
-    error.leaves = tuple(dict.fromkeys([fqn, *(fqns[other.name] for other in beside)]))
+    pinned = [walk.pinned[each].leaf for each in edit.operands(node) if each in walk.pinned]
+    error.leaves = tuple(dict.fromkeys([fqn, *pinned]))
     raise error
-
-
-def _behind(value: fx.Node) -> fx.Node:
-    """Return the leaf that a value is a rearrangement of."""
-    while value.op == "call_function":
-        value = edit.operands(value)[0]
-    return value

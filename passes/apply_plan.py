@@ -80,8 +80,7 @@ def apply_plan(
             found = {leaf: replace(each, allowed=Dims((each.sharding,))) for leaf, each in found.items()}
         for shared in () if weight else constraints.keys() & found.keys():
             if not name.startswith(f"{named[shared]}."):
-                fqn = next(fqn for fqn, node in leaves.items() if node.name == shared)
-                what = f"'{fqn}' is one tensor that two layers use, but the plan places it"
+                what = f"'{found[shared].leaf}' is one tensor that two layers use, but the plan places it"
                 _refuse_two(constraints[shared], found[shared], what)
         constraints.update(found)
         named.update(dict.fromkeys(found, name))
@@ -190,16 +189,14 @@ def _aliases(program: CanonicalProgram) -> dict[str, list[fx.Node]]:
 
 def _tie(constraints: dict[str, Constraint], program: CanonicalProgram) -> None:
     """Copy a constraint on one tied leaf to all leaves of that tensor."""
-    names = {node.name: fqn for node, fqn in program.leaves()}
     first_of = tied(program)
-    known: dict[str, tuple[str, Constraint]] = {}
-    for name, constraint in constraints.items():
-        other, previous = known.setdefault(first_of[name], (name, constraint))
-        what = f"'{names[other]}' and '{names[name]}' are one tied tensor, but the plan places them"
-        _refuse_two(previous, constraint, what)
-    for name, first in first_of.items():
-        if first in known:
-            constraints.setdefault(name, replace(known[first][1], leaf=names[name]))
+    known: dict[str, Constraint] = {}
+    for name, own in constraints.items():
+        other = known.setdefault(first_of[name], own)
+        _refuse_two(other, own, f"'{other.leaf}' and '{own.leaf}' are one tied tensor, but the plan places them")
+    for node, fqn in program.leaves():
+        if first_of[node.name] in known:
+            constraints.setdefault(node.name, replace(known[first_of[node.name]], leaf=fqn))
 
 
 def _refuse_two(first: Constraint, second: Constraint, what: str) -> None:

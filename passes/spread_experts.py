@@ -53,10 +53,9 @@ def _blocks(program: PlannedProgram, weight: fx.Node) -> int:
         return 1
     count, experts = program.mesh.size(constraint.sharding.dims[0].axes), edit.shape(leaf)[0]
     if experts % count:
-        fqn = next(fqn for node, fqn in program.leaves() if node.name == leaf.name)
         fits = [str(degree) for degree in range(1, experts + 1) if experts % degree == 0]
         raise PlanError(
-            f"'{fqn}' is of {experts} experts, which cannot be dealt out evenly to {count} ranks",
+            f"'{constraint.leaf}' is of {experts} experts, which cannot be dealt out evenly to {count} ranks",
             help=f"use a degree of {', '.join(fits[:-1])} or {fits[-1]}, or cut the experts inside",
             asked_by=constraint.asked_by,
         )
