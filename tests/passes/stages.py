@@ -123,7 +123,7 @@ def placed(*args: Any, **kwargs: Any) -> PlacedProgram:
     task = Task([divided(*args, **kwargs)], Aim().objective)
     found = solve(task)
     refuse_unplaced(task, found)
-    (program,) = (with_notes(program, note_search(task, found), False) for program in found.programs)
+    (program,) = (with_notes(program, note_search(task, found)) for program in found.programs)
     return _checked(place(program, found))
 
 

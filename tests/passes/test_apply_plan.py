@@ -262,7 +262,9 @@ pin_1: S(1) = pin(x)
 return pin, None, pin_1
 """,
     )
-    assert {node.name: program.input_sharding(node).text(program.mesh) for node in program.user_inputs()} == {
+    assert {
+        node.name: program.constraints[node.name].sharding.text(program.mesh) for node in program.user_inputs()
+    } == {
         "x": "R",
         "y": "S(0)",
     }

@@ -100,7 +100,9 @@ def brute_force(problem: Problem) -> Iterator[float]:
     (domain,), stage = problem.domains, problem.stage
     program, mesh = domain.program, stage.mesh
     leaves = dict(program.leaves())
-    given = {node: stage.within(program.input_sharding(node), node.meta["val"]) for node in program.user_inputs()}
+    given = {
+        node: stage.within(program.constraints[node.name].sharding, node.meta["val"]) for node in program.user_inputs()
+    }
     calls = [node for node in domain.operands if node.target is pin or node in domain.ways]
     each = [
         [(None, *choice[:2]) for choice in pin_choices(domain, node)] if node.target is pin else [*domain.ways[node]]

@@ -18,7 +18,6 @@ from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from tpcompiler._torch import LEAF_KINDS, WRITTEN_KINDS, tree_names
 from tpcompiler.ir.constraints import AnyStyle, AsUsed, Constraint
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.sharding import Sharding
 from tpcompiler.runtime.records import Note as Note
 
 PIN = "tpcompiler_pin"
@@ -132,10 +131,6 @@ class PlannedProgram(Program):
         """Return the constraint that places a leaf, or None if its uses or the search do."""
         constraint = self.constraints.get(leaf.name)
         return constraint if constraint is not None and constraint.is_fixed else None
-
-    def input_sharding(self, node: fx.Node) -> Sharding:
-        """Return the sharding that the boundary asks of a user's input."""
-        return self.constraints[node.name].sharding
 
 
 def relax(

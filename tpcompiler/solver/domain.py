@@ -172,7 +172,7 @@ def _find_tokens(domain: Domain) -> dict[fx.Node, dict[str, bool]]:
 def _find_touched(domain: Domain) -> Set[fx.Node]:
     """Return the leaves, inputs and pins that are cut over the axis, and all values that depend on one."""
     program, axis = domain.program, domain.stage.axis
-    touched = {node for node in program.user_inputs() if axis in program.input_sharding(node).axes}
+    touched = {node for node in program.user_inputs() if axis in program.constraints[node.name].sharding.axes}
     for leaf, _ in program.leaves():
         known = domain.leaves[leaf.name]
         asked = known.allowed.shardings if isinstance(known.allowed, Exactly | Dims) else ()

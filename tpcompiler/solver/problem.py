@@ -247,7 +247,7 @@ def _state(problem: Problem, domain: Domain) -> None:
     for node in leaves:
         _add_leaf(problem, node, domain.leaves[node.name])
     for node in program.user_inputs():
-        problem.values[node] = Values(None, (stage.within(program.input_sharding(node), edit.fake(node)),))
+        problem.values[node] = Values(None, (stage.within(program.constraints[node.name].sharding, edit.fake(node)),))
     for node in counted(list(edit.calls(program.graph)), "pricing choices", "ops"):
         if node.target in (FREE, operator.getitem):
             continue

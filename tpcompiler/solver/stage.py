@@ -116,14 +116,14 @@ class Stage:
         return self.known.once(("own", id(rule)), lambda: list(options(rule, of_axis)))
 
     def both(self, rule: Rule, option: Option) -> Both | Refusal:
-        return self.known.once((id(rule), self.name(option)), lambda: self._shardings(rule, option))
+        def find() -> Both | Refusal:
+            found = shardings(rule, option, self.mesh)
+            if isinstance(found, Refusal):
+                return found
+            wants, made = (tuple(self.known.setdefault(each, each) for each in side) for side in found)
+            return wants, made
 
-    def _shardings(self, rule: Rule, option: Option) -> Both | Refusal:
-        found = shardings(rule, option, self.mesh)
-        if isinstance(found, Refusal):
-            return found
-        wants, made = (tuple(self.known.setdefault(each, each) for each in side) for side in found)
-        return wants, made
+        return self.known.once((id(rule), self.name(option)), find)
 
     def extended(self, base: Option, more: Option) -> Option:
         """An option over the axis, inside of one over those before."""
