@@ -114,13 +114,14 @@ def _read(
     for node, group in problem.groups.items():  # cutting a leaf where it is used is a local slice
         own = wishes.get(group, ())
         groups.setdefault(group, next(iter(own)) if len(own) == 1 else Sharding.replicated(edit.ndim(node)))
-    asked = ((node, own.constraints[node.name]) for own in problem.programs for node in own.user_inputs())
+    leaves = {node: groups[group] for node, group in problem.groups.items()}
+    for program in problem.programs:
+        leaves |= {node: program.constraints[node.name].sharding for node in program.user_inputs()}
     solution = Solution(
         problem.programs,
         before.machine,
         choices,
-        {node: groups[group] for node, group in problem.groups.items()}
-        | {node: constraint.sharding for node, constraint in asked},
+        leaves,
         {node: _chosen(values, found) for node, values in problem.settled.items()},
         _layers(problem, before, groups, found),
         seconds,
