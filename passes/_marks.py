@@ -101,21 +101,16 @@ def _mark_input(node: fx.Node, walk: Walk) -> NodePlacement:
 
 def _settle(node: fx.Node, made: Sharding, walk: Walk) -> Sharding:
     """Return the sharding that the users of a value see: the search's for several, or the one that all of them want."""
-    wants = {want for user in node.users for want in _wanted(user, node, walk)}
+    users = [user for user in node.users if user in walk.found.choices]
+    operands = (
+        pair for user in users for pair in zip(edit.operands(user), walk.found.choices[user].wants, strict=True)
+    )
+    wants = {want for operand, want in operands if operand is node}
     if not node.users or all(user.target is pin for user in node.users) or wants == {made}:
         return made
     if len(wants) == 1:  # other changes are left to each user, which has a reason for it
         return wants.pop() if made.partial else made
     return walk.found.settled.get(node, made)
-
-
-def _wanted(user: fx.Node, value: fx.Node, walk: Walk) -> list[Sharding]:
-    if user.op == "output":
-        return []
-    if user not in walk.found.choices:
-        return []
-    wants = walk.found.choices[user].wants
-    return [want for operand, want in zip(edit.operands(user), wants, strict=True) if operand is value]
 
 
 def _mark_op(node: fx.Node, walk: Walk) -> NodePlacement:

@@ -201,15 +201,11 @@ def shardings_of(domain: Domain, value: fx.Node) -> tuple[Sharding, ...]:
         return () if given is None else (domain.stage.within(given.sharding, edit.fake(value)),)
     source, at = edit.producer(value)
     if source.target is pin:
-        return _pinned(domain, source)
+        allowed = source.meta[PIN].allowed
+        if isinstance(allowed, Over) and set(allowed.axes).isdisjoint(domain.stage.own):
+            return shardings_of(domain, domain.operands[source][0])
+        return tuple(choice.made[0] for choice in pin_choices(domain, source))
     return domain.ways[source].made[at] if source in domain.ways else ()
-
-
-def _pinned(domain: Domain, node: fx.Node) -> tuple[Sharding, ...]:
-    allowed = node.meta[PIN].allowed
-    if isinstance(allowed, Over) and set(allowed.axes).isdisjoint(domain.stage.own):
-        return shardings_of(domain, domain.operands[node][0])
-    return tuple(choice.made[0] for choice in pin_choices(domain, node))
 
 
 def pin_choices(domain: Domain, node: fx.Node) -> list[Choice]:
@@ -263,26 +259,20 @@ def _let_leaves_be_whole(domain: Domain, touched: Set[fx.Node]) -> None:
 
 def _make_wanted(domain: Domain, node: fx.Node) -> None:
     """Let those who make an op's operands make what it wants of them."""
+    stage, wanted = domain.stage, list[tuple[Sharding, ...]]()
     if node.target is pin:
         wanted = [tuple(choice.wants[0] for choice in pin_choices(domain, node))]
-    else:
-        wanted = [*domain.ways[node].wants] if node in domain.ways else []
-    for operand, shardings in zip(domain.operands[node] if wanted else (), wanted, strict=True):
-        _ask(domain, operand, shardings)
-
-
-def _ask(domain: Domain, value: fx.Node, wanted: Sequence[Sharding]) -> None:
-    stage = domain.stage
-    if value.op == "placeholder" and value.name in domain.leaves:
-        for sharding in to_cut(stage, wanted):
-            domain.leaves[value.name].want(sharding, stage)
-        return
-    source, at = edit.producer(value)
-    if source not in domain.ways:
-        return
-    had, is_one = domain.ways[source], source is not value
-    known = "makes", had, at, is_one, wanted
-    domain.ways[source] = stage.known.once(known, partial(make_wanted, stage, had, at, is_one, wanted))
+    elif node in domain.ways:
+        wanted = domain.ways[node].wants
+    for value, shardings in zip(domain.operands[node] if wanted else (), wanted, strict=True):
+        source, at = edit.producer(value)
+        if value.name in domain.leaves:
+            for sharding in to_cut(stage, shardings):
+                domain.leaves[value.name].want(sharding, stage)
+        elif source in domain.ways:
+            had, is_one = domain.ways[source], source is not value
+            known = "makes", had, at, is_one, shardings
+            domain.ways[source] = stage.known.once(known, partial(make_wanted, stage, had, at, is_one, shardings))
 
 
 def find_shared_heads(domain: Domain) -> set[int]:
