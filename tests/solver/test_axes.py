@@ -24,7 +24,7 @@ from tpcompiler.ir.program import PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.pipeline import plan_program
 from tpcompiler.solver import together
-from tpcompiler.solver.domain import pin_choices
+from tpcompiler.solver.domain import shardings_of_pin
 from tpcompiler.solver.drive import PLACING, solve
 from tpcompiler.solver.problem import Problem, pose
 from tpcompiler.solver.search import search
@@ -105,7 +105,9 @@ def brute_force(problem: Problem) -> Iterator[float]:
     }
     calls = [node for node in domain.operands if node.target is pin or node in domain.ways]
     each = [
-        [(None, *choice[:2]) for choice in pin_choices(domain, node)] if node.target is pin else [*domain.ways[node]]
+        [(None, (each,), (each,)) for each in shardings_of_pin(domain, node)]
+        if node.target is pin
+        else [*domain.ways[node]]
         for node in calls
     ]
     for some in itertools.product(*each):

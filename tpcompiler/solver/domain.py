@@ -19,7 +19,7 @@ from tpcompiler.rules.infer import Option, is_one
 from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.solver.leaf import Leaf
-from tpcompiler.solver.stage import Choice, Stage
+from tpcompiler.solver.stage import Stage
 from tpcompiler.solver.ways import Limits, Ways, can_take, made_of, make_wanted, shared_heads, take_operands, to_cut
 from tpcompiler.terminal.progress import counted
 
@@ -204,16 +204,15 @@ def shardings_of(domain: Domain, value: fx.Node) -> tuple[Sharding, ...]:
         allowed = source.meta[PIN].allowed
         if isinstance(allowed, Over) and set(allowed.axes).isdisjoint(domain.stage.own):
             return shardings_of(domain, domain.operands[source][0])
-        return tuple(choice.made[0] for choice in pin_choices(domain, source))
+        return shardings_of_pin(domain, source)
     return domain.ways[source].made[at] if source in domain.ways else ()
 
 
-def pin_choices(domain: Domain, node: fx.Node) -> list[Choice]:
+def shardings_of_pin(domain: Domain, node: fx.Node) -> tuple[Sharding, ...]:
     """Return the shardings of a pin: the requested one; over other axes, any sharding of its value."""
     asked, stage, (value,) = node.meta[PIN], domain.stage, domain.operands[node]
     have = dict.fromkeys([*shardings_of(domain, value), Sharding.replicated(edit.ndim(value))])
-    made = dict.fromkeys(stage.within(asked.applied(sharding), edit.fake(value)) for sharding in have)
-    return [Choice((sharding,), (sharding,), 0.0) for sharding in made]
+    return tuple(dict.fromkeys(stage.within(asked.applied(sharding), edit.fake(value)) for sharding in have))
 
 
 def _take_operands(domain: Domain, node: fx.Node) -> None:
@@ -261,7 +260,7 @@ def _make_wanted(domain: Domain, node: fx.Node) -> None:
     """Let those who make an op's operands make what it wants of them."""
     stage, wanted = domain.stage, list[tuple[Sharding, ...]]()
     if node.target is pin:
-        wanted = [tuple(choice.wants[0] for choice in pin_choices(domain, node))]
+        wanted = [shardings_of_pin(domain, node)]
     elif node in domain.ways:
         wanted = domain.ways[node].wants
     for value, shardings in zip(domain.operands[node] if wanted else (), wanted, strict=True):

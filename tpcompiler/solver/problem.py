@@ -27,7 +27,7 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.static import computed_from_leaves
 from tpcompiler.rules.features import feature_dims
 from tpcompiler.solver.changes import UNIT, find_common, in_units, price_changes
-from tpcompiler.solver.domain import Domain, find_domain, pin_choices
+from tpcompiler.solver.domain import Domain, find_domain, shardings_of_pin
 from tpcompiler.solver.eliminate import Tables, check_size
 from tpcompiler.solver.leaf import Leaf
 from tpcompiler.solver.stage import Choice, Known, Stage
@@ -275,7 +275,7 @@ def _state(problem: Problem, domain: Domain) -> None:
 def _choices(problem: Problem, domain: Domain, node: fx.Node) -> Choices:
     operands = domain.operands[node]
     if node.target is pin:
-        return Choices.of(pin_choices(domain, node))
+        return Choices.of([Choice((each,), (each,), 0.0) for each in shardings_of_pin(domain, node)])
     if node not in domain.ways:
         whole = tuple(Sharding.replicated(edit.ndim(o)) for o in operands)
         return Choices.of([Choice(whole, tuple(Sharding.replicated(v.ndim) for v in edit.outputs(node)), 0.0)])
