@@ -53,11 +53,11 @@ def solve(task: Task, retries: Sequence[Retry] = RETRIES) -> Solution:
     Raises:
         UnsupportedError: as `search`.
     """
-    before, best = task.tally.total, search(task)
+    before, best = task.tally.total(), search(task)
     counts = {"as planned": 1}
     for at, retry in enumerate(retries):
-        done = task.tally.total
+        done = task.tally.total()
         best = retry.improve(task, best, partial(solve, retries=retries[:at]))
-        counts[retry.searches] = task.tally.total - done
-    assert sum(counts.values()) == task.tally.total - before
+        counts[retry.searches] = task.tally.total() - done
+    assert sum(counts.values()) == task.tally.total() - before
     return replace(best, searches={words: count for words, count in counts.items() if count})

@@ -57,7 +57,7 @@ def search(task: Task) -> Solution:
     Raises:
         UnsupportedError: as `eliminate.solve`; axes that are solved at once have too many choices together.
     """
-    task.tally.total += 1
+    task.tally["searches"] += 1
     programs, objective, held, model = task.programs, task.objective, task.held, task.model_axes
     mesh, found, heads = programs[0].mesh, Solution(programs, objective.machine, model=model), list[tuple[str, int]]()
     groups, solved = dict[str, Sharding](), list[tuple[str, ...]]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -59,13 +60,6 @@ class Forms(NamedTuple):
     plan: Callable[[Sequence[Styles]], Sequence[PlannedProgram]]
 
 
-@dataclass
-class Tally:
-    """The number of searches until now."""
-
-    total: int = 0
-
-
 @dataclass(frozen=True)
 class Task:
     """Programs to place.
@@ -78,6 +72,7 @@ class Task:
         model: the axes over which layers are cut; by default the mesh's.
         held: limits the values of some variables; then no weight is gathered at all.
         turns: the order of the axes; by default `model` one by one, then the others.
+        tally: counts the searches for this task and those made from it.
     """
 
     programs: Sequence[PlannedProgram]
@@ -88,7 +83,7 @@ class Task:
     model: tuple[str, ...] = ()
     held: Held | None = None
     turns: Turns = ()
-    tally: Tally = field(default_factory=Tally)
+    tally: Counter[str] = field(default_factory=Counter)
 
     @property
     def is_searched(self) -> bool:
