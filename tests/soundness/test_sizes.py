@@ -12,10 +12,10 @@ from tests.trust import collectives
 from tests.trust.damage import Artifact, damaged
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.judge.sound.changes import change_shape
 from tpcompiler.judge.sound.check import check_programs
 from tpcompiler.judge.sound.drawn import MULTIPLE, DrawnSizes
 from tpcompiler.judge.sound.folded import folded
-from tpcompiler.judge.sound.sizes import change_shape
 
 assert collectives  # it registers its kinds
 

@@ -14,7 +14,7 @@ import torch
 from torch.export import ExportedProgram
 
 from tpcompiler.artifact.counts import counted_kinds
-from tpcompiler.ir import edit
+from tpcompiler.checkpoint.leaves import dtype_of, held_per_rank
 from tpcompiler.ir.symm_mem import expand_collectives
 from tpcompiler.runtime.artifact import Manifest, read_manifest
 from tpcompiler.runtime.rank_file import read_rank
@@ -67,8 +67,6 @@ class Outline:
     """The content of a view.
 
     Attributes:
-        bytes_here: bytes of this rank's parameters, buffers and constants; tied tensors count once.
-        bytes_whole: bytes of the same on one device.
         root: inputs, the tree of modules, outputs; sources name items in it.
         program: the rank's program.
         items: all items, those of every layer included.
@@ -77,8 +75,6 @@ class Outline:
 
     manifest: Manifest
     rank: int
-    bytes_here: int
-    bytes_whole: int
     root: Group
     program: ExportedProgram
     items: tuple[Item, ...]
@@ -87,6 +83,17 @@ class Outline:
     @property
     def mesh(self) -> str:
         return ", ".join(f"{axis}={degree}" for axis, degree in self.manifest.mesh.items())
+
+    @property
+    def bytes_here(self) -> int:
+        """The bytes of this rank's parameters, buffers and constants; tied tensors count once."""
+        return held_per_rank(self.manifest)[self.rank]
+
+    @property
+    def bytes_whole(self) -> int:
+        """The bytes of the same on one device."""
+        rows = (row for row in self.manifest.tensors if row.tied_to is None)
+        return sum(math.prod(row.shape) * dtype_of(row.dtype).itemsize for row in rows)
 
 
 def outline_of(
@@ -114,7 +121,7 @@ def outline_of(
     root = _merged_ends(root, items, stands)
     root = _flattened(_redirected(root, stands))
     drawn = {item.name: _stand(item.name, stands) for item in items}
-    return Outline(manifest, rank, *_bytes(exported, manifest), root, exported, tuple(items), drawn)
+    return Outline(manifest, rank, root, exported, tuple(items), drawn)
 
 
 def _read(directory: str | os.PathLike[str], rank: int, trust: bool) -> tuple[Manifest, ExportedProgram]:
@@ -312,16 +319,3 @@ def _size(group: Group) -> int:
 
 def _is_sent(member: Item | Group) -> bool:
     return isinstance(member, Item) and member.kind in ("collective", "gone")
-
-
-def _bytes(exported: ExportedProgram, manifest: Manifest) -> tuple[int, int]:
-    """Return the bytes of this rank's leaves, and of the same leaves whole."""
-    rows = {row.name: row for row in manifest.tensors if row.tied_to is None}
-    values = {node.name: edit.fake(node) for node in exported.graph.nodes if node.op == "placeholder"}
-    here = whole = 0
-    for spec in exported.graph_signature.input_specs:
-        if spec.target in rows:
-            value = values[spec.arg.name]
-            here += value.numel() * value.element_size()
-            whole += math.prod(rows[spec.target].shape) * value.element_size()
-    return here, whole

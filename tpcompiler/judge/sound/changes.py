@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+import operator
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from tpcompiler._torch import tree_map
+from tpcompiler._torch import aten, c10d_functional, tree_map
 from tpcompiler.errors import InternalError, reason
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
@@ -20,11 +21,33 @@ from tpcompiler.judge.sound.folded import Folded
 from tpcompiler.judge.sound.numbering import Numbering
 from tpcompiler.judge.sound.region import ProgramRegion
 from tpcompiler.judge.sound.shares import cut, join
-from tpcompiler.judge.sound.sizes import change_shape, plain
 from tpcompiler.judge.sound.unsound import DoesNotRun, Unsound
 
 MANY = 2**22  # elements
 TRIALS, DRAWS = 2, 8  # number of trials of dynamic sizes, and of draws in each trial
+SMALL = 16
+# All other ops in a change of sharding treat all dims alike except one, or all dims.
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, WAIT = (
+    getattr(c10d_functional, name).default
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "wait_tensor")
+)
+ALONG_DIM = (
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.cat.default,
+    aten.index_select.default,
+)
+ALONG_FIRST = (ALL_GATHER, REDUCE_SCATTER)
+ALONG_NONE = (
+    ALL_REDUCE,
+    WAIT,
+    aten.clone.default,
+    aten.div.Tensor,
+    operator.getitem,
+    aten.arange.default,
+    aten.add.Tensor,  # for places
+)
 
 
 class ChangeRunner:
@@ -100,7 +123,7 @@ class ChangeRunner:
         runs: list[Any] = []
         known: dict[str, Any] = {}
         for each, region, row, share in zip(self.ranks, regions, self.rows, shares, strict=True):
-            env = {node: share if edit.is_tensor(node) else plain(edit.fake(node), each) for node in region.inputs}
+            env = {node: share if edit.is_tensor(node) else each.plain(edit.fake(node)) for node in region.inputs}
             env.update(zip(region.numbers, map(torch.tensor, each.numbers.of(region.numbers, row)), strict=True))
             runs.append(_one(region, env, known))
         try:
@@ -115,6 +138,25 @@ class ChangeRunner:
             raise Unsound(last, f"is not what its region claims: {error}") from error
         if not all(torch.equal(each, whole) for each in {id(replica): replica for replica in replicas}.values()):
             raise Unsound(last, f"does not become {target.text(mesh)} of the whole in its region")
+
+
+def change_shape(made: Folded, nodes: Iterable[fx.Node], region: ProgramRegion) -> list[int]:
+    """Return the shape of the value that a change's `nodes` on all ranks move, reduced in dims that they do not touch.
+
+    So the pending sums of a batch of long texts are reduced on a few numbers.
+    """
+    last = region.nodes[-1]
+    shape = [made.plain(size) for size in edit.outputs(made.whole[last])[0].shape]
+    ends = made.paths[last][0], made.paths[last][-1]
+    cut = {at for sharding in ends for at, by in enumerate(sharding.dims) if by.axes}
+    for node in nodes:
+        if node.target in ALONG_DIM:
+            cut.add(int(edit.bound(node)["dim"]) % len(shape))
+        elif node.target in ALONG_FIRST:
+            cut.add(0)
+        elif node.target not in ALONG_NONE:
+            return shape
+    return [size if at in cut else min(size, SMALL) for at, size in enumerate(shape)]
 
 
 def _numbers(shape: Sequence[int], world: int) -> torch.Tensor:

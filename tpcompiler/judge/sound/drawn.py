@@ -7,6 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from tpcompiler.judge.sound.unsound import DoesNotRun
+
 LEAST, SPREAD = 24, 48  # few divisions bring 24 to 0
 MULTIPLE = 24
 # Ranges (least, spread) for regions with many elements, such as the logits of a large vocabulary; the second, of
@@ -47,6 +51,22 @@ class DrawnSizes:
             largest = others[-1:] if self.fits else []
             self.chosen[name] = random.SystemRandom().choice(fitting or largest or others or [low])
         return self.chosen[name]
+
+    def plain(self, value: Any, ranges: Mapping[Any, Any]) -> Any:
+        """Return a size (or number, or truth value) with a number in its range for every symbol.
+
+        Raises:
+            DoesNotRun: it divides by a size that becomes 0.
+        """
+        if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return value
+        expr = value.node.expr
+        try:
+            result = expr.xreplace({symbol: self.of(symbol, ranges.get(symbol)) for symbol in expr.free_symbols})
+        except ZeroDivisionError as error:
+            raise DoesNotRun(None, f"there is no size {expr}") from error
+        kinds: list[tuple[type, type]] = [(torch.SymInt, int), (torch.SymFloat, float), (torch.SymBool, bool)]
+        return next(kind for symbolic, kind in kinds if isinstance(value, symbolic))(result)
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={size}" for name, size in sorted(self.chosen.items()))

@@ -86,6 +86,10 @@ class Folded:
     def claim(self, node: fx.Node) -> Claim:
         return self.claims.get(node, NO_CLAIM)
 
+    def plain(self, value: Any) -> Any:
+        """Return a size, which may be dynamic, as a number."""
+        return self.sizes.plain(value, self.program.range_constraints)
+
     def run(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Run a call on fake values; calls with equal layouts of arguments share the result."""
         known = (id(self.mode), target, key(args), key(kwargs))
@@ -205,17 +209,15 @@ def _inputs(made: Folded, manifest: Manifest) -> None:
 
 
 def read_claimed(node: fx.Node | None, text: Any, mesh: Mesh, ndim: int) -> Sharding:
-    """Return the claimed sharding of a tensor, without axes of one rank, for which any claim is true.
+    """Return the claimed sharding of a tensor.
 
     Raises:
         Unsound: the claim cannot be read.
     """
     try:
-        sharding = read_sharding(text, mesh, ndim)
+        return read_sharding(text, mesh, ndim)
     except (TpCompilerError, ValueError, LookupError, AssertionError, TypeError) as error:
         raise Unsound(node, f"claims the sharding {text!r}, which a tensor of {ndim} dims cannot have") from error
-    alone = [axis for axis, degree in mesh.axes if degree == 1]
-    return Sharding.replicated(ndim).beside(sharding, alone) if alone else sharding
 
 
 def _claimed(made: Folded, node: fx.Node) -> tuple[Claim, Shardings]:

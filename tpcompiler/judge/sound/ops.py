@@ -21,7 +21,6 @@ from tpcompiler.judge.sound.counted import read_names
 from tpcompiler.judge.sound.drawn import DrawnSizes
 from tpcompiler.judge.sound.folded import LAYOUT, VIEWS, Folded, Shardings, reads_data
 from tpcompiler.judge.sound.shares import local_shape, local_size
-from tpcompiler.judge.sound.sizes import plain
 from tpcompiler.judge.sound.unsound import Unsound
 from tpcompiler.rules.infer import Option, Refusal, follow, merge, pass_through, shardings
 from tpcompiler.rules.notation import Rule
@@ -119,15 +118,15 @@ def _holds_at_numbers(made: Folded, node: fx.Node, args: Any, kwargs: Any) -> bo
         except Exception:  # they do not fit
             continue
         every = [v for v in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(v, torch.Tensor)]
-        said = [([plain(size, made) for size in each.shape], each.dtype) for each in edit.outputs(node)]
+        said = [([made.plain(size) for size in each.shape], each.dtype) for each in edit.outputs(node)]
         return said == [(list(value.shape), value.dtype) for value in every]
     return False
 
 
 def _in_numbers(value: Any, made: Folded) -> Any:
     if not isinstance(value, torch.Tensor):
-        return plain(value, made)
-    sizes, strides = ([plain(each, made) for each in layout] for layout in (value.shape, value.stride()))
+        return made.plain(value)
+    sizes, strides = ([made.plain(each) for each in layout] for layout in (value.shape, value.stride()))
     return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
 
 
@@ -146,7 +145,7 @@ def _agree_somewhere(made: Folded, apart: Sequence[tuple[Any, Any]]) -> bool:
     symbolic = [ends for ends in apart if not any(isinstance(size, int) for size in ends)]
     for _ in range(DRAWS):
         made.sizes = DrawnSizes(fits=True)
-        if all(plain(one, made) == plain(other, made) for one, other in symbolic):
+        if all(made.plain(one) == made.plain(other) for one, other in symbolic):
             return True
     return False
 

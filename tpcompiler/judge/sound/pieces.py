@@ -19,7 +19,6 @@ from tpcompiler.judge.sound.changes import DRAWS
 from tpcompiler.judge.sound.drawn import DrawnSizes
 from tpcompiler.judge.sound.folded import Folded
 from tpcompiler.judge.sound.rising import counting, rising_inputs
-from tpcompiler.judge.sound.sizes import plain
 from tpcompiler.rules.index_range import door_ranges
 
 MOST = 2**26  # elements of all values of both pieces
@@ -132,17 +131,17 @@ class Pieces:
     def _random(self, node: fx.Node, far: bool) -> Any:
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):
-            return plain(value, self.made)
+            return self.made.plain(value)
         if node.name in self.literals and node.op == "placeholder":
             return self.literals[node.name]
-        shape, strides = ([plain(size, self.made) for size in each] for each in (value.shape, value.stride()))
+        shape, strides = ([self.made.plain(size) for size in each] for each in (value.shape, value.stride()))
         if value.is_floating_point() or value.is_complex():
             result = torch.randn(shape, dtype=torch.float32).add_(0.5)
         elif value.dtype == torch.bool:
             result = torch.rand(shape) < 0.5
         elif node.name in self.rising:
             rising, counted = self.rising[node.name]
-            size = plain(edit.shape(rising.of)[rising.dim], self.made)
+            size = self.made.plain(edit.shape(rising.of)[rising.dim])
             result = rising.draw(value, shape, size)
             result = result.diff(prepend=result.new_zeros(1)) if counted else result
         elif far:  # ids, or places
