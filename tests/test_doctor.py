@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 from torch.export import ExportedProgram, export
 
@@ -17,12 +18,14 @@ from tests.runtime.commands import right
 from tests.zoo.index import CASES
 from tpcompiler.api import conversions_of
 from tpcompiler.cost.machine_file import read_machine
+from tpcompiler.cost.timeline import StepTime
 from tpcompiler.errors import MeshError, ShardingError, UnsupportedError
 from tpcompiler.pipeline import convert_programs
 from tpcompiler.solver.memory import measure_memory
 from tpcompiler.solver.obstacles import find_obstacles
 from tpcompiler.solver.task import Aim
 from tpcompiler.terminal.printed import format_bytes
+from tpcompiler.terminal.tables import text_of
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 
@@ -75,6 +78,21 @@ def test_a_step_by_hand() -> None:
     relu = 2 * 16 * 96 * 4
     assert two.work == pytest.approx((moved + relu) / machine.memory_bandwidth)
     assert two.network == pytest.approx(16 * 64 * 4 / machine.links["", 0][0].bandwidth)
+
+
+def test_gains_end_at_the_fastest_degree() -> None:
+    """Not at one that the next degree is no faster than: a later one may be."""
+    found = tpcompiler.diagnose(mlp())
+
+    def limits(milliseconds: list[float]) -> str:
+        degrees = [
+            replace(each, calls={"": replace(each.calls[""], seconds=StepTime.of(time / 1000, 0, 0))})
+            for each, time in zip(found.degrees, milliseconds, strict=False)
+        ]
+        return text_of(replace(found, degrees=degrees).parts())
+
+    assert "beyond" not in limits([4, 3, 2.5, 1.84, 1.9, 1.7])
+    assert "beyond --tp 6 a call takes no less" in limits([4, 3, 1.9, 1.84, 1.7, 1.8])
 
 
 def test_the_smallest_degree_within_a_limit() -> None:

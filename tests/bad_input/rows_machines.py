@@ -9,6 +9,7 @@ from tpcompiler.cost.machine_file import shipped_machines
 
 CONVERT = "tpcompiler convert model.pt2 --tp 2 --plan auto -o new"
 RATES = "flops: 1.0e+15\nmemory_bandwidth: 3.0e+12\nmemory: 8.0e+10\n"
+SECONDS = "give seconds, such as 6.0e-06"
 NUMBER = "give a number such as 4.5e+11 (YAML wants the sign)"
 KNOWN = f"give {', '.join(shipped_machines())}, or the path of a YAML file"
 LINKS = "links:\n- {latency: 0.0, bandwidth: 4.0e+11}\n"
@@ -48,7 +49,7 @@ MACHINES = [
         "a number without an end",
         RATES.replace("1.0e+15", "1.0e+400") + LINKS,
         "machine m.yaml at $.flops: expected float < 1e+100 (inf)",
-        NUMBER,
+        "give FLOP/s, such as 9.9e+14",
     ),
     _machine(
         "nesting without an end",
@@ -97,20 +98,44 @@ MACHINES = [
     _machine(
         "an impossible number",
         RATES.replace("3.0e+12", "-3.0e+12") + LINKS,
-        "machine m.yaml at $.memory_bandwidth: expected float > 0.0 (-3000000000000.0)",
-        NUMBER,
+        "machine m.yaml at $.memory_bandwidth: expected float >= 100000.0 (-3000000000000.0)",
+        "give bytes/s, such as 3.3e+12",
+    ),
+    _machine(
+        "a rate in TFLOP/s",
+        RATES.replace("1.0e+15", "719") + LINKS,
+        "machine m.yaml at $.flops: expected float >= 1000000.0 (719)",
+        "give FLOP/s, such as 9.9e+14",
+    ),
+    _machine(
+        "a link in GB/s",
+        RATES + "links:\n- {latency: 2.0e-5, bandwidth: 310}\n",
+        "machine m.yaml at $.links[0].bandwidth: expected float >= 100000.0 (310)",
+        "give bytes/s, such as 4.5e+11",
+    ),
+    _machine(
+        "a latency in microseconds",
+        RATES + "links:\n- {latency: 20, bandwidth: 3.1e+11}\n",
+        "machine m.yaml at $.links[0].latency: expected float <= 1.0 (20)",
+        "give seconds, such as 6.0e-06",
+    ),
+    _machine(
+        "an unknown name in a link",
+        RATES + LINKS + "- {ranks: 8, latancy: 2.0e-5, bandwidth: 3.1e+11}\n",
+        "machine m.yaml at $.links[1]: object contains unknown field latancy",
+        "a link has latency, bandwidth, hop, collective, ranks; docs/machines.md has their forms",
     ),
     _machine(
         "a latency below nothing",
         RATES + LINKS + "- {collective: all_reduce, latency: -1.0e-6, bandwidth: 4.0e+11}\n",
         "machine m.yaml at $.links[1].latency: expected float >= 0.0 (-1e-06)",
-        NUMBER,
+        SECONDS,
     ),
     _machine(
         "a floor below nothing",
         RATES + "product: -1.0e-6\n" + LINKS,
         "machine m.yaml at $.product: expected float >= 0.0 (-1e-06)",
-        NUMBER,
+        SECONDS,
     ),
     _machine(
         "a compiler that there may be",

@@ -149,6 +149,20 @@ MANIFESTS = [
         spoil=fields(groups={"tp=2:tp": [[0]]}),
     ),
     Row(
+        "a collective over no axis of the mesh",
+        "tpcompiler inspect out",
+        "out/manifest.json is damaged: collective 'all_reduce' is over 'dp', and the mesh is {'tp': 2}",
+        CONVERT,
+        spoil=manifest(lambda data: data["collectives"][0].update(axis="dp")),
+    ),
+    Row(
+        "a tensor that is tied to none",
+        "tpcompiler inspect out",
+        "out/manifest.json is damaged: 'layers.0.up.weight' is tied to 'lost', which is no tensor",
+        CONVERT,
+        spoil=manifest(lambda data: data["tensors"][0].update(tied_to="lost")),
+    ),
+    Row(
         "an unknown device",
         "tpcompiler inspect out",
         "out/manifest.json is damaged at $.device_type: invalid enum value 'tpu'",

@@ -98,8 +98,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @st.composite
 def damaged(draw: st.DrawFn, data: Any) -> Any:
-    """The data with one value, at any depth, replaced, removed or added."""
-    data = copy.deepcopy(data)
+    """The data with one value, at any depth, replaced, removed or added, or with another name of the data."""
+    good, data = data, copy.deepcopy(data)
     at = data
     while True:
         keys: list[Any] = list(at) if isinstance(at, dict) else list(range(len(at)))
@@ -109,14 +109,22 @@ def damaged(draw: st.DrawFn, data: Any) -> Any:
         if isinstance(at[key], dict | list) and at[key] and draw(st.integers(0, 3)):
             at = at[key]
             continue
-        way = draw(st.sampled_from(["replaced", "removed", "added"]))
-        if way == "removed":
+        way = draw(st.sampled_from(["replaced", "removed", "added", "renamed"]))
+        if way == "renamed" and isinstance(at[key], str):
+            at[key] = draw(st.sampled_from(sorted(_names(good))))
+        elif way == "removed":
             del at[key]
         elif way == "replaced" or isinstance(at, list):
             at[key] = draw(JSON)
         else:
             at[draw(st.text(max_size=8))] = draw(JSON)
         return data
+
+
+def _names(data: Any) -> set[str]:
+    """Return every text of plain data."""
+    parts = [*data, *data.values()] if isinstance(data, dict) else data if isinstance(data, list) else ()
+    return set().union(*map(_names, parts), {data} if isinstance(data, str) else ())
 
 
 @given(st.data())

@@ -38,7 +38,7 @@ def test_there_are_rows_of_every_kind() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what.replace(" ", "_"))
 def test_bad_input(
     row: Row, good: tuple[Path, ExportedProgram], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

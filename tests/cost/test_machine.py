@@ -34,13 +34,17 @@ def seconds(of: Machine, kind: str, payload: int, ranks: int) -> float:
 
 @pytest.mark.parametrize("name", shipped_machines())
 def test_a_shipped_machine(name: str) -> None:
-    """It states its sources, and larger messages and more ranks take longer."""
+    """It states its sources or that it is an estimate, and larger messages and more ranks take longer.
+
+    More ranks are slower behind one switch. Where every two ranks share a link, more ranks have more links: leave such a
+    machine out of that comparison by name.
+    """
     found = read_machine(name)
     assert found.memory_bandwidth < found.flops
     head = [line for line in (SHIPPED / f"{name}.yaml").read_text().splitlines() if line.startswith("#")]
     text = " ".join(head)
     sources = re.search(r"github\.com|[A-Za-z]+/[A-Za-z-]+#\d+", text), re.search(r"of 20\d\d-\d\d-\d\d|NCCL", text)
-    assert name == "ideal" or all(sources)
+    assert name == "ideal" or "not measured" in text or all(sources)
     for kind in KINDS:
         times = [seconds(found, kind, 1 << power, 8) for power in range(9, 28)]
         assert times == sorted(times)

@@ -171,11 +171,9 @@ class Diagnosis(Record, Shown, frozen=True, kw_only=True):
             fastest = min(fitting, key=lambda each: each.calls[name].seconds.total)
             for each in [fitting[0], *([fastest] if fastest is not fitting[0] else [])]:
                 yield from each.limits(name)
-            steps = [(each, each.calls[name].seconds.total) for each in self.degrees]
-            for (each, step), (_, then) in itertools.pairwise(steps):
-                if then >= step:
-                    yield f"beyond --tp {each.asked[AXIS]} a call{of} takes no less: the network takes what is saved"
-                    break
+            least = min(self.degrees, key=lambda each: each.calls[name].seconds.total)
+            if least is not self.degrees[-1]:
+                yield f"beyond --tp {least.asked[AXIS]} a call{of} takes no less: the network takes what is saved"
         if len(self.degrees) > 1 and len({each.bytes.weights for each in self.degrees}) == 1:
             yield (
                 "nothing is cut: convert says how much longer a call would take with each layer cut; "

@@ -25,7 +25,7 @@ from tpcompiler.ir.names import layer_around
 from tpcompiler.ir.node_placement import records_of
 from tpcompiler.plan.fold import folded, times
 from tpcompiler.runtime.records import Collective, Record
-from tpcompiler.terminal.printed import format_bytes
+from tpcompiler.terminal.printed import format_bytes, format_microseconds
 from tpcompiler.terminal.tables import Part, Shown, Table
 
 NAMES = ("batch", "sequence")  # of dims 0 and 1 of the first input that is dynamic there
@@ -79,13 +79,21 @@ class CostTable(Record, Shown, frozen=True):
                 str(each.count),
                 each.formula,
                 format_bytes(each.wire_bytes),
-                f"{each.seconds * 1e6:,.3f}",
+                format_microseconds(each.seconds),
             )
             layers[each.layer] = (*layers.get(each.layer, ()), row)
         rows = [(pattern, *row, times(names)) for pattern, names in folded(layers) for row in layers[names[0]]]
         count = sum(each.count for each in self.costs)
         rows.append(
-            ("in all", "", str(count), self.formula, format_bytes(self.wire_bytes), f"{self.seconds * 1e6:,.3f}", "")
+            (
+                "in all",
+                "",
+                str(count),
+                self.formula,
+                format_bytes(self.wire_bytes),
+                format_microseconds(self.seconds),
+                "",
+            )
         )
         headers = ("layer", "kind", "count", "formula", "wire bytes", "us", "")
         yield Table(f"collectives of one call of a rank, us on {self.machine}", headers, rows)

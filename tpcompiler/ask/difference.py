@@ -22,7 +22,7 @@ from tpcompiler.ir.text import op_name
 from tpcompiler.plan.fold import folded, times
 from tpcompiler.runtime.artifact import MODEL, Manifest, read_manifest
 from tpcompiler.runtime.records import PlacedRecord, Record
-from tpcompiler.terminal.printed import format_unequal_bytes
+from tpcompiler.terminal.printed import format_microseconds, format_unequal_bytes
 from tpcompiler.terminal.tables import Part, Shown, Table
 
 
@@ -64,7 +64,7 @@ class ArtifactDifference(Record, Shown, frozen=True, kw_only=True):
         axes = [",".join(f"{axis}={degree}" for axis, degree in mesh.items()) for mesh in self.meshes]
         held = format_unequal_bytes(*map(max, self.held_bytes))
         sent = format_unequal_bytes(*self.wire_bytes)
-        microseconds = [f"{seconds * 1e6:,.3f}" for seconds in self.sent_seconds]
+        microseconds = [format_microseconds(seconds) for seconds in self.sent_seconds]
         return [
             ("mesh", axes[0], axes[1]),
             ("device", *self.device_types),

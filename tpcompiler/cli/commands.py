@@ -118,11 +118,9 @@ def inspect(
       tpcompiler inspect out -o out.html
       tpcompiler inspect out --tensor layers.0.up.weight
     """
-    if any(value is not None for value in (rank, tensor, format, out)):
+    if any(value is not None for value in (rank, tensor, format, out, machine)):
         _draw(path, rank, tensor, format, out, machine, imports, trust, json)
         return
-    if machine is not None:
-        raise typer.BadParameter("only the page predicts times: --format html", param_hint="--machine")
     with progress(f"reading {path}", quiet=json):
         is_artifact = os.path.isdir(path)  # pathlib's version may raise
         from tpcompiler.cli import printing

@@ -21,8 +21,19 @@ SHOWN = 60  # characters of a value in an error
 LARGEST = 1e100
 REQUIRED = ("flops", "memory_bandwidth", "memory", "links")  # unless a base has them
 
+# The limits refuse other units: TFLOP/s, GB/s, GB and microseconds.
+Flops = Annotated[float, Meta(ge=1e6, lt=LARGEST)]
+Bandwidth = Annotated[float, Meta(ge=1e5, lt=LARGEST)]
+Bytes = Annotated[float, Meta(ge=1e3, lt=LARGEST)]
+Seconds = Annotated[float, Meta(ge=0, le=1)]
 Rate = Annotated[float, Meta(gt=0, lt=LARGEST)]
-Seconds = Annotated[float, Meta(ge=0, lt=LARGEST)]
+UNITS = {  # of a field; all others are seconds
+    "flops": "FLOP/s, such as 9.9e+14",
+    "memory_bandwidth": "bytes/s, such as 3.3e+12",
+    "cache_bandwidth": "bytes/s, such as 3.3e+12",
+    "bandwidth": "bytes/s, such as 4.5e+11",
+    "memory": "bytes, such as 8.0e+10",
+}
 NarrowDtype = Literal["int8", "int8_weights", "float8", "float8_weights"]
 RateOfDtype = Literal["flops", "memory_bandwidth", "product"]
 Fuses = Literal["true", "false"]  # texts, because the reader of YAML makes only numbers of scalars
@@ -39,7 +50,7 @@ class LinkEntry(Record, frozen=True, kw_only=True):
     """A link between ranks, as a machine file has it."""
 
     latency: Seconds  # seconds
-    bandwidth: Rate  # bytes/s that each rank sends
+    bandwidth: Bandwidth  # bytes/s that each rank sends
     hop: Seconds = 0.0  # seconds of each step of a ring
     collective: CollectiveKind | None = None  # all others by default
     ranks: Annotated[int, Meta(ge=2)] | None = None  # all other numbers by default
@@ -63,22 +74,30 @@ class MachineEntry(Record, frozen=True, kw_only=True):
     """A machine file: the fields of `Machine` that it gives."""
 
     base: str | None = None
-    flops: Rate | None = None
-    memory_bandwidth: Rate | None = None
-    memory: Rate | None = None
+    flops: Flops | None = None
+    memory_bandwidth: Bandwidth | None = None
+    memory: Bytes | None = None
     links: list[LinkEntry] | None = None
     product: Seconds | None = None
     attention: Seconds | None = None
     other: Seconds | None = None
     view: Seconds | None = None
     fuses: Fuses | None = None
-    cache_bandwidth: Rate | None = None
+    cache_bandwidth: Bandwidth | None = None
     rows: list[ShareOfRows] | None = None
     dtypes: dict[NarrowDtype, Annotated[dict[RateOfDtype, Rate], Meta(min_length=1)]] | None = None
     host: dict[Literal["operation", "collective"], Seconds] | None = None
     symm_mem: list[LinkEntry] | None = None
     collectives: Collectives | None = None
     nodes: NodesEntry | None = None
+
+
+TABLES = {  # within a machine file
+    "links": (LinkEntry, "a link"),
+    "symm_mem": (LinkEntry, "a link"),
+    "rows": (ShareOfRows, "an entry of rows"),
+    "nodes": (NodesEntry, "nodes"),
+}
 
 
 def shipped_machines() -> list[str]:
@@ -180,11 +199,15 @@ def _value_at(data: Any, error: str) -> str:
 
 
 def _remedy(error: str) -> str:
+    field = error.partition(":")[0].rpartition(".")[2].partition("[")[0]
     if "unknown field" in error:
-        return f"a machine has {', '.join(MachineEntry.__struct_fields__)}; docs/machines.md has their forms"
+        kind, name = TABLES.get(field, (MachineEntry, "a machine"))
+        return f"{name} has {', '.join(kind.__struct_fields__)}; docs/machines.md has their forms"
     for place, choices in CHOICES.items():
         if f"{place}: invalid" in error:
             return f"use one of {', '.join(get_args(choices))}"
+    if "expected float <" in error or "expected float >" in error:
+        return f"give {UNITS.get(field, 'seconds, such as 6.0e-06')}"
     if "expected float" in error:
         return "give a number such as 4.5e+11 (YAML wants the sign)"
     return "docs/machines.md has the form"

@@ -255,6 +255,12 @@ class Manifest(Record, frozen=True, kw_only=True):
         for name, ranks in parts:
             if sorted(rank for part in ranks for rank in part) != list(world):
                 raise ValueError(f"{name} does not have each of {len(world)} ranks once")
+        for sent in self.collectives:
+            if not self.mesh.keys() >= {*sent.axis.split(".")}:
+                raise ValueError(f"collective {sent.node!r} is over {sent.axis!r}, and the mesh is {self.mesh}")
+        names = {row.name for row in self.tensors}
+        if loose := [row for row in self.tensors if row.holder not in names]:
+            raise ValueError(f"{loose[0].name!r} is tied to {loose[0].tied_to!r}, which is no tensor")
         for name, rows in self.rank_numbers.items():
             if len(rows) != len(world) or len(set(map(len, rows))) != 1:
                 raise ValueError(f"{name!r} does not have a row of one length for each of {len(world)} ranks")

@@ -29,6 +29,11 @@ def format_bytes(count: int, digits: int = DIGITS) -> str:
     return f"{amount.normalize():f} {unit}"
 
 
+def format_microseconds(seconds: float) -> str:
+    """Return a column's text of a time, without its unit."""
+    return f"{seconds * 1e6:,.3f}"
+
+
 def format_unequal_bytes(*counts: int) -> list[str]:
     """Write amounts with enough digits to distinguish unequal ones."""
     written = ([format_bytes(count, digits) for count in counts] for digits in range(DIGITS, 20))
