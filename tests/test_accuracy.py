@@ -31,7 +31,7 @@ def test_the_page_has_every_row() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("machine", FIRST)
 def test_a_row_is_what_is_predicted_today(machine: str) -> None:
     row = FIRST[machine]

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from tests.launch import fork_judged
+from tests.launch import run_ranks
 from tests.runtime.commands import call
 from tpcompiler.api.calibrate import machine_text, measure_machine
 from tpcompiler.cost import measure
@@ -126,10 +126,24 @@ def test_a_collective_that_the_backend_lacks_does_not_stop_the_others(monkeypatc
     assert [(each.collective, each.reason) for each in found if each.reason] == [("all_gather", "not here")]
 
 
+QUICK = """
+import sys
+from tpcompiler.cost import measure
+measure.ROUNDS, measure.SIZES, measure.FILLING = 1, measure.SIZES[:10], {"cpu": (128, 1 << 20)}
+measure.main(sys.argv[1])
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*measure again on an idle machine")
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tpcompiler.api.calibrate.run_ranks", fork_judged)
+    def measure_quickly(command: list[str], *_: object, **__: object) -> None:
+        """A machine file is made of few and small sizes as of many."""
+        assert command[-3:-1] == ["-m", "tpcompiler.cost.measure"]
+        run_ranks(2, tmp_path / "quick.py", command[-1])
+
+    (tmp_path / "quick.py").write_text(QUICK)
+    monkeypatch.setattr("tpcompiler.api.calibrate.run_ranks", measure_quickly)
     assert call("calibrate", "--processes", 2, "-o", tmp_path / "here.yaml").exit_code == 0
     read, text = read_machine(tmp_path / "here.yaml"), (tmp_path / "here.yaml").read_text()
     assert read.flops > 1e8

@@ -93,6 +93,7 @@ def test_prices_are_the_least_of_all_assignments() -> None:
         assert sum(map(math.isfinite, least)) > 1
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("program", "mesh"), [(export_mlp(), 2), (mlp(), {"dp": 2, "tp": 2})], ids=["tp", "dp, tp"])
 def test_what_the_search_found_is_the_cheapest(tmp_path: Path, program: ExportedProgram, mesh: Any) -> None:
     """Of every value and parameter, and no other choice is the artifact's."""

@@ -108,6 +108,7 @@ def test_ranks_keep_nan_and_infinity(degree: int) -> None:
     assert report.ok, str(report)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("degree", [2, 4])
 def test_processes_keep_nan_and_infinity(degree: int, tmp_path: Path) -> None:
     made = program(degree)

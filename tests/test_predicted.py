@@ -39,6 +39,7 @@ def all_of(directory: Path, weight: str, machine: str) -> list[StepTime]:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("optimize", ["latency", "memory"])
 @pytest.mark.parametrize("machine", ["ideal", "h100"])
 def test_every_command_predicts_the_same(machine: str, optimize: Any, tmp_path: Path) -> None:

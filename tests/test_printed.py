@@ -199,7 +199,7 @@ def test_names_that_differ_in_digits_are_folded_at_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("to", "code", "said"),
     [

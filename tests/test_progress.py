@@ -6,7 +6,6 @@ import io
 import os
 import pty
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -20,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import tpcompiler
-from tests.launch import ROOT, fork_code
+from tests.launch import fork_code
 from tests.runtime.models import PLAN, export_mlp
 from tpcompiler.cli import bars
 from tpcompiler.errors import ArtifactError
@@ -223,11 +222,9 @@ def run_on_a_terminal(*words: object) -> tuple[str, str]:
 
     reader = threading.Thread(target=read)
     reader.start()
-    environment = {**os.environ, "COLUMNS": "120", "TERM": "xterm"}
-    shown = [sys.executable, "-m", "tpcompiler.cli", *map(str, words)]
-    done = subprocess.run(
-        shown, stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=100, cwd=ROOT, env=environment
-    )
+    environment = {"COLUMNS": "120", "TERM": "xterm"}
+    code = f"import os\nos.environ |= {environment}\nos.dup2(os.open({os.ttyname(theirs)!r}, os.O_WRONLY), 2)\n"
+    done = fork_code(f"{code}from tpcompiler.cli.commands import main\nmain()", *map(str, words))
     os.close(theirs)
     reader.join()
     os.close(ours)

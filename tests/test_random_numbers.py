@@ -136,6 +136,7 @@ SLICES: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", SLICES)
 def test_numbers_for_a_slice(name: str) -> None:
     """The slice has gaps in memory, the numbers drawn for it have none, and the check reads both."""

@@ -42,7 +42,7 @@ def test_a_rank_holds_what_the_page_says(name: str, tmp_path: Path) -> None:
     layers = MODELS[name]["num_hidden_layers"]
     (tmp_path / "config.json").write_text(json.dumps({**MODELS[name], "num_hidden_layers": 1}))
     assert call("export", tmp_path, "-o", tmp_path / "model.pt2").exit_code == 0
-    for degree in some(DEGREES, 2):
+    for degree in some(DEGREES, 3):
         plan = ["--tp", degree, "--plan", tmp_path / "config.json"]
         assert call("convert", tmp_path / "model.pt2", *plan, "-o", tmp_path / f"{degree}").exit_code == 0
         manifest = read_manifest(tmp_path / f"{degree}")

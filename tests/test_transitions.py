@@ -104,6 +104,7 @@ def on_both(text: str) -> PlacementSpec:
     return dict(zip(SQUARE.names, map(parse_placement, text.split()), strict=True))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "target"),

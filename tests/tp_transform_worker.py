@@ -1,4 +1,4 @@
-"""One of 4 ranks: torch's own scenarios for its tensor-parallel transformation, through ours."""
+"""One of 2 ranks: torch's own scenarios for its tensor-parallel transformation, through ours."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def main() -> None:
     before = state()
     exported = torch.export.export(Blocks(1), (torch.randn(10, 12),))
     x = torch.randn(10, 12)
-    for world in (2, 8):  # other sizes than this group's, offline beside it
+    for world in (4,):  # another size than this group's, offline beside it
         assert parallelize(exported, world, strategies(1, False)).verify((x,)).ok
         try:
             parallelize(exported, world, {"mlps.7.0": ColwiseParallel})

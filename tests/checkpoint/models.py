@@ -33,11 +33,11 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """A tied head, frequencies that no checkpoint has, 21 ids."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 1) -> None:
         super().__init__()
         self.table, self.head = nn.Embedding(21, 8), nn.Linear(8, 21, bias=False)
         self.head.weight = self.table.weight
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
         self.register_buffer("frequencies", torch.arange(8.0) / 8, persistent=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -49,13 +49,13 @@ class Model(nn.Module):
 
 
 @cache
-def model() -> Model:
-    return randomise(Model())
+def model(layers: int = 1) -> Model:
+    return randomise(Model(layers))
 
 
 @cache
-def exported() -> ExportedProgram:
-    return export(model(), ARGS, dynamic_shapes=SIZES)
+def exported(layers: int = 1) -> ExportedProgram:
+    return export(model(layers), ARGS, dynamic_shapes=SIZES)
 
 
 def hollow() -> ExportedProgram:

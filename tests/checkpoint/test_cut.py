@@ -72,7 +72,7 @@ def test_the_same_bytes_as_with_weights(world: int, prefix: str, tmp_path: Path)
 def test_a_wrong_checkpoint_is_not_equal(tmp_path: Path) -> None:
     """Negative control."""
     out = converted(tmp_path / "out")
-    changed = {"layers.1.up.bias": model().layers[1].up.bias.detach() + 1}
+    changed = {"layers.0.up.bias": model().layers[0].up.bias.detach() + 1}
     tpcompiler.cut_checkpoint(out, write_checkpoint(tmp_path / "c", **changed))
     assert not verify_artifact(out, exported(), ARGS).ok
     assert not tpcompiler.check(out, exported()).ok

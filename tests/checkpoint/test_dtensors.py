@@ -19,9 +19,9 @@ PARTS = {**LAYER, "layers.1.up.weight": "S(0, parts 4 8)", "layers.1.down.weight
 
 def test_there_through_a_checkpoint_and_back(tmp_path: Path) -> None:
     """Cut evenly, pending, and in parts, which DTensor cannot say; tied once."""
-    tpcompiler.parallelize(exported(), 2, PARTS).save(tmp_path / "out", layout="shared")
+    tpcompiler.parallelize(exported(2), 2, PARTS).save(tmp_path / "out", layout="shared")
     run_ranks(2, WORKER, tmp_path)
-    want = {name: value.detach().clone() for name, value in exported().state_dict.items()}
+    want = {name: value.detach().clone() for name, value in exported(2).state_dict.items()}
     for rank in range(2):
         found = torch.load(tmp_path / f"{rank}.result")
         assert found["wholes"].keys() == want.keys()

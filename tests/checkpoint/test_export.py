@@ -52,6 +52,7 @@ def llama(directory: Path, **fields: Any) -> Any:
     return model
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_command_prints_its_own_words_only(asked: bool, tmp_path: Path) -> None:
     """Libraries log what they could not load, and deprecations; an error of theirs is printed."""

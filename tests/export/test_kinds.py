@@ -36,9 +36,10 @@ KINDS = {
     "llava": ("dynamic: length; fixed: batch 2 (the model's code depends on it)", "config.json"),
     "qwen2_vl": ("fixed: batch 2, length 20 (the model's code depends on it)", "config.json"),
 }
-# t5 is in test_prefill_decode.py; a config's plan, and sizes that the model's code fixes, are in llava; the sizes of
-# electra and vit are among those of siglip.
-LONG = ("t5", "qwen2_vl", "electra", "vit")
+# A config's plan, names that differ from the model's, and sizes that the model's code fixes, are in llava; of the search
+# test_prefill_decode.py has two. The sizes of the others are those of `SIZES`.
+SHORT = "llava"
+SIZES = ("whisper", "siglip", "wav2vec2")
 
 
 def row(model_type: str) -> Row:
@@ -47,13 +48,20 @@ def row(model_type: str) -> Row:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model_type", [pytest.param(kind, marks=in_long_runs) if kind in LONG else kind for kind in KINDS]
+    "model_type", [kind if kind == SHORT else pytest.param(kind, marks=in_long_runs) for kind in KINDS]
 )
 def test_a_directory_of_each_kind(model_type: str, tmp_path: Path) -> None:
     """From `save_pretrained` to two verified ranks: VLM checkpoints have other names than their models, too."""
     sizes, plan, result = measure(row(model_type), tmp_path)
     assert (sizes, plan) == KINDS[model_type], result
     assert result.startswith("equal")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", SIZES)
+def test_sizes_of_each_kind(model_type: str, tmp_path: Path) -> None:
+    build(row(model_type), tmp_path)
+    assert export_without_weights(tmp_path).sizes == KINDS[model_type][0]
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="an installed wheel has no docs beside the tests")
@@ -75,7 +83,9 @@ def test_outputs_are_tensors_and_no_caches(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["resnet", pytest.param("bart", marks=in_long_runs), "llava"])
+@pytest.mark.parametrize(
+    "model_type", ["resnet", *(pytest.param(kind, marks=in_long_runs) for kind in ("bart", "llava"))]
+)
 def test_numbers_are_those_of_transformers(model_type: str, tmp_path: Path) -> None:
     """Statistics and other buffers that a checkpoint has are taken from it; names become the model's by its own table."""
     build(row(model_type), tmp_path)

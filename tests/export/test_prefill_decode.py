@@ -34,8 +34,8 @@ KINDS = {
     "t5": ("decode, encoder, prefill", "auto"),
     "whisper": ("decode, encoder, prefill", "auto"),
 }
-# whisper is in test_kinds.py, and an encoder in t5; a cache is in qwen3, and the search in mamba. deepseek_v3 is below.
-LONG = ("gpt2", "deepseek_v3", "whisper")
+# An encoder and caches are in t5, a state in mamba; the search finds the plan of both.
+LONG = ("gpt2", "qwen3", "deepseek_v3", "whisper")
 # Of each kind of state, cache and positions one; `ALSO` have the same ones, in long runs.
 DECODERS = ("gpt2", "bloom", "gemma2", "deepseek_v3", "mamba", "bamba", "lfm2")
 ALSO_DECODERS = ("opt", "olmoe", "falcon_mamba", "mamba2")

@@ -144,7 +144,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("then", CASES)
 @pytest.mark.parametrize("cut", [{}, {"now": "S(1)", "before": "S(1)"}])
 def test_calls_in_a_row(then: Callable[[Net, torch.Tensor], object], cut: dict[str, str], tmp_path: Path) -> None:

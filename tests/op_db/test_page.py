@@ -7,10 +7,8 @@ import json
 import pytest
 
 from tests.op_db import page
-from tests.op_db.page import LINES, PAGE, RESULTS, Entry, read_lines, registry
+from tests.op_db.page import LINES, PAGE, RESULTS, read_lines
 from tpcompiler._torch import MISSING
-
-CALL = {"call": "f", "op": "aten.f.default"}
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="an installed wheel has no docs beside the tests")
@@ -34,41 +32,3 @@ def test_nothing_is_wrong() -> None:
     for part in (results["whole"], results["calls"]):
         assert part["right"] > 1000
         assert {"wrong", "crash"}.isdisjoint(part)
-
-
-def test_a_rule_that_changed_has_no_figure() -> None:
-    results = json.loads(RESULTS.read_text(encoding="utf-8"))
-    (row,) = (line for line in page.page(results).splitlines() if line.startswith("| softmax.int |"))
-    assert " of " in row
-    results["stamps"]["aten.softmax.int"] = "another"
-    (row,) = (line for line in page.page(results).splitlines() if line.startswith("| softmax.int |"))
-    assert " of " not in row
-
-
-def test_a_stamp_covers_all_that_a_row_says() -> None:
-    entry = Entry("op", ("a -> a",), "any", "")
-    others = [
-        Entry("op", ("a! -> a!",), "any", ""),
-        Entry("op", ("a -> a",), "even", ""),
-        Entry("op", ("a -> a",), "any", "own body"),
-    ]
-    assert len({e.stamp for e in (entry, *others)}) == 4
-    assert len(registry()) > 100
-
-
-def test_lines_count_only_what_holds_in_every_call() -> None:
-    rows = {
-        "shardable": [
-            {**CALL, "call": "f(a)", "sound": [["f x -1", 0, 1], ["f x -2", 0, 0]]},
-            {**CALL, "call": "f(b)", "sound": [["f x -2", 0, 0]]},
-        ],
-        "rules": [
-            {**CALL, "call": "f(a)", "declined": [["f x -1", 0, 1, ""], ["f x -2", 0, 0, ""]]},
-            {**CALL, "call": "f(b)", "declined": [["f x -1", 0, 1, ""], ["f x -2", 0, 0, "no rule"]]},
-            {**CALL, "call": "f(c)", "declined": [["f x -2", 0, 0, "never run on shards"]]},
-        ],
-        "whole": [],
-    }
-    lines, cuts = page.lines_of(rows)
-    assert lines == {"f x -2": "no rule"}
-    assert cuts == {"shardable": 3, "offered": 2}

@@ -75,6 +75,7 @@ def test_a_few_of_all() -> None:
     assert wrong(FEW, SQUARE, (5, 3)) == []
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "all_to_all"])
 def test_whatever_is_slow(kind: str) -> None:
     """On machines that take any other way round this collective; around a gather there is none."""

@@ -50,7 +50,7 @@ def judged(programs: Sequence[ExportedProgram], name: str) -> VerifyReport:
     )
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize(
     ("name", "change"), list(itertools.product(["odd_dynamic", "odd", "conv_cut", "views", "counting"], CHANGES))
 )
@@ -91,7 +91,7 @@ def waits(program: ExportedProgram) -> Counter[str]:
     return found
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_host_waits_for_nothing_new(name: str, world: int) -> None:

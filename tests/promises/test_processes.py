@@ -17,12 +17,12 @@ from tpcompiler.judge.compare.reference import run_single
 
 pytestmark = pytest.mark.slow
 
-NAMES = {2: ["odd", "conv", *(["llama"] if os.environ.get(LONG) else [])], 4: ["odd"]}
+NAMES = {2: ["odd", "conv"], **({2: ["odd", "conv", "llama"], 4: ["odd"]} if os.environ.get(LONG) else {})}
 
 
 @pytest.fixture(scope="module", params=NAMES)
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """Of one launch of two and one of four ranks: by model, what each rank found."""
+    """Of one launch of two ranks, and one of four in long runs: by model, what each rank found."""
     world, folder = request.param, tmp_path_factory.mktemp("processes")
     for name in NAMES[world]:
         converted(name, world).save(folder / name)

@@ -33,7 +33,7 @@ def quantised(is_dynamic: bool) -> ExportedProgram:
     return made
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("mesh", [2, 4, {"dp": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
 def test_a_pair_is_cut(is_dynamic: bool, mesh: Any, tmp_path: Path) -> None:

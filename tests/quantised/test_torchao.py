@@ -103,7 +103,7 @@ def test_the_search_finds_the_pair(name: str) -> None:
     }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_of_hugging_face(name: str) -> None:
     transformers = pytest.importorskip("transformers")

@@ -9,8 +9,6 @@ import tpcompiler.rules  # noqa: F401  (registers the rules)
 from tests.long import some
 from tests.rules.sample import Sample, call, ids, node_of, t
 from tests.rules.samples import SAMPLES
-from tests.rules.wrong_reductions import WRONG_REDUCTIONS
-from tests.rules.wrong_rules import WRONG_ON_SPACE_AND_STRUCTURE
 from tpcompiler._torch import OpOverload
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
@@ -104,9 +102,27 @@ WRONG = {
         call(aten._embedding_bag.default, t(5, 4), ids(4, below=5), torch.tensor([0, 1, 1, 3]), text=""),
         RuleText("v! d, b, b -> b d, x!, b, b"),
     ),
-    **WRONG_REDUCTIONS,
+    "a sum of shares cut to integers": (
+        call(aten.sum.dim_IntList, 9 * t(4, 6), [1], dtype=torch.int64, text=""),
+        RuleText("d0 d1 -> d0", linear=((0,),)),
+    ),
+    "the last value put, summed": (
+        call(aten.index_put.default, t(4, 5), [torch.tensor([0, 0, 1, 1, 0, 1])], t(6, 5), text=""),
+        RuleText("+d0! d1, i, i d1 -> d0! d1"),
+    ),
+    "a diagonal moved the wrong way": (
+        call(aten.tril.default, t(6, 6), text=""),
+        RuleText("d0 d1! -> d0 d1!", local={"d0": lambda x, *, shard: aten.tril.default(x, -shard.offset)}),
+    ),
+    "an index that counts in a shard": (
+        call(aten.max_pool2d_with_indices.default, t(2, 3, 4, 2), [2], text=""),
+        RuleText("n c (o k!) w! -> n c o v, n c o v"),
+    ),
+    "one branch pending beside a whole one": (
+        call(aten.where.self, torch.tensor([True, False, True, False]), t(4), t(4), text=""),
+        RuleText("d0, d0, d0 -> d0", linear=((1,),)),
+    ),
     "dims in the wrong order": (call(aten.t.default, t(4, 4), text=""), RuleText("d0 d1 -> d0 d1")),
-    **WRONG_ON_SPACE_AND_STRUCTURE,
 }
 
 

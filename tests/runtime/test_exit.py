@@ -12,7 +12,6 @@ from tests.runtime.exits import (
     DESTROY,
     IN_THE_CALLERS_GROUP,
     LOAD,
-    TORCH_ALONE,
     Template,
     never_switch,
     write_artifact,
@@ -42,7 +41,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def template(directory: Path) -> Iterator[Template]:
-    with Template(directory, "") as made:
+    with Template(directory, "import tpcompiler; tpcompiler.load") as made:
         yield made
 
 
@@ -55,7 +54,6 @@ def template(directory: Path) -> Iterator[Template]:
         (IN_THE_CALLERS_GROUP, 2),  # the caller's, which have done nothing
         (IN_THE_CALLERS_GROUP + "torch.distributed.all_reduce(torch.ones(1))\n" + DESTROY, 0),
         (LOAD + "kept = torch.distributed.group.WORLD\n" + DESTROY, 2),  # the default group's, which have done nothing
-        (TORCH_ALONE + DESTROY, 0),
     ],
 )
 def test_no_thread_of_the_programs_groups_is_left(template: Template, script: str, threads: int) -> None:

@@ -194,17 +194,14 @@ def call(*words):
 bert, plan, out = {str(bert)!r}, {str(tmp_path / "plan.yaml")!r}, {str(tmp_path / "out")!r}
 said = [call("inspect", bert), "transformers" in sys.modules]
 said += [call("convert", bert, "--tp", "2", "--plan", plan, "-o", out)]
-said += [call("verify", out, "--against", bert)]
 print(json.dumps(said))
 """
     done = fork_code(code)
     assert done.returncode == 0, done.stderr
-    inspected, imported, converted, verified = json.loads(done.stdout)
+    inspected, imported, converted = json.loads(done.stdout)
     assert (inspected[0], inspected[2]) == (0, "")
     assert imported
     assert (converted[0], converted[2]) == (0, "")
-    assert (verified[0], verified[2]) == (0, "")
-    assert verified[1].startswith("equal: ")
     # The written programs need torch alone.
     code = f"""
 import sys, torch

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 from torch import nn
 from torch.export import export
 
+from tests.launch import fork_code
 from tests.runtime.commands import refused
 from tpcompiler import ArtifactError
 from tpcompiler.runtime.model_file import read_model
@@ -55,8 +54,9 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
     """torch's writer would end the process."""
     torch.export.save(export(nn.Linear(8, 4), (X,)), tmp_path / "model.pt2")
     (tmp_path / "plan.yaml").write_text("weight: R\n")
-    command = f"ulimit -f 1; exec {sys.executable} -m tpcompiler.cli convert model.pt2 --tp 2 --plan plan.yaml -o out"
-    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (512, 512))\n"
+    words = "convert", "model.pt2", "--tp", "2", "--plan", "plan.yaml", "-o", "out"
+    done = fork_code(f"{limit}from tpcompiler.cli import main\nmain()", *words, cwd=tmp_path)
     assert (done.returncode, done.stderr.splitlines()[0]) == (2, "cannot write out: File too large"), done.stderr
     assert not (tmp_path / "out").exists()
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import tpcompiler
 from tests.launch import Ended, fork_ranks
+from tests.long import in_long_runs
 from tpcompiler.api.packaging import package
 
 WORKER = Path(__file__).parent / "thread_worker.py"
@@ -38,11 +39,11 @@ def models() -> dict[str, nn.Module]:
     return {"one": Scaled(*layers, 1.0), "two": Scaled(*layers, 2.0)}
 
 
-@pytest.fixture
-def directory(models: dict[str, nn.Module], tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def directory(models: dict[str, nn.Module], tmp_path_factory: pytest.TempPathFactory) -> Path:
     exported = {name: torch.export.export(model, (torch.randn(3, 8),)) for name, model in models.items()}
-    tpcompiler.parallelize(exported, 2, PLAN).save(tmp_path / "out")
-    return tmp_path
+    tpcompiler.parallelize(exported, 2, PLAN).save((folder := tmp_path_factory.mktemp("turns")) / "out")
+    return folder
 
 
 def expected(models: dict[str, nn.Module], name: str, scale: float) -> str:
@@ -81,12 +82,6 @@ def test_two_threads_at_once_are_refused(directory: Path, models: dict[str, nn.M
     refuses(directory, models)
 
 
-@pytest.mark.slow
-def test_so_are_they_where_a_package_runs(directory: Path, models: dict[str, nn.Module]) -> None:
-    package(directory / "out", check=False)
-    refuses(directory, models)
-
-
 def test_threads_one_after_the_other(directory: Path, models: dict[str, nn.Module]) -> None:
     wanted = [expected(models, ("one", "two")[at % 2], at) for at in range(6)]
     assert [text.splitlines() for text in ended(directory, "in turn").printed] == [wanted] * 2
@@ -95,3 +90,11 @@ def test_threads_one_after_the_other(directory: Path, models: dict[str, nn.Modul
 def test_a_call_inside_of_a_call(directory: Path, models: dict[str, nn.Module]) -> None:
     """The same thread: its order is the same on all ranks."""
     assert [text.splitlines() for text in ended(directory, "inside").printed] == [[expected(models, "one", 1)]] * 2
+
+
+@in_long_runs
+def test_so_are_they_where_a_package_runs(directory: Path, models: dict[str, nn.Module]) -> None:
+    """The same code guards a package, which takes long to compile."""
+    package(directory / "out", check=False)
+    (directory / "refused").unlink(missing_ok=True)
+    refuses(directory, models)

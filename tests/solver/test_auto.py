@@ -88,7 +88,7 @@ BETTER = ["llama", "gpt_neox", "qwen3_moe", "bert", "bloom", "gpt2", "llama_cach
 
 
 @pytest.mark.slow
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", BETTER)
 def test_no_worse_than_the_experts_plan(name: str, world: int) -> None:
@@ -118,6 +118,7 @@ def test_convolutions_at_their_optimum() -> None:
     assert spent(auto)[0] <= 0.71 * spent(tpcompiler.parallelize(program, 2, case.asked()))[0]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [2, {"dp": 2, "tp": 2}])
 def test_dynamic_sizes(mesh: Any) -> None:

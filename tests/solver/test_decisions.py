@@ -13,6 +13,7 @@ import torch
 from torch.export import ExportedProgram
 
 import tpcompiler
+from tests.long import in_long_runs
 from tests.solver.test_auto import mlp
 from tools.bench_decisions import EVEN, decide_call, find_calls, render_table, with_latencies
 from tools.published.model import Dims, export_decoder, megatron_plan
@@ -47,7 +48,7 @@ def solved(dims: Dims, call: tuple[int, int, bool], tp: int, plan: Any, machine:
 
 
 @pytest.mark.slow
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("call", [DECODE, PREFILL], ids=["decode", "prefill"])
 @pytest.mark.parametrize("tp", [2, 8])
 @pytest.mark.parametrize("name", ["h100", "a100-graph", "rtx-pro-6000"])
@@ -62,6 +63,7 @@ def test_never_slower_than_megatron(dims: Dims, name: str, tp: int, call: tuple[
 
 
 @pytest.mark.slow
+@in_long_runs
 def test_the_table_of_decisions() -> None:
     """A line of docs/decisions.md, on every machine. If not: python -m tools.bench_decisions"""
     (call,) = (call for call in find_calls() if (call.model, call.name) == ("Llama 8B", "decode, batch 8"))

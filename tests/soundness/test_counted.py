@@ -62,6 +62,7 @@ def converted(forward: Callable[..., Made], dynamic: bool = False) -> tpcompiler
     return tpcompiler.parallelize(exported, 2, {"up": "colwise"})
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("forward", OPS)
 def test_ops_that_count_the_same(forward: Callable[..., Made], dynamic: bool, tmp_path: Path) -> None:

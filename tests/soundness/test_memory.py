@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 from torch import nn
 
 import tpcompiler
+from tests.launch import fork_code
 
 VOCABULARY = 64_000
 MOST = 256  # MiB; at sizes of 24 the logits of one rank take 70, and every step of a gather makes them again
@@ -54,7 +53,7 @@ def test_gathered_logits_are_checked_at_short_sizes(ranks: int, tmp_path: Path) 
         dynamic_shapes=({0: batch, 1: length},),
     )
     tpcompiler.parallelize(exported, ranks, {"0": "colwise"}, outputs=["R"]).save(tmp_path / "out")
-    done = subprocess.run([sys.executable, "-c", CHECK, tmp_path / "out"], capture_output=True, text=True, timeout=300)
+    done = fork_code(CHECK, tmp_path / "out", timeout=300)
     assert done.returncode == 0, done.stderr
     ok, took = done.stdout.split()[-2:]
     assert ok == "True"

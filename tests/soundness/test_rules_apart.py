@@ -79,6 +79,7 @@ def softmax() -> Subject:
     return _subject(exported, {"tp": 2}, {}, [((x,), {})], inputs=["S(0)"], outputs=["S(0)"])
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_algorithm_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     function, old, new, model = MUTANTS[name]

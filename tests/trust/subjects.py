@@ -191,6 +191,6 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
 }
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=12)  # the small ones, and two of the zoo
 def subject(name: str) -> Subject:
     return SUBJECTS[name]()

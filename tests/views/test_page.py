@@ -28,7 +28,7 @@ MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = needs("chromium", "chromedriver")
-WIDTHS = some([360, 900, 1600], 2)
+WIDTHS = some([360, 900, 1600], 3)
 
 
 @pytest.fixture(scope="module")

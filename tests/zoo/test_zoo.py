@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from itertools import cycle
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from tests.long import some
 from tests.zoo.faults import collectives_of, without_collective
 from tests.zoo.index import CASES, TESTED
-from tests.zoo.measure import Measured, alone, compared, exported, is_cut, measured, unseen_parameters
+from tests.zoo.measure import Measured, alone, compared, exported, is_cut, measured
 
 pytestmark = pytest.mark.slow
 
@@ -91,17 +90,6 @@ def test_every_collective_matters(on_world: Measured) -> None:
         damaged = [without_collective(p, collective) for p in programs]
         report = compared(alone(case, False), program, damaged, case.inputs(*case.example))
         assert not report.ok, collective
-
-
-@pytest.mark.parametrize("name", PART)
-def test_every_parameter_matters(name: str) -> None:
-    assert not unseen_parameters(CASES[name])
-
-
-def test_a_parameter_that_does_not_matter_is_named() -> None:
-    """Negative control: nothing is said of the pooler, that nothing uses."""
-    case = replace(CASES["minilm"], inert={"key.bias": "as there"})
-    assert unseen_parameters(case) == {"inner.bert.pooler.dense.weight", "inner.bert.pooler.dense.bias"}
 
 
 def test_the_first_wrong_value_is_named() -> None:
