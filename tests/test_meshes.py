@@ -60,7 +60,7 @@ def wire(program: tpcompiler.ParallelProgram) -> Counter[tuple[str, str]]:
     return counted
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("core", [False, True])
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +19,7 @@ from tests.runtime.models import PLAN, export_mlp
 from tpcompiler import ArtifactError
 from tpcompiler.api import packaging
 from tpcompiler.runtime.model_file import read_model
-from tpcompiler.runtime.package import drop_package, read_package
+from tpcompiler.runtime.package import read_package
 from tpcompiler.runtime.scratch import remove_leftovers, scratch_folder
 from tpcompiler.runtime.target import in_place_of, replacing
 
@@ -107,22 +106,15 @@ def test_what_reshard_writes_is_locked_to_its_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_package_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_on_a_full_disk(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """torch's writer of archives would end the process. No file may grow over 100 KiB once all is compiled."""
-    out, compiled, compile_one = tmp_path / "out", [], packaging._compile
+    out, library = tmp_path / "out", tmp_path_factory.mktemp("compiled") / "model.so"
+    library.write_bytes(b"libstdc++.so" + bytes(200 << 10))
     tpcompiler.parallelize(export_mlp(), 2, PLAN).save(out, layout="shared")
     before = {path.name: path.read_bytes() for path in out.iterdir()}
 
-    def keep(*arguments: Any) -> list[Any]:
-        compiled.append(compile_one(*arguments))
-        return compiled[-1]
-
-    monkeypatch.setattr(packaging, "_compile", keep)
-    tpcompiler.package(out, check=False)
-    drop_package(out)
-
     def work() -> None:
-        packaging._compile = lambda *_: compiled[0]
+        packaging._compile = lambda *_: [str(library)]
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100 << 10, 100 << 10))
         tpcompiler.package(out, check=False)

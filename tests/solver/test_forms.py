@@ -295,6 +295,7 @@ INSIDE = {  # a value of each form, and a leaf
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", INSIDE)
 def test_explain_holds_to_the_form(name: str, tmp_path: Path) -> None:
     """On another machine too, on which the search would not take it; and to none where none was taken."""

@@ -6,8 +6,7 @@ import torch
 from msgspec.structs import force_setattr, replace
 from torch.export.graph_signature import OutputKind
 
-from tests.soundness.cases import nodes, on, row
-from tests.trust.damage import Artifact, aten, claim, inserted
+from tests.trust.damage import Artifact, aten, claim, inserted, nodes, on, row
 from tpcompiler.ir import edit
 
 

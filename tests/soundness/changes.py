@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tests.soundness.cases import nodes, on
-from tests.trust.damage import Artifact, aten, claim, inserted, region
+from tests.trust.damage import Artifact, aten, claim, inserted, nodes, on, region
 from tpcompiler.ir import edit
 from tpcompiler.ir.node_placement import read_claim
 

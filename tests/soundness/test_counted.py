@@ -12,8 +12,7 @@ from torch import nn
 from torch.export import Dim, export
 
 import tpcompiler
-from tests.soundness.cases import nodes
-from tests.trust.damage import Artifact
+from tests.trust.damage import Artifact, nodes
 from tpcompiler.judge.sound.check import check_programs
 
 Made = tuple[torch.Tensor, ...]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.soundness import boundary_changes, changes
-from tests.soundness.cases import CASES
+from tests.trust.damage import CHANGES
 from tests.trust.subjects import subject
 from tpcompiler.judge.sound.check import check_programs
 
@@ -24,7 +24,7 @@ FOUND = Path(__file__).parent / "findings.txt"
 @cache
 def lines() -> list[str]:
     found = []
-    for model, change in CASES:
+    for model, change in CHANGES:
         of = subject(model)
         artifact = of.sound.copied()
         change(artifact)
@@ -52,7 +52,7 @@ def test_all_are_found() -> None:
     text = "\n".join(lines())
     missed = [
         change.__name__
-        for model, change in CASES
+        for model, change in CHANGES
         if not re.search(rf"{re.escape(change.__name__.replace('_', ' '))} .*\n    ", text)
     ]
     assert missed == []

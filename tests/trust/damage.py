@@ -95,6 +95,30 @@ def kind(damage: Damage) -> Damage:
     return damage
 
 
+# A change is done at a node or a row that it names, in one small model, and `check` says the same of it every time.
+Change = Callable[[Artifact], None]
+CHANGES: list[tuple[str, Change]] = []
+
+
+def on(model: str) -> Callable[[Change], Change]:
+    """Register a change of this model."""
+
+    def register(change: Change) -> Change:
+        CHANGES.append((model, change))
+        return change
+
+    return register
+
+
+def nodes(artifact: Artifact, name: str) -> list[fx.Node]:
+    """Of all ranks, by name."""
+    return [next(node for node in program.graph.nodes if node.name == name) for program in artifact.ranks]
+
+
+def row(artifact: Artifact, field: str, name: str) -> Any:
+    return next(row for row in getattr(artifact.manifest, field) if row.name == name)
+
+
 def damaged(name: str, artifact: Artifact, nth: int = 0) -> Artifact | None:
     """The artifact with this damage at the nth place; None where the kind does not apply there."""
     made = artifact.copied()
