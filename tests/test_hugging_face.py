@@ -205,7 +205,7 @@ def test_from_a_checkpoint_to_a_verified_artifact(model_type: str, tmp_path: Pat
     if plan:
         data = json.loads((checkpoint / "config.json").read_text())
         (checkpoint / "config.json").write_text(json.dumps({**data, "base_model_tp_plan": plan}))
-    right("export", checkpoint, "-o", tmp_path / "model.pt2")
+    right("export", checkpoint, "--static", "-o", tmp_path / "model.pt2")
     words = "--tp", "2", "--plan", checkpoint / "config.json", "--checkpoint", checkpoint
     right("convert", tmp_path / "model.pt2", *words, "-o", tmp_path / "out", "--budget", "0 fallbacks")
     assert right("verify", tmp_path / "out", "--checkpoint", checkpoint).startswith("equal")
