@@ -25,8 +25,8 @@ from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
 from tpcompiler.ir.static import computed_from_leaves
-from tpcompiler.passes._experts import Region, find_regions, leaf_behind
-from tpcompiler.passes._turns import ATTENTION, STEPS, axis_of_turns, misfit
+from tpcompiler.passes.regions.attend_in_turns import ATTENTION, STEPS, axis_of_turns, misfit
+from tpcompiler.passes.regions.spread_experts import Experts, find_matmuls, leaf_behind
 from tpcompiler.plan import Plan
 from tpcompiler.plan.styles import STYLES
 from tpcompiler.rules.registry import rule_of
@@ -76,24 +76,24 @@ def find_experts(found: Solution) -> Iterator[tuple[str, str]]:
         mesh, fqns = program.mesh, dict(program.leaves())
         axis = style.axis if style.axis in mesh.names else mesh.model_axis
         ranks = mesh.degree(axis)
-        for region in find_regions(program.graph) if ranks > 1 else ():
-            matrices = [leaf_behind(edit.operands(call)[1]) for call in region.calls]
-            tables = [leaf_behind(table) for _, table, _ in region.tables()]
+        for own in find_matmuls(program.graph) if ranks > 1 else ():
+            matrices = [leaf_behind(edit.operands(call)[1]) for call in own.calls]
+            tables = [leaf_behind(table) for _, table, _ in own.tables()]
             weights = [leaf for leaf in matrices if leaf is not None and leaf in fqns]
             if len(weights) < len(matrices) or any(edit.shape(leaf)[0] % ranks for leaf in weights):
                 continue
-            if _is_paid_inside(region, weights, placed, mesh.size(tuple({axis, mesh.model_axis}))):
+            if _is_paid_inside(own, weights, placed, mesh.size(tuple({axis, mesh.model_axis}))):
                 experts = edit.shape(weights[0])[0]
                 by_expert = [leaf for leaf in tables if leaf in fqns and edit.shape(leaf)[0] == experts]
                 yield from ((fqns[leaf], style.name) for leaf in (*weights, *by_expert))
 
 
-def _is_paid_inside(region: Region, weights: Sequence[fx.Node], placed: _Placed, ranks: int) -> bool:
-    inner = {node.name for node in region.inner}
+def _is_paid_inside(experts: Experts, weights: Sequence[fx.Node], placed: _Placed, ranks: int) -> bool:
+    inner = {node.name for node in experts.inner}
     shares = ((edit.fake(leaf), placed.sharding(leaf)) for leaf in weights)
     held = sum(local_bytes(value, own, placed.found.mesh) for value, own in shares if own is not None)
     is_uneven = held * ranks > sum(edit.fake(leaf).numel() * edit.fake(leaf).element_size() for leaf in weights)
-    return is_uneven or any(placed.is_changed_for(node, inner) for node in region.inner)
+    return is_uneven or any(placed.is_changed_for(node, inner) for node in experts.inner)
 
 
 def find_norms(found: Solution) -> Iterator[tuple[str, str]]:

@@ -24,8 +24,8 @@ from tpcompiler.ir.shares import fitted
 from tpcompiler.ir.static import computed_from_leaves
 from tpcompiler.ir.text import value_text
 from tpcompiler.passes._constraints import find_constraints
-from tpcompiler.passes._turns import ask_for_turns
 from tpcompiler.passes._wrapped import find_wrapped
+from tpcompiler.passes.regions.attend_in_turns import ask_for_turns
 from tpcompiler.plan import Plan, PlanEntry
 
 Boundary = Mapping[str, PlacementSpec] | Sequence[PlacementSpec | None] | None

@@ -26,7 +26,7 @@ from tpcompiler.ir.local import fake_mode_of
 from tpcompiler.ir.program import IN_TURNS, PIN, Note, PlannedProgram
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.sizes import sym_quotient
-from tpcompiler.passes._turns import STEPS, dealt_out
+from tpcompiler.passes.regions.attend_in_turns import STEPS, dealt_out
 
 
 def divide_sizes(program: PlannedProgram, device_type: str = "cpu") -> PlannedProgram:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 from tpcompiler._torch import OpOverload, aten, enable_python_dispatcher
 from tpcompiler.ir import edit
-from tpcompiler.ir.bodies import has_bodies, is_cond, read_bodies
+from tpcompiler.ir.bodies import copy_body, has_bodies, is_cond
 from tpcompiler.ir.local import fake_mode_of, no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import layer_of, weight_of
@@ -81,47 +82,23 @@ class _Branches:
     """Both branches of a cond, inserted before the call; their results are not used yet."""
 
     def __init__(self, node: fx.Node) -> None:
-        self.node, self.nodes = node, list[fx.Node]()
-        predicate, *bodies, operands = node.args
-        self.predicate: Any = predicate
-        self.counts = list[int]()
+        self.node = node
+        self.predicate, *bodies, operands = cast(Any, node.args)
+        both = [copy_body(node, *pair, operands) for pair in zip(("true", "false"), bodies, strict=True)]
+        copies, self.results = zip(*both, strict=True)
+        self.counts, self.nodes = [*map(len, copies)], list(itertools.chain(*copies))
         with fake_mode_of(node.graph), torch.no_grad(), enable_python_dispatcher():
-            self.results = [
-                self._copy(f"{node.name}_{name}", body, operands)
-                for name, body in zip(("true", "false"), bodies, strict=True)
-            ]
+            for copy in self.nodes:
+                self._fit(copy)
 
-    def _copy(self, name: str, named: Any, operands: Any) -> list[Any]:
-        body: fx.GraphModule = edit.fake(named)
-        inner_graph = edit.copy_graph(body.graph)
-        read_bodies(inner_graph, body)
-        feed, copies = iter(operands), dict[fx.Node, Any]()
-        before = len(self.nodes)
-        for inner in inner_graph.nodes:
-            if inner.op == "placeholder":
-                copies[inner] = next(feed)
-            elif inner.op == "output":
-                self.counts.append(len(self.nodes) - before)
-                return list(fx.node.map_arg(inner.args[0], lambda used: copies[used]))
-            else:
-                args, kwargs = fx.node.map_arg((inner.args, dict(inner.kwargs)), lambda used: copies[used])
-                copies[inner] = self._call(inner, f"{name}_{inner.name}", args, kwargs)
-        raise AssertionError("a body without output")
-
-    def _call(self, inner: fx.Node, name: str, args: Any, kwargs: Any) -> fx.Node:
-        target = f"{name}_body" if inner.op == "get_attr" else inner.target
-        with self.node.graph.inserting_before(self.node):
-            node = self.node.graph.create_node(inner.op, target, args, kwargs, name=name)
-        self.nodes.append(node)
-        for each in (inner, self.node):
-            edit.inherit_meta(node, each)
-        node.meta["val"] = inner.meta.get("val")
-        if "unbacked_bindings" in inner.meta:
-            node.meta["unbacked_bindings"] = inner.meta["unbacked_bindings"]
-        elif isinstance(inner.target, OpOverload) and inner.target._schema.returns:
-            values, keyword_values = fx.node.map_arg((args, kwargs), lambda used: edit.fake(used))
-            node.meta["val"] = inner.target(*values, **keyword_values)
-        return node
+    def _fit(self, copy: fx.Node) -> None:
+        """Compute a copy's value from its operands outside of the branch."""
+        edit.inherit_meta(copy, self.node)
+        if "unbacked_bindings" in copy.meta or not isinstance(copy.target, OpOverload):
+            return
+        if copy.target._schema.returns:
+            args, kwargs = fx.node.map_arg((copy.args, dict(copy.kwargs)), lambda used: edit.fake(used))
+            edit.record(copy, copy.target(*args, **kwargs))
 
     def obstacle(self, at_door: Any) -> str:
         """Return why the branches cannot both be computed, or ""."""
@@ -130,7 +107,7 @@ class _Branches:
         if why := obstacle(self.nodes, at_door):
             return f"a branch {why}"
         for user in self.node.users:
-            ends = [result[user.args[1]] for result in self.results]  # type: ignore[index]
+            ends = [result[user.args[1]] for result in self.results]
             if not all(map(edit.is_tensor, ends)):
                 return "its branches return what is no tensor"
             values = [edit.fake(end) for end in ends]

@@ -35,7 +35,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.passes.divide_sizes import divide_sizes
-from tpcompiler.passes.join_branches import join_branches
+from tpcompiler.passes.regions.join_branches import join_branches
 from tpcompiler.plan import Plan
 from tpcompiler.solver.drive import PLACING, solve
 from tpcompiler.solver.task import Task

@@ -16,14 +16,14 @@ from tpcompiler.parallel.parallel_program import ParallelProgram
 from tpcompiler.parallel.partition import Partition
 from tpcompiler.passes._forms import find_forms, note_forms
 from tpcompiler.passes.apply_plan import apply_plan, names_of
-from tpcompiler.passes.attend_in_turns import attend_in_turns
 from tpcompiler.passes.choose_paths import choose_paths
 from tpcompiler.passes.divide_sizes import divide_sizes
 from tpcompiler.passes.flatten_branches import flatten_branches
 from tpcompiler.passes.fold_reshards import fold_reshards
-from tpcompiler.passes.join_branches import join_branches
 from tpcompiler.passes.place import place
-from tpcompiler.passes.spread_experts import spread_experts
+from tpcompiler.passes.regions.attend_in_turns import attend_in_turns
+from tpcompiler.passes.regions.join_branches import join_branches
+from tpcompiler.passes.regions.spread_experts import spread_experts
 from tpcompiler.plan import Plan
 from tpcompiler.solver.drive import solve
 from tpcompiler.solver.refuse import refuse_unplaced

@@ -34,10 +34,10 @@ from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.passes.choose_paths import choose_paths
 from tpcompiler.passes.divide_sizes import divide_sizes
 from tpcompiler.passes.fold_reshards import fold_reshards
-from tpcompiler.passes.join_branches import join_branches
 from tpcompiler.passes.localize_shapes import localize_shapes
 from tpcompiler.passes.lower_reshards import lower_reshards
 from tpcompiler.passes.place import place
+from tpcompiler.passes.regions.join_branches import join_branches
 from tpcompiler.passes.shard_state import shard_state
 from tpcompiler.plan import Plan
 from tpcompiler.rules.registry import ops_with_rules

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from torch import fx, nn
+from torch import nn
 from torch.export import Dim, ExportedProgram, export
 
 import tpcompiler
@@ -22,8 +21,8 @@ from tpcompiler.errors import PlanError
 from tpcompiler.ir import edit
 from tpcompiler.ir.text import program_text
 from tpcompiler.passes._kernels import ON_CPU, ON_CUDA
-from tpcompiler.passes.attend_in_turns import attend_in_turns
 from tpcompiler.passes.move_device import move_device
+from tpcompiler.passes.regions.attend_in_turns import attend_in_turns
 from tpcompiler.terminal.printed import format_bytes
 
 aten = torch.ops.aten
@@ -100,7 +99,7 @@ pin_2: S(3) = pin(stack)
 pin_3: R = pin(pin_2)
 select_2 = select(pin_3, 0, 0)
 select_3 = select(pin_3, 0, 1)
-_scaled_dot_product_flash_attention_for_cpu = _scaled_dot_product_flash_attention_for_cpu(pin_1, select_2, select_3, attn_mask=None, scale=None)
+_scaled_dot_product_flash_attention_for_cpu = _scaled_dot_product_flash_attention_for_cpu(pin_1, select_2, select_3)
 getitem = getitem(_scaled_dot_product_flash_attention_for_cpu, 0)
 getitem_1 = getitem(_scaled_dot_product_flash_attention_for_cpu, 1)
 eq = eq(getitem_1, -inf)
@@ -118,7 +117,7 @@ pin_4: S(3) = pin(stack_1)
 pin_5: R = pin(pin_4)
 select_6 = select(pin_5, 0, 0)
 select_7 = select(pin_5, 0, 1)
-_scaled_dot_product_flash_attention_for_cpu_1 = _scaled_dot_product_flash_attention_for_cpu(pin_1, select_6, select_7, attn_mask=None, scale=None)
+_scaled_dot_product_flash_attention_for_cpu_1 = _scaled_dot_product_flash_attention_for_cpu(pin_1, select_6, select_7)
 getitem_2 = getitem(_scaled_dot_product_flash_attention_for_cpu_1, 0)
 getitem_3 = getitem(_scaled_dot_product_flash_attention_for_cpu_1, 1)
 maximum = maximum(getitem_1, getitem_3)
@@ -226,25 +225,26 @@ def test_the_axis_that_splits_layers_where_there_is_no_cp() -> None:
     assert program.verify(qkv(2)).ok
 
 
-def _no_rescale(self: Any, scores: fx.Node, most: fx.Node) -> tuple[fx.Node, fx.Node]:
-    made = self(aten.full_like.default, scores, 1.0)
-    return made, self(aten.unsqueeze.default, made, 3)
+def _no_rescale(before: tuple[torch.Tensor, ...], made: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    ones = torch.ones_like(scores)
+    return (scores, before[1] + ones, before[2] + made) if before else (scores, ones, made)
 
 
-def _first_part_again(self: Any, value: fx.Node, dim: int) -> Iterator[fx.Node]:
-    dealt = self(aten.unflatten.int, value, dim, [self.ranks, self.ranks, -1])
+def _first_part_again(self: Any, value: torch.Tensor, dim: int) -> Iterator[torch.Tensor]:
+    dealt = aten.unflatten.int(value, dim, [self.ranks, self.ranks, -1])
     for _ in range(self.ranks):
-        yield self(aten.flatten.using_ints, self(aten.select.int, dealt, dim + 1, 0), dim, dim + 1)
+        yield dealt.select(dim + 1, 0).flatten(dim, dim + 1)
 
 
-def _blind_as_others(self: Any, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node) -> list[fx.Node]:
-    bias = self.expand(self.as_bias(mask, q.meta["val"].dtype), q, k)
-    made = self(ON_CPU, q, k, v, attn_mask=bias)
-    return [self(operator.getitem, made, at) for at in (0, 1)]
+def _blind_as_others(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float | None
+) -> list[torch.Tensor]:
+    bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+    return [*ON_CPU(q, k, v, attn_mask=bias.expand(*q.shape[:3], k.shape[2]))]
 
 
 @pytest.mark.parametrize(
-    ("name", "wrong"), [("weight", _no_rescale), ("parts", _first_part_again), ("attend", _blind_as_others)]
+    ("name", "wrong"), [("_merge", _no_rescale), ("_Turns.parts", _first_part_again), ("_attend", _blind_as_others)]
 )
 def test_a_wrong_merge_is_noticed(name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the others: what was made before is not rescaled; one part is attended to again and
@@ -252,7 +252,7 @@ def test_a_wrong_merge_is_noticed(name: str, wrong: Any, monkeypatch: pytest.Mon
     """
     args = (*qkv(), SEEN)
     assert converted(masked, args, {"cp": 2}).verify(args).ok
-    monkeypatch.setattr(f"tpcompiler.passes.attend_in_turns._Turns.{name}", wrong)
+    monkeypatch.setattr(f"tpcompiler.passes.regions.attend_in_turns.{name}", wrong)
     assert not converted(masked, args, {"cp": 2}).verify(args).ok
 
 

@@ -17,7 +17,7 @@ import tpcompiler
 from tests.passes.stages import Call, planned
 from tests.zoo.case import randomise
 from tpcompiler.ir.text import program_text
-from tpcompiler.passes.join_branches import join_branches
+from tpcompiler.passes.regions.join_branches import join_branches
 
 X = torch.randn(2, 3, 16)
 PLAN = {"q": "colwise"}
@@ -125,15 +125,15 @@ return pin
 linear = linear(x, p_q_weight)
 view = view(linear, [2, 3, 4, 4])
 transpose = transpose(view, 1, 2)
-parts = unflatten(transpose, 1, [2, 2])
-of_all = stack([p_norms_0_weight, p_norms_1_weight])
-of_all_1 = stack([p_norms_0_bias, p_norms_1_bias])
-permute = permute(parts, [1, 0, 2, 3, 4])
+unflatten = unflatten(transpose, 1, [2, -1])
+stack = stack([p_norms_0_weight, p_norms_1_weight])
+stack_1 = stack([p_norms_0_bias, p_norms_1_bias])
+permute = permute(unflatten, [1, 0, 2, 3, 4])
 native_layer_norm = native_layer_norm(permute, [4], None, None, 1e-05)
 getitem_2 = getitem(native_layer_norm, 0)
-view_1 = view(of_all, [2, 1, 1, 1, 4])
+view_1 = view(stack, [2, 1, 1, 1, 4])
 mul = mul(getitem_2, view_1)
-view_2 = view(of_all_1, [2, 1, 1, 1, 4])
+view_2 = view(stack_1, [2, 1, 1, 1, 4])
 add = add(mul, view_2)
 permute_1 = permute(add, [1, 0, 2, 3, 4])
 clone = clone(permute_1, memory_format=torch.contiguous_format)

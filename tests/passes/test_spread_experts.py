@@ -16,10 +16,10 @@ import tpcompiler
 from tests.passes.stages import Call, planned
 from tests.zoo.case import randomise
 from tpcompiler.errors import PlanError
-from tpcompiler.ir.experts import BY_BLOCK
 from tpcompiler.ir.text import program_text
-from tpcompiler.passes.join_branches import join_branches
-from tpcompiler.passes.spread_experts import spread_experts
+from tpcompiler.passes.regions.join_branches import join_branches
+from tpcompiler.passes.regions.spread_experts import spread_experts
+from tpcompiler.rules.experts import BY_BLOCK
 
 X = torch.randn(6, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
 PLAN = {"up": "grouped_gemm", "down": "grouped_gemm"}
@@ -123,8 +123,8 @@ remainder_1 = remainder(sub_2, sum_1)
 unsqueeze = unsqueeze(remainder_1, -1)
 expand = expand(unsqueeze, [-1, -1, 16])
 gather = gather(grouped_mm_by_block_1, 1, expand)
-sum_2 = sum(gather, [0])
-pin: R = pin(sum_2)
+_grouped_mm_1 = sum(gather, [0])
+pin: R = pin(_grouped_mm_1)
 return pin
 """,
     )

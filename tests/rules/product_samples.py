@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.rules.sample import call, ids, t
-from tpcompiler.ir.experts import BY_BLOCK
+from tpcompiler.rules.experts import BY_BLOCK
 
 aten = torch.ops.aten
 einsum, tensordot = aten.einsum.default, aten.tensordot.default

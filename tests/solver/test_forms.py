@@ -21,10 +21,10 @@ from tpcompiler.api import conversions_of, read_plan
 from tpcompiler.cost.kernels import find_kernels
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.errors import ShardingError
-from tpcompiler.ir.experts import BY_BLOCK
 from tpcompiler.ir.text import op_name
 from tpcompiler.passes._forms import find_forms
 from tpcompiler.pipeline import find_placements
+from tpcompiler.rules.experts import BY_BLOCK
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.step_time import collectives_of, measure_step_time, seconds_of_ops
 from tpcompiler.solver.task import Aim
@@ -252,16 +252,17 @@ def test_norms_by_hand(ranks: int) -> None:
 def test_a_wrong_form_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the numbers: every turn has the same part, every block the rows of its neighbour."""
     with monkeypatch.context() as patch:
-        patch.setattr("tpcompiler.passes.attend_in_turns._Turns.parts", _first_part_again)
+        patch.setattr("tpcompiler.passes.regions.attend_in_turns._Turns.parts", _first_part_again)
         assert not KEYS.converted(2, memory=760_000).verify(KEYS.args).ok
-    monkeypatch.setattr("tpcompiler.passes.spread_experts._over", lambda index, like: _over(index.flip(0), like))
+    monkeypatch.setattr(
+        "tpcompiler.passes.regions.spread_experts._over", lambda index, like: _over(index.flip(0), like)
+    )
     assert not NORMED.converted(2).verify(NORMED.args).ok
 
 
-def _first_part_again(self: Any, value: Any, dim: int) -> Any:
-    dealt = self(torch.ops.aten.unflatten.int, value, dim, [self.ranks, self.ranks, -1])
-    part = self(torch.ops.aten.select.int, dealt, dim + 1, 0)
-    yield from [self(torch.ops.aten.flatten.using_ints, part, dim, dim + 1)] * self.ranks
+def _first_part_again(self: Any, value: torch.Tensor, dim: int) -> Any:
+    part = torch.ops.aten.unflatten.int(value, dim, [self.ranks, self.ranks, -1]).select(dim + 1, 0)
+    yield from [part.flatten(dim, dim + 1)] * self.ranks
 
 
 def _over(index: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

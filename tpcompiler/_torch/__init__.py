@@ -87,5 +87,5 @@ from tpcompiler._torch.sizes import (
     sym_multiple,
     symbols_of,
 )
-from tpcompiler._torch.traces import trace_ops
+from tpcompiler._torch.traces import trace_ops, untraced
 from tpcompiler._torch.versions import GONE, NEWEST, OLDEST, warn_of_newer

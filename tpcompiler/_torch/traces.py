@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import fx, nn
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 
 METHODS = nn.Module.__call__, nn.Module.__getattr__
 MARK = "__fx_already_patched"
+untraced = disable_proxy_modes_tracing  # a context for questions about sizes, which are no part of a trace
 
 
 def trace_ops(body: Callable[..., Any], *values: Any, table: Mapping[Any, Any] | None = None) -> fx.Graph:

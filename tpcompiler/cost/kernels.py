@@ -24,10 +24,10 @@ from torch import fx
 from tpcompiler._torch import OpOverload, sym_hint
 from tpcompiler.cost.machine import DTYPES
 from tpcompiler.ir import edit
-from tpcompiler.ir.experts import BY_BLOCK
 from tpcompiler.ir.program import pin
 from tpcompiler.ir.rank_numbers import rank_number
 from tpcompiler.ir.text import op_name
+from tpcompiler.rules.experts import BY_BLOCK
 from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
 

@@ -7,7 +7,8 @@ every rank and contains no collective.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -33,6 +34,25 @@ def read_bodies(graph: fx.Graph, root: torch.nn.Module) -> None:
     for node in graph.nodes:
         if node.op == "get_attr":
             node.meta["val"] = functools.reduce(getattr, str(node.target).split("."), root)
+
+
+def copy_body(call: fx.Node, side: str, named: fx.Node, operands: Iterable[Any]) -> tuple[list[fx.Node], list[Any]]:
+    """Insert the nodes of a body, named in a graph by `named`, before a call. Return them, and the body's results."""
+    body, inputs, inserted = edit.fake(named), iter(operands), list[fx.Node]()
+    inner, copies = edit.copy_graph(body.graph), dict[fx.Node, Any]()
+    read_bodies(inner, body)
+    for node in inner.nodes:
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda used: copies[used])
+        if node.op == "placeholder":
+            copies[node] = next(inputs)
+        elif node.op != "output":
+            name = f"{call.name}_{side}_{node.name}"
+            target = f"{name}_body" if node.op == "get_attr" else node.target
+            with call.graph.inserting_before(call):
+                copies[node] = call.graph.create_node(node.op, target, args, kwargs, name=name)
+            copies[node].meta.update(node.meta)
+            inserted.append(copies[node])
+    return inserted, list(args[0])
 
 
 def root_of(graph: fx.Graph) -> torch.nn.Module:

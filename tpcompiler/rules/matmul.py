@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import fx
 
 from tpcompiler._torch import aten
 from tpcompiler.ir import edit
-from tpcompiler.ir.dim_sharding import Size
-from tpcompiler.ir.experts import BY_BLOCK, multiply_own_blocks
 from tpcompiler.ir.sizes import sym_quotient
 from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.pointwise import broadcast
-from tpcompiler.rules.registry import foreign_rule, op_rule
+from tpcompiler.rules.registry import op_rule
 
 BILINEAR = ((0,), (1,))
 PACKED_ROWS = 64  # the rows of 4-bit weights that torch's CPU kernel reads together
@@ -98,48 +96,6 @@ def trilinear(node: fx.Node) -> RuleText | None:
 
     terms = ", ".join(without(args[f"expand{i}"]) for i in (1, 2, 3))
     return RuleText(f"{terms} -> {without(args['sumdim'])}", linear=((0,), (1,), (2,)))
-
-
-@op_rule(aten._grouped_mm.default, shards="nonempty")
-def grouped_mm(node: fx.Node) -> RuleText | None:
-    """ "g m (k k_!), g (k k_!) (n n_!) -> g m (n n_!)": one product per group.
-
-    If a dim is the groups in a row, offsets give their ends, and the dim is whole: "t! .., g! .., g! -> t! ..". The
-    kernels need rows of whole 16 bytes, so m, k and n are sharded between multiples of that.
-    """
-    left, right = (edit.fake(operand) for operand in edit.operands(node)[:2])
-    if edit.arguments(node).bias is not None:
-        return None
-    unit = 16 // left.element_size()
-    m, k, n = _in_units({"m": left.shape[-2], "k": left.shape[-1], "n": right.shape[-1]}, unit)
-    text = {
-        (3, 3): f"g {m} {k}, g {k} {n} -> g {m} {n}",
-        (2, 3): f"t! {k}, g! {k} {n}, g! -> t! {n}",
-        (3, 2): f"g! {m} {k}, {k} t!, g! -> {m} t!",
-        (2, 2): f"{m} t!, t! {n}, g! -> g! {m} {n}",
-    }[left.ndim, right.ndim]
-    return RuleText(text, factors={"m_": unit, "k_": unit, "n_": unit}, linear=BILINEAR)
-
-
-@foreign_rule("transformers.grouped_mm_fallback.default", shards="any")
-def looped_mm(node: fx.Node) -> RuleText:
-    """ "t! k, g! k n, g! -> t! n": transformers' fallback for torch's kernel; k and n may be sharded anywhere."""
-    return RuleText("t! k, g! k n, g! -> t! n", linear=BILINEAR)
-
-
-@op_rule(BY_BLOCK, shards="nonempty")
-def blocks(node: fx.Node) -> RuleText:
-    """ "d s! (k k_!), (d g!) (k k_!) (n n_!), d g! -> d s! (n n_!)": a rank computes its own blocks."""
-    x, weight, _ = (edit.fake(operand) for operand in edit.operands(node))
-    unit = 16 // x.element_size() if edit.arguments(node).kernel.startswith("aten") else 1
-    k, n = _in_units({"k": x.shape[-1], "n": weight.shape[-1]}, unit)
-    text = f"d s! {k}, (d g!) {k} {n}, d g! -> d s! {n}"
-    return RuleText(text, factors={"k_": unit, "n_": unit}, linear=BILINEAR, local={"d": multiply_own_blocks})
-
-
-def _in_units(sizes: Mapping[str, Size], unit: int) -> list[str]:
-    """Return factors that are sharded between multiples of a unit; a size that is no multiple stays whole."""
-    return [f"({f} {f}_!)" if sym_quotient(size, unit) is not None else f"{f}!" for f, size in sizes.items()]
 
 
 @op_rule(aten.matmul.default, shards="any")

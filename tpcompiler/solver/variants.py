@@ -10,16 +10,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler._torch import aten, enable_python_dispatcher, keeping_whole, trace_ops, tree_flatten
+from tpcompiler._torch import aten, enable_python_dispatcher, tree_flatten
 from tpcompiler.ir import edit
-from tpcompiler.ir.local import KEY, fake_mode_of, is_contiguous, key, memory_order
+from tpcompiler.ir.local import KEY, fake_mode_of, key
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import PlannedProgram
+from tpcompiler.ir.region import Region
 from tpcompiler.rules.infer import Refusal, follow
 from tpcompiler.rules.registry import call_variant, rule_of, variant_of
 from tpcompiler.solver.domain import Domain, shardings_of
 from tpcompiler.solver.stage import Choice, Known
 from tpcompiler.solver.ways import to_cut
+
+ATTENTION = aten.scaled_dot_product_attention.default
 
 
 def find_openings(domain: Domain) -> Iterator[tuple[fx.Node, int]]:
@@ -53,14 +56,14 @@ def write_variants(
         name = node.name
         if name not in names:
             continue
-        results = () if edit.is_tensor(node) else tuple(user.args[1] for user in node.users)
-        alike = node.target, key(node.args), key(node.kwargs), key(node), results
-        body = bodies.once(alike, partial(_body, node, program.mesh))
+        region = Region(node, edit.operands(node), partial(_run_variant, node, program.mesh), (ATTENTION,))
+        indices = () if edit.is_tensor(node) else tuple(user.args[1] for user in node.users)
+        alike = node.target, key(node.args), key(node.kwargs), key(node), indices
+        body = bodies.once(alike, region.trace)
         if body is None:
             continue
-        parts = [node] if edit.is_tensor(node) else list(node.users)
-        users = [(edit.fake(part), list(part.users)) for part in parts]
-        made = edit.rewrite(node, body, edit.operands(node))
+        users = [(edit.fake(part), list(part.users)) for part in region.results]
+        made = region.put(body)
         written[name] = [inner.name for inner in made]
         returned = tree_flatten(body.output_node().args[0])[0]
         changed = [
@@ -127,49 +130,6 @@ def find_needed(
             yield node.name
 
 
-def _body(node: fx.Node, mesh: Mesh) -> fx.Graph | None:
-    """None for a call that its variant cannot do."""
-    parts = [node] if edit.is_tensor(node) else node.users
-    orders = [_order_of(edit.fake(part)) for part in parts]  # a tracer does not know the sizes of these values
-
-    def call(*values: Any) -> Any:
-        args, kwargs = edit.map_operands(node, lambda at, _: values[at])
-        made = call_variant(node.target, mesh.degree(mesh.model_axis), args, kwargs)
-        if made is NotImplemented:
-            raise _Declined
-        if isinstance(made, tuple):
-            made = [made[user.args[1]] for user in node.users]  # type: ignore[index]
-            return [_in_order(value, order) for value, order in zip(made, orders, strict=True)]
-        return _in_order(made, orders[0])
-
-    with fake_mode_of(node.graph), torch.no_grad(), keeping_whole(aten.scaled_dot_product_attention.default):
-        given = [edit.fake(operand) for operand in edit.operands(node)]
-        values = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in given]
-        try:
-            body = trace_ops(call, *values)
-        except _Declined:
-            return None
-        except RuntimeError:
-            if any(isinstance(size, torch.SymInt) for value in values for size in value.shape):
-                return None  # it needs such a size as a number
-            raise
-    body.eliminate_dead_code()
-    numbers = tree_flatten([(inner.args, inner.kwargs) for inner in body.nodes])[0]
-    return None if any(isinstance(number, torch.SymInt) for number in numbers) else body
-
-
-class _Declined(Exception):
-    """A call that its variant cannot do."""
-
-
-def _order_of(value: torch.Tensor) -> list[int] | None:
-    """The order of the dims of a dense value in memory."""
-    order = memory_order(value)
-    return order if is_contiguous(value.permute(order)) else None
-
-
-def _in_order(value: torch.Tensor, order: list[int] | None) -> torch.Tensor:
-    """Return a tensor with its dims in memory in this order."""
-    if order is None or is_contiguous(value.permute(order)):
-        return value
-    return value.permute(order).contiguous().permute([order.index(dim) for dim in range(value.ndim)])
+def _run_variant(node: fx.Node, mesh: Mesh, *operands: torch.Tensor) -> Any:
+    args, kwargs = edit.map_operands(node, lambda at, _: operands[at])
+    return call_variant(node.target, mesh.degree(mesh.model_axis), args, kwargs)

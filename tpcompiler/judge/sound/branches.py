@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 from tpcompiler._torch import aten
 from tpcompiler.ir import edit
-from tpcompiler.ir.bodies import is_cond, read_bodies
+from tpcompiler.ir.bodies import copy_body, is_cond
 from tpcompiler.ir.program import BOTH, CanonicalProgram
 from tpcompiler.judge.sound.unsound import Unsound
 from tpcompiler.rules.index_range import Ranges, door_ranges
@@ -37,13 +37,14 @@ def with_both_branches(model: CanonicalProgram, called: Collection[str]) -> Cano
 
 
 def _write_out(cond: fx.Node, at_door: Ranges) -> list[fx.Node]:
-    graph, copies = cond.graph, list[fx.Node]()
-    predicate, true, false, operands = cond.args
+    graph = cond.graph
+    predicate, true, false, operands = cast(Any, cond.args)
+    on_true, on_false = (copy_body(cond, side, body, operands) for side, body in (("true", true), ("false", false)))
+    copies = on_true[0] + on_false[0]
     with graph.inserting_before(cond):
-        results = [_copied(cond, branch, operands, copies) for branch in ((true, "true"), (false, "false"))]
         if why := obstacle(copies, at_door):
             raise Unsound(None, f"the ranks compute both branches of '{cond.name}', and one of them {why}")
-        value: Any = predicate.meta.get("val")  # type: ignore[union-attr]
+        value: Any = predicate.meta.get("val")
         if isinstance(value, torch.Tensor) and value.dtype != torch.bool:
             predicate = graph.create_node(
                 "call_function", aten.ne.Scalar, (predicate, 0), name=f"{cond.name}_predicate"
@@ -54,7 +55,7 @@ def _write_out(cond: fx.Node, at_door: Ranges) -> list[fx.Node]:
             )
         for part in list(cond.users):
             index: Any = part.args[1]
-            ends = tuple(result[index] for result in results)
+            ends = on_true[1][index], on_false[1][index]
             name = f"{cond.name}_chosen_{index}"
             chosen = graph.create_node("call_function", aten.where.self, (predicate, *ends), name=name)
             chosen.meta.update({"val": part.meta.get("val"), BOTH: cond.name})
@@ -62,22 +63,3 @@ def _write_out(cond: fx.Node, at_door: Ranges) -> list[fx.Node]:
             edit.erase(part)
     edit.erase(cond)
     return copies
-
-
-def _copied(cond: fx.Node, branch: tuple[Any, str], operands: Any, copies: list[fx.Node]) -> Any:
-    """Copy a branch before the call, and return its results."""
-    body, side = edit.fake(branch[0]), branch[1]
-    inner_graph = edit.copy_graph(body.graph)
-    read_bodies(inner_graph, body)
-    inputs = (node for node in inner_graph.nodes if node.op == "placeholder")
-    env: dict[fx.Node, Any] = dict(zip(inputs, operands, strict=True))
-    for node in inner_graph.nodes:
-        if node.op == "output":
-            return fx.node.map_arg(node.args[0], lambda used: env[used])
-        if node not in env:
-            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda used: env[used])
-            name = f"{cond.name}_{side}_{node.name}"
-            env[node] = cond.graph.create_node(node.op, node.target, args, kwargs, name=name)
-            env[node].meta.update(node.meta)
-            copies.append(env[node])
-    raise Unsound(None, f"a branch of '{cond.name}' returns nothing")

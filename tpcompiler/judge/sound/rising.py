@@ -10,7 +10,7 @@ from torch import fx
 
 from tpcompiler._torch import OpOverload, aten
 from tpcompiler.ir import edit
-from tpcompiler.ir.experts import BY_BLOCK
+from tpcompiler.rules.experts import BY_BLOCK
 from tpcompiler.rules.index_range import SAME_VALUES
 
 BAGS = (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)

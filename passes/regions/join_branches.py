@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from tpcompiler._torch import OpOverload, aten, trace_ops
+from tpcompiler._torch import OpOverload, aten
 from tpcompiler.ir import edit
-from tpcompiler.ir.draws import remove_unused
-from tpcompiler.ir.local import fake_mode_of, no_new_guards
 from tpcompiler.ir.program import PlannedProgram
+from tpcompiler.ir.region import Region, write_regions
 
 SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
 
@@ -34,57 +32,46 @@ def join_branches(program: PlannedProgram) -> PlannedProgram:
     is `torch.vmap` of the op on one part. Branches stay separate if the plan pins one of their values, if others use
     them, if they draw random numbers, or if torch cannot batch them.
     """
-    graph = edit.copy_graph(program.graph)
-    with no_new_guards(graph):
-        for node in edit.calls(graph):
-            if node.target is aten.cat.default:
-                _join(node)
-    remove_unused(graph)
-    return replace(program, graph=graph)
+    return write_regions(program, _find_branches)
 
 
-def _join(cat: fx.Node) -> None:
-    branches = edit.operands(cat)
-    dim = edit.bound(cat)["dim"] % edit.ndim(cat)
-    columns = _columns(branches)
-    if columns is None:
-        return
-    sources = [_split_source(column, dim) for column in columns]
-    wholes = [source for source in sources if source is not None]
-    if len(wholes) != 1:
-        return
-    count = len(branches)
-    inputs: list[fx.Node] = []
-    in_dims: list[int | None] = []
-    for column, source in zip(columns, sources, strict=True):
-        if source is not None:
-            part = edit.shape(column[0])[dim]
-            inputs.append(_insert(cat, aten.unflatten.int, (source, dim, [count, part]), "parts"))
-            in_dims.append(dim)
-        elif len(set(column)) == 1:
-            inputs.append(column[0])
-            in_dims.append(None)
-        else:
-            inputs.append(_insert(cat, aten.stack.default, (list(column),), "of_all"))
-            in_dims.append(0)
-    first, dense = branches[0], edit.fake(cat).is_contiguous()
+def _find_branches(graph: fx.Graph) -> Iterator[Region]:
+    """Yield the concatenations of one op's results for all parts of a split, in order."""
+    for cat in edit.calls(graph):
+        columns = _columns(edit.operands(cat)) if cat.target is aten.cat.default else None
+        if columns is None:
+            continue
+        dim = edit.bound(cat)["dim"] % edit.ndim(cat)
+        sources = [_split_source(column, dim) for column in columns]
+        if sum(source is not None for source in sources) == 1:
+            yield _joined(cat, dim, columns, sources)
+
+
+def _joined(cat: fx.Node, dim: int, columns: Sequence[Sequence[fx.Node]], sources: Sequence[fx.Node | None]) -> Region:
+    branches, pairs = edit.operands(cat), list(zip(columns, sources, strict=True))
+    inputs = list(dict.fromkeys(each for column, source in pairs for each in ([source] if source else column)))
+    dims = tuple(dim if source else None if len(set(column)) == 1 else 0 for column, source in pairs)
 
     def one(*values: Any) -> Any:
-        args, kwargs = edit.map_operands(first, lambda i, _: values[i])
-        return first.target(*args, **kwargs)  # type: ignore[operator]
+        args, kwargs = edit.map_operands(branches[0], lambda at, _: values[at])
+        return branches[0].target(*args, **kwargs)  # type: ignore[operator]
 
-    def body(*values: Any) -> Any:
-        joined = torch.vmap(one, tuple(in_dims), dim)(*values).flatten(dim, dim + 1)
-        return joined.contiguous() if dense else joined  # keep the strides of the concatenation
-
-    with fake_mode_of(cat.graph), torch.no_grad():
-        values = [torch.empty_like(edit.fake(i)) for i in inputs]
+    def body(*given: torch.Tensor) -> Any:
+        values_of = dict(zip(inputs, given, strict=True))
+        values = [
+            aten.unflatten.int(values_of[source], dim, [len(branches), -1])
+            if source
+            else values_of[column[0]]
+            if at is None
+            else torch.stack([values_of[each] for each in column])
+            for at, (column, source) in zip(dims, pairs, strict=True)
+        ]
         try:
-            traced = trace_ops(body, *values)
+            return torch.vmap(one, dims, dim)(*values).flatten(dim, dim + 1)
         except RuntimeError:
-            return  # an op that torch cannot or will not batch, such as a random one
-    traced.eliminate_dead_code()
-    edit.rewrite(cat, traced, inputs)
+            return NotImplemented  # an op that torch cannot or will not batch, such as a random one
+
+    return Region(cat, inputs, body, whole=(aten.unflatten.int,))
 
 
 def _columns(branches: Sequence[fx.Node]) -> list[tuple[fx.Node, ...]] | None:
@@ -120,11 +107,3 @@ def _split_source(values: Sequence[fx.Node], dim: int) -> fx.Node | None:
         return None
     (source,) = edit.operands(split)
     return source if edit.bound(split)["dim"] % edit.ndim(source) == dim else None
-
-
-def _insert(before: fx.Node, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
-    node = edit.insert_before(before, target, args, name)
-    values = fx.node.map_arg(args, lambda n: edit.fake(n))
-    with fake_mode_of(before.graph), torch.no_grad():
-        edit.record(node, target(*values))
-    return node
