@@ -58,6 +58,20 @@ def test_links_between_pages_lead_somewhere() -> None:
     assert broken == []
 
 
+def test_a_link_with_the_name_of_a_page_leads_to_it() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    names = {page.stem for page in pages}
+    links = [
+        (page.name, text, target)
+        for page in pages
+        for text, target in re.findall(r"\[([^\]]+)\]\((?!https?:)([^)#\s]+\.md)", page.read_text(encoding="utf-8"))
+    ]
+    assert links
+    assert [
+        each for each in links if (name := each[1].removesuffix(".md")) in names and name != Path(each[2]).stem
+    ] == []
+
+
 def test_commands_in_prose_are_targets_of_make() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     texts = [page.read_text(encoding="utf-8") for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))]

@@ -21,7 +21,6 @@ from tests.compared import compare
 from tests.machines import CALLS
 from tests.zoo.case import OUTSIDE, Case
 from tpcompiler import ParallelProgram
-from tpcompiler.artifact.report import Collective
 from tpcompiler.errors import InternalError, TpCompilerWarning
 from tpcompiler.judge.compare.compare import Difference, VerifyReport
 from tpcompiler.judge.compare.reference import reference_of
@@ -30,7 +29,7 @@ from tpcompiler.judge.sound.check import check_programs
 from tpcompiler.judge.sound.written import written
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.runtime.inputs import flatten_inputs
-from tpcompiler.runtime.records import TensorRecord
+from tpcompiler.runtime.records import Collective, TensorRecord
 
 WORLDS = (2, 4)
 FALLBACK = "fallback"

@@ -10,7 +10,6 @@ import torch
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import guards_of
-from tpcompiler.artifact.report import Collective
 from tpcompiler.ir import edit
 from tpcompiler.ir.calling import calling_of
 from tpcompiler.ir.mesh import Mesh
@@ -22,7 +21,7 @@ from tpcompiler.ir.text import DTYPES
 from tpcompiler.plan import Plan
 from tpcompiler.rules.index_range import door_ranges
 from tpcompiler.runtime.artifact import FORMAT, VERSION, Manifest
-from tpcompiler.runtime.records import Asked, BoundaryRecord, TensorRecord
+from tpcompiler.runtime.records import Asked, BoundaryRecord, Collective, TensorRecord
 
 
 class Partitioned(Protocol):

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from msgspec import structs
 
-from tpcompiler.artifact.report import NOTE_TITLES
 from tpcompiler.checkpoint.leaves import bytes_per_rank, dtype_of, held_per_rank
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.runtime.artifact import Manifest
@@ -20,6 +19,24 @@ from tpcompiler.terminal.tables import Part, Table
 
 NO_ADVICE: Mapping[str, str] = MappingProxyType({})
 MOST_RANKS = 16  # that a table lists one by one
+NOTE_TITLES = {  # kinds of `Note`, as people read them
+    "plan": "plan entries that are left out",
+    "untouched": "layers that no plan entry touches",
+    "whole": "weights that stay whole in a layer that is cut",
+    "dropped": "weights that no op uses any more, left out",
+    "no rule": "ops without a rule",
+    "size": "dynamic sizes that the mesh must divide",
+    "random": "ops that draw random numbers",
+    "mesh": "axes that run as two",
+    "both": "conds of which both branches are computed",
+    "shared": "weights that several ranks share",
+    "idle": "axes that cut nothing: their ranks repeat each other",
+    "examples": "example inputs",
+    "collectives": "collectives over symmetric memory",
+    "search": "the search for placements",
+    "uncut": "layers that stay whole, because a call would take longer with them cut",
+    "cut": "weights cut in parts, blocks or whole heads, or unevenly",
+}
 
 
 class ModelLayer(Record, frozen=True, kw_only=True):

@@ -11,8 +11,8 @@ import sympy  # type: ignore[import-untyped]  # it ships no types
 import torch
 
 from tpcompiler._torch import sym_expr, sym_hint
+from tpcompiler.artifact.collective_records import sent_value
 from tpcompiler.artifact.counts import predict_call, record_seconds
-from tpcompiler.artifact.report import sent_value
 from tpcompiler.ask.written import Written
 from tpcompiler.cost.collective import wire_bytes
 from tpcompiler.cost.machine import Machine

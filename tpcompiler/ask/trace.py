@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from torch import fx
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from tpcompiler.artifact.report import sent_value
+from tpcompiler.artifact.collective_records import sent_value
 from tpcompiler.cost.collective import wire_bytes
 from tpcompiler.ir import edit
 from tpcompiler.ir.symm_mem import is_fitted

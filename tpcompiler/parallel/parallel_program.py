@@ -12,7 +12,6 @@ from torch.export import ExportedProgram
 
 from tpcompiler.artifact.counts import counted_kinds
 from tpcompiler.artifact.manifest import manifest_of, shardings_of
-from tpcompiler.artifact.report import Collective
 from tpcompiler.artifact.summary import summarize, summary_parts
 from tpcompiler.artifact.writing import Files, writer_of
 from tpcompiler.cost.machine import Machine
@@ -32,7 +31,7 @@ from tpcompiler.parallel.partition import Partition
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.plan import Plan
 from tpcompiler.runtime.artifact import Manifest, write_artifact
-from tpcompiler.runtime.records import Asked
+from tpcompiler.runtime.records import Asked, Collective
 from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.terminal.tables import Part, Report, Shown, text_of
 

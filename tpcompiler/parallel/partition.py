@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 from torch.export import ExportedProgram
 
-from tpcompiler.artifact.report import Collective, collectives_of, transfer_of
+from tpcompiler.artifact.collective_records import collectives_of, transfer_of
 from tpcompiler.cost.collective import Collectives
 from tpcompiler.cost.machine import Machine
 from tpcompiler.ir.collector import collector_rests
@@ -25,6 +25,7 @@ from tpcompiler.passes.lower_reshards import lower_reshards
 from tpcompiler.passes.move_device import move_device
 from tpcompiler.passes.schedule_collectives import schedule_collectives
 from tpcompiler.passes.shard_state import Hollow, shard_state
+from tpcompiler.runtime.records import Collective
 from tpcompiler.terminal.printed import format_bytes
 
 

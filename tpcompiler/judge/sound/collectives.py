@@ -9,7 +9,7 @@ from msgspec.structs import asdict
 from torch import fx
 from torch.export import ExportedProgram
 
-from tpcompiler.artifact.report import transfer_of
+from tpcompiler.artifact.collective_records import transfer_of
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.node_placement import read_claim

@@ -12,27 +12,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.node_placement import reshard_of
 from tpcompiler.ir.program import LocalProgram
-from tpcompiler.runtime.records import Collective as Collective
-from tpcompiler.runtime.records import Transfer
-
-NOTE_TITLES = {  # kinds of `Note`, as people read them
-    "plan": "plan entries that are left out",
-    "untouched": "layers that no plan entry touches",
-    "whole": "weights that stay whole in a layer that is cut",
-    "dropped": "weights that no op uses any more, left out",
-    "no rule": "ops without a rule",
-    "size": "dynamic sizes that the mesh must divide",
-    "random": "ops that draw random numbers",
-    "mesh": "axes that run as two",
-    "both": "conds of which both branches are computed",
-    "shared": "weights that several ranks share",
-    "idle": "axes that cut nothing: their ranks repeat each other",
-    "examples": "example inputs",
-    "collectives": "collectives over symmetric memory",
-    "search": "the search for placements",
-    "uncut": "layers that stay whole, because a call would take longer with them cut",
-    "cut": "weights cut in parts, blocks or whole heads, or unevenly",
-}
+from tpcompiler.runtime.records import Collective, Transfer
 
 
 def collectives_of(program: LocalProgram) -> list[Collective]:
