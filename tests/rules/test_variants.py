@@ -13,6 +13,7 @@ from torch import nn
 from torch.export import Dim, export
 
 import tpcompiler
+from tests.passes.stages import Call
 from tests.rules.recurrent_samples import RECURRENT
 from tests.rules.sample import Sample, node_of
 from tests.zoo.case import randomise
@@ -20,7 +21,7 @@ from tpcompiler import check_rule
 from tpcompiler._torch import OpOverload  # its module defines PT2E's ops
 from tpcompiler.errors import RuleError
 from tpcompiler.judge.rules.run_on_shards import check_variant
-from tpcompiler.rules import registry
+from tpcompiler.rules import registry, scans
 
 aten, pt2e = torch.ops.aten, torch.ops.quantized_decomposed
 BYTE = (-128, 127, 1e-6, torch.int8)
@@ -68,6 +69,9 @@ SAMPLES: dict[OpOverload, list[Any]] = {
     aten.slice.Tensor: [(X, 1, 2, 7), (X, -1, -5), (X, 1, 1, 20, 3), (X, 0, 0, 99)],
     aten.select_scatter.default: [(X, W[:3], 1, 5), (X, W, 0, -1)],
     aten.slice_scatter.default: [(X, X[:, :5], 1, 2, 7), (X, X[:, :12], -1, 0, None, 2), (X, X[:, :4], 1, -7, 99, 2)],
+    aten.cumsum.default: [(X, 1), (TIES, 1), ((9 * X).to(torch.int8), 1), ((X, -1), {"dtype": torch.float32})],
+    aten.cumprod.default: [(X, 1), (TIES, 0), ((9 * X).int(), 1), ((X > 0, -1), {"dtype": torch.int32})],
+    aten.logcumsumexp.default: [(X, 1), (TIES, 1)],
     aten.topk.default: [(X, 3), (X, 2, 0), (X, 5, 1, False)],
     pt2e.choose_qparams.tensor: [(X.float(), *BYTE), (X.float() - 99, *BYTE), (-TIES[:1], *BYTE), (TIES, *BYTE)],
     pt2e.choose_qparams_symmetric.tensor: [(X.float(), *BYTE)],
@@ -165,6 +169,38 @@ def test_dynamic_batches(name: str) -> None:
     program = converted(WITH_DOWN[name][0], 2, True, {0: Dim("batch")})
     assert [c.kind for c in program.collectives()] == ["all_reduce"] * 3
     assert program.verify((torch.randn(5, 8, 64),)).ok
+
+
+SCANS = "cumsum", "cumprod", "logcumsumexp"
+
+
+@pytest.mark.parametrize("name", SCANS)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.sweep)])
+def test_the_totals_of_the_ranks_before(name: str, world: int) -> None:
+    """One total for each of 16 lines and each rank, in float32, where the op itself would gather 256 numbers a line."""
+    program = converted(lambda m, h: m.down(getattr(h, name)(-1)), world, True)
+    totals, gathered = 16 * 4 * world, 16 * 4 * 256
+    sent = [(c.kind, c.payload_bytes) for c in program.collectives()]
+    assert sent == [("all_gather", totals), ("all_reduce", OUT)]
+    assert gathered // totals == 256 // world
+
+
+def test_a_running_sum_over_a_dynamic_dim() -> None:
+    exported = export(
+        Call(lambda self, x: x.cumsum(1) * self.w, w=torch.ones(())),
+        (torch.randn(2, 8),),
+        dynamic_shapes=({1: 2 * Dim("half", min=2, max=64)},),
+    )
+    program = tpcompiler.parallelize(exported, 2, {}, inputs=["S(1)"], outputs=["S(1)"])
+    assert program.verify((torch.randn(2, 12),)).ok
+
+
+def test_a_wrong_total_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: a total that counts the rank's own block too."""
+    monkeypatch.setattr(scans, "_shifted", lambda totals, dim, start: totals)
+    for op in (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default):
+        with pytest.raises(RuleError, match=f"the variant of {op} is wrong"):
+            check_rule(op, SAMPLES[op])
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -1,4 +1,4 @@
-"""Sorting and running sums: a result depends on the elements before it, so the dim stays whole."""
+"""Sorting: a result depends on all elements of a line, so the dim stays whole."""
 
 from __future__ import annotations
 
@@ -6,29 +6,11 @@ from torch import fx
 
 from tpcompiler._torch import aten
 from tpcompiler.ir import edit
-from tpcompiler.rules.notation import RuleText
-from tpcompiler.rules.reductions import linear_cast
 from tpcompiler.rules.registry import op_rule
+from tpcompiler.rules.scans import scan
 from tpcompiler.rules.structure import dims_text
 
-
-@op_rule(
-    aten.sort.default,
-    aten.sort.stable,
-    aten.cumsum.default,
-    aten.cumprod.default,
-    aten.logcumsumexp.default,
-    aten.cummax.default,
-    aten.cummin.default,
-    shards="any",
-)
-def scan(node: fx.Node) -> RuleText:
-    """ "d0 d1! -> d0 d1!", and positions, which count within a line. Only a running sum is linear."""
-    (operand,) = edit.operands(node)
-    ndim = edit.ndim(operand)
-    text = dims_text(ndim, {edit.arguments(node).dim % ndim} if ndim else ())
-    results = ", ".join([text] * len(edit.outputs(node)))
-    return RuleText(f"{text} -> {results}", linear=linear_cast(node) if node.target is aten.cumsum.default else ())
+op_rule(aten.sort.default, aten.sort.stable, shards="any")(scan)
 
 
 @op_rule(aten.topk.default, shards="any")

@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 @op_variant(aten.softmax.int)
 def softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     cast = x if dtype is None else x.to(dtype)
-    wide = _wide(cast)
+    wide = widen(cast)
     powers = (wide - wide.amax([dim], True)).exp()
     return (powers / powers.sum([dim], True)).to(cast.dtype)
 
@@ -42,7 +42,7 @@ def safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tenso
 @op_variant(aten.log_softmax.int)
 def log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     cast = x if dtype is None else x.to(dtype)
-    wide = _wide(cast)
+    wide = widen(cast)
     centred = wide - wide.amax([dim], True)
     return (centred - centred.exp().sum([dim], True).log()).to(cast.dtype)
 
@@ -81,14 +81,14 @@ def attention(
         q, k, v = aten.unflatten.int(q, -3, [count, -1]), k.unsqueeze(-3), v.unsqueeze(-3)
         if mask is not None and mask.ndim > 2:
             mask = mask.unsqueeze(-3) if mask.shape[-3] == 1 else aten.unflatten.int(mask, -3, [count, -1])
-    scores = _wide(q) @ _wide(k).transpose(-1, -2) * scale
+    scores = widen(q) @ widen(k).transpose(-1, -2) * scale
     if mask is not None:
         if mask.dtype == torch.bool:  # added, as torch's kernels do: NaN in a masked key stays NaN
             mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill(~mask, -math.inf)
         scores = scores + mask
     greatest = scores.amax([-1], True)
     powers = (scores - greatest.masked_fill(greatest == -math.inf, 0.0)).exp()
-    both = torch.cat([powers @ _wide(v), powers.sum([-1], True)], -1)  # one collective for both
+    both = torch.cat([powers @ widen(v), powers.sum([-1], True)], -1)  # one collective for both
     total = both[..., -1:]
     result = (both[..., :-1] / total.masked_fill(total == 0, 1.0)).to(q.dtype)
     return result.flatten(-4, -3) if enable_gqa else result
@@ -99,7 +99,7 @@ def native_layer_norm(
     x: Tensor, shape: Sequence[Any], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     dims = list(range(-len(shape), 0))
-    wide = _wide(x)
+    wide = widen(x)
     mean = wide.mean(dims, True)
     centred = wide - mean
     scale = ((centred * centred).mean(dims, True) + eps).rsqrt()
@@ -136,7 +136,7 @@ def group_norm(
 @op_variant(aten._fused_rms_norm.default)
 def fused_rms_norm(x: Tensor, shape: Sequence[Any], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
     dims = list(range(-len(shape), 0))
-    wide = _wide(x)
+    wide = widen(x)
     least = torch.finfo(wide.dtype).eps if eps is None else eps
     scale = ((wide * wide).mean(dims, True) + least).rsqrt()
     return _scaled(wide * scale, weight, None).to(x.dtype), scale
@@ -157,7 +157,7 @@ def var_mean(
     divisor = count - (1 if correction is None else correction) if type(count) is int else 0
     if divisor <= 0 or x.is_complex():
         return NotImplemented
-    wide = _wide(x)
+    wide = widen(x)
     mean = wide.mean(dims, True)
     centred = wide - mean
     squares = (centred * centred).sum(dims, keepdim)
@@ -194,7 +194,7 @@ def vector_norm(
     result_dtype = dtype or x.dtype
     if result_dtype.is_complex or x.is_complex() or ord == 0 or math.isinf(ord):
         return NotImplemented
-    powers = _wide(x.to(result_dtype)).abs().pow(ord)
+    powers = widen(x.to(result_dtype)).abs().pow(ord)
     return powers.sum(list(range(x.ndim)) if dim is None else list(dim), keepdim).pow(1 / ord).to(result_dtype)
 
 
@@ -311,7 +311,7 @@ def _ints(x: Tensor) -> Tensor:
     return x.to(torch.int32) if x.dtype is torch.bool else x
 
 
-def _wide(x: Tensor) -> Tensor:
+def widen(x: Tensor) -> Tensor:
     """Return the value in the dtype in which torch's own kernels compute."""
     return x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
 

@@ -1,0 +1,82 @@
+"""Running sums, products and extrema: a result depends on all elements before it, so the rules keep the dim whole.
+
+For sums and products, each rank can scan its shard and add the total of the ranks before it: they exchange one number
+per line and rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tpcompiler._torch import aten
+from tpcompiler.ir import edit
+from tpcompiler.ir.sizes import sym_quotient
+from tpcompiler.rules.notation import RuleText
+from tpcompiler.rules.reductions import linear_cast
+from tpcompiler.rules.registry import op_rule, op_variant
+from tpcompiler.rules.structure import dims_text
+from tpcompiler.rules.variants import widen
+
+SCANS = aten.cumsum, aten.cumprod, aten.logcumsumexp, aten.cummax, aten.cummin
+
+
+@op_rule(*(op.default for op in SCANS), shards="any")
+def scan(node: fx.Node) -> RuleText:
+    """ "d0 d1! -> d0 d1!", and positions, which count within a line. Only a running sum is linear."""
+    (operand,) = edit.operands(node)
+    ndim = edit.ndim(operand)
+    text = dims_text(ndim, {edit.arguments(node).dim % ndim} if ndim else ())
+    results = ", ".join([text] * len(edit.outputs(node)))
+    return RuleText(f"{text} -> {results}", linear=linear_cast(node) if node.target is aten.cumsum.default else ())
+
+
+@op_variant(aten.cumsum.default)
+def cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None, pieces: int) -> Any:
+    return _scanned(torch.cumsum, torch.add, 0, x, dim, dtype, pieces)
+
+
+@op_variant(aten.cumprod.default)
+def cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None, pieces: int) -> Any:
+    return _scanned(torch.cumprod, torch.mul, 1, x, dim, dtype, pieces)
+
+
+@op_variant(aten.logcumsumexp.default)
+def logcumsumexp(x: Tensor, dim: int, *, pieces: int) -> Any:
+    return NotImplemented if x.is_complex() else _scanned(_log_sums, torch.logaddexp, -math.inf, x, dim, None, pieces)
+
+
+def _scanned(
+    op: Callable[..., Tensor],
+    join: Callable[[Tensor, Tensor], Tensor],
+    start: float,
+    x: Tensor,
+    dim: int,
+    dtype: torch.dtype | None,
+    pieces: int,
+) -> Any:
+    """Scan every block by itself, then join each with the scan of the totals of the blocks before it."""
+    size = x.shape[dim] if x.ndim else 0
+    if sym_quotient(size, pieces) is None or (isinstance(size, int) and size == 0):
+        return NotImplemented  # blocks of several sizes
+    result_dtype = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
+    wide, at = widen(x.to(result_dtype)), dim % x.ndim
+    run = partial(op, dtype=wide.dtype)
+    own = run(aten.unflatten.int(wide, at, [pieces, -1]), at + 1)
+    before = run(_shifted(own.select(at + 1, -1), at, start), at)
+    return join(own, before.unsqueeze(at + 1)).flatten(at, at + 1).to(result_dtype)
+
+
+def _shifted(totals: Tensor, dim: int, start: float) -> Tensor:
+    """Return for each block the total of the block before it, and `start` for the first."""
+    first = torch.full_like(totals.narrow(dim, 0, 1), start)
+    return torch.cat([first, totals.narrow(dim, 0, totals.shape[dim] - 1)], dim)
+
+
+def _log_sums(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    return torch.logcumsumexp(x, dim)
