@@ -56,8 +56,9 @@ def main(out: Path = Path("minilm_tp2")) -> float:
     program = tpcompiler.parallelize(exported, 2, HERE / "minilm.yaml")
     print(program.report(), "\n")
     program.save(out, force=True)
-    tpcompiler.cut_checkpoint(out, checkpoint(), partial=True)
-    print("simulated on 2 ranks:", tpcompiler.verify_artifact(out, exported, (), inputs, checkpoint=checkpoint()), "\n")
+    artifact = tpcompiler.open(out)
+    artifact.cut(checkpoint(), partial=True)
+    print("simulated on 2 ranks:", artifact.verify((), inputs, original=exported, checkpoint=checkpoint()), "\n")
 
     save_file(inputs, out.with_suffix(".inputs.safetensors"))
     launch = [

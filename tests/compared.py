@@ -10,6 +10,7 @@ from torch.export import ExportedProgram
 from tpcompiler.judge.compare.compare import Call, VerifyReport, compare_calls, read_call
 from tpcompiler.judge.compare.judge import Layout
 from tpcompiler.judge.compare.subject import Subject
+from tpcompiler.runtime.artifact import SINGLE
 
 
 def compare(
@@ -25,4 +26,4 @@ def compare(
 ) -> VerifyReport:
     """Compare one program, for a first call and for those of `then`."""
     subject = Subject(reference, programs, layout, input_names, output_names, intermediate)
-    return compare_calls({"": subject}, [("", args, kwargs), *(("", *read_call(call)) for call in then)])
+    return compare_calls({SINGLE: subject}, [(SINGLE, args, kwargs), *((SINGLE, *read_call(call)) for call in then)])

@@ -35,7 +35,7 @@ FORKS.set_forkserver_preload(
     [
         "torch.distributed.tensor",
         "torch._export.serde.serialize",
-        "tpcompiler.parallel.parallel_program",
+        "tpcompiler.api.parallel_program",
         "tpcompiler.runtime.load",
     ]
 )

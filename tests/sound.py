@@ -10,5 +10,5 @@ from tpcompiler.passes.canonicalize import canonicalize
 
 def findings(program: tpcompiler.ParallelProgram) -> list[str]:
     ranks = [written(program.rank_program(rank)) for rank in range(program.world_size)]
-    model = canonicalize(program.original)
-    return check_programs(ranks, program.manifest(), program.original, model=model).findings
+    model = canonicalize(program.only.original())
+    return check_programs(ranks, program.manifest(), program.only.original(), model=model).findings

@@ -12,7 +12,7 @@ from torch.export import Dim, ExportedProgram
 import tpcompiler
 from tests.launch import called
 from tpcompiler import ParallelProgram
-from tpcompiler.api.verify_files import verify_artifact
+from tpcompiler.api.aliases import verify_artifact
 
 pytestmark = pytest.mark.slow
 

@@ -19,11 +19,12 @@ from tests.bad_input.models import PLAN, Net, X, exported, refusal
 from tests.compared import compare
 from tests.launch import called
 from tests.test_control_flow import choose, choose_twice, program_of
-from tpcompiler.api.verify_files import verify_artifact
+from tpcompiler.api.aliases import verify_artifact
 from tpcompiler.errors import InternalError
 from tpcompiler.ir.bodies import all_calls, has_bodies
 from tpcompiler.judge.sound.check import check_programs
 from tpcompiler.judge.sound.written import written
+from tpcompiler.parallel.compared import layout_of
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.runtime.artifact import read_manifest
 
@@ -59,7 +60,7 @@ def planned_program(function: Callable[..., Any], is_dynamic: bool) -> ExportedP
 
 
 def calls_cond(made: tpcompiler.ParallelProgram) -> bool:
-    return any(has_bodies(node) for node in all_calls(made.resharded.graph))
+    return any(has_bodies(node) for node in all_calls(made.converted.resharded.graph))
 
 
 @pytest.mark.sweep
@@ -240,7 +241,7 @@ def test_a_wrong_choice_is_seen() -> None:
         predicate, *branches = choice.args
         choice.args = (predicate, *reversed(branches))
         each.graph_module.recompile()
-    assert not compare(made.original, programs, (X,), {}, made.layout(), ["x_0"], ["output"]).ok
+    assert not compare(made.only.original(), programs, (X,), {}, layout_of(made.only), ["x_0"], ["output"]).ok
 
 
 def test_both_branches_of_one_that_draws_are_a_finding(tmp_path: Path) -> None:

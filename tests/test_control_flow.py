@@ -22,10 +22,11 @@ from tests.bad_input.models import PLAN, Net, X, exported, refusal
 from tests.compared import compare
 from tests.launch import called
 from tpcompiler._torch import symbols_of
-from tpcompiler.api.verify_files import verify_artifact
+from tpcompiler.api.aliases import verify_artifact
 from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import all_calls, has_bodies
+from tpcompiler.parallel.compared import layout_of
 
 pytestmark = pytest.mark.slow
 
@@ -145,10 +146,10 @@ def test_a_wrong_body_is_seen() -> None:
     (product,) = [node for node in body.graph.nodes if node.target is torch.ops.aten.mul.Tensor]
     product.update_arg(1, 3)
     body.recompile()
-    report = compare(made.original, programs, (X,), {}, made.layout(), ["x_0"], ["output"])
+    report = compare(made.only.original(), programs, (X,), {}, layout_of(made.only), ["x_0"], ["output"])
     assert not report.ok
     again = [made.rank_program(rank) for rank in range(2)]  # the ranks' bodies are their own
-    assert compare(made.original, again, (X,), {}, made.layout(), ["x_0"], ["output"]).ok
+    assert compare(made.only.original(), again, (X,), {}, layout_of(made.only), ["x_0"], ["output"]).ok
 
 
 def test_bodies_are_named_for_the_other_device() -> None:
@@ -186,7 +187,7 @@ def test_flex_attention_runs_whole_and_is_not_written(tmp_path: Path) -> None:
         made = tpcompiler.parallelize(program, world, PLAN)
         assert made.verify((X,)).ok
         assert [c.kind for c in made.collectives() if c.why == "fallback"] == ["all_gather"]
-        assert sum(has_bodies(node) for node in all_calls(made.resharded.graph)) == 2
+        assert sum(has_bodies(node) for node in all_calls(made.converted.resharded.graph)) == 2
     with pytest.raises(UnsupportedError) as raised:
         made.save(tmp_path / "out")
     assert str(raised.value).startswith(
@@ -215,5 +216,5 @@ def half_inside(self: Any, x: torch.Tensor) -> torch.Tensor:
 def test_switches_of_gradients_and_autocast_are_written_out(function: Callable[..., Any]) -> None:
     made = tpcompiler.parallelize(exported(Net(function), X), 2, PLAN)
     assert [c.kind for c in made.collectives()] == ["all_reduce"]
-    assert not any(node.op == "get_attr" for node in made.resharded.graph.nodes)
+    assert not any(node.op == "get_attr" for node in made.converted.resharded.graph.nodes)
     assert made.verify((X,)).ok

@@ -15,10 +15,10 @@ from tests.half import PLAN, export_decoder, token_ids
 from tests.passes.models import MEGATRON
 from tests.runtime.commands import right
 from tests.runtime.models import PLAN_TEXT, export_mlp
-from tpcompiler.api.verify_files import verify_artifact
+from tpcompiler.api.aliases import verify_artifact
 from tpcompiler.judge.compare.reference import run_single
 from tpcompiler.judge.compare.simulate import simulate
-from tpcompiler.parallel.compared import compared_calls
+from tpcompiler.parallel.compared import compared_calls, subject_of
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.inputs import read_inputs, write_tensors
 
@@ -70,7 +70,7 @@ def test_the_proof_can_fail() -> None:
     program, plan, inputs = exported("mlp")
     made = tpcompiler.parallelize(program, 2, plan, device_type="cuda")
     ranks = [made.rank_program(rank) for rank in range(2)]
-    subject = replace(made.subject(), reference=program, programs=ranks)
+    subject = replace(subject_of(made.only), reference=program, programs=ranks)
     assert compared_calls({"": subject}, [("", inputs, {})]).ok
     for rank in ranks:
         (call,) = (node for node in rank.graph.nodes if "all_reduce" in node.name)

@@ -46,7 +46,7 @@ def mlp(wide: int = 192) -> ExportedProgram:
 
 
 def held(made: tpcompiler.ParallelProgram) -> str:
-    text = next(note.text for note in made.notes if note.text.startswith("a rank holds about "))
+    text = next(note.text for note in made.converted.notes if note.text.startswith("a rank holds about "))
     return text.removeprefix("a rank holds about ").partition(":")[0]
 
 

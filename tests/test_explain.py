@@ -20,6 +20,7 @@ from tests.runtime.commands import right
 from tests.runtime.models import PLAN, export_mlp
 from tests.solver.test_auto import mlp
 from tpcompiler import Mesh, Plan, explain_artifact
+from tpcompiler.artifact.stored import StoredProgram
 from tpcompiler.ask import again
 from tpcompiler.ask.written import Written
 from tpcompiler.cost.machine_file import read_machine
@@ -98,7 +99,7 @@ def test_prices_are_the_least_of_all_assignments() -> None:
 def test_what_the_search_found_is_the_cheapest(tmp_path: Path, program: ExportedProgram, mesh: Any) -> None:
     """Of every value and parameter, and no other choice is the artifact's."""
     tpcompiler.parallelize(program, mesh, "auto").save(tmp_path / "out")
-    names = Written.read(tmp_path / "out").names()
+    names = Written.of(StoredProgram.open(tmp_path / "out")).names()
     assert {"x", "linear", "relu", "linear_1"} <= set(names)
     for name in names:
         alternatives = explain_artifact(tmp_path / "out", name).alternatives
@@ -252,7 +253,10 @@ def test_a_collective_as_json(out: Path) -> None:
 def test_programs_that_share_weights_are_searched_together(tmp_path: Path, out: Path) -> None:
     """What is sent counts for both, what is held once."""
     tpcompiler.parallelize({"a": export_mlp(), "b": export_mlp()}, 2, PLAN).save(tmp_path / "out")
-    alone, both = (again.search_again(each, read_machine()).found.seconds for each in (out, tmp_path / "out" / "b"))
+    alone, both = (
+        again.search_again(StoredProgram.open(each), read_machine()).found.seconds
+        for each in (out, tmp_path / "out" / "b")
+    )
     assert alone < both < 2 * alone
 
 

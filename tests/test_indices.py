@@ -28,6 +28,7 @@ from tpcompiler.judge.sound.check import check_programs
 from tpcompiler.judge.sound.written import written
 from tpcompiler.rules.index_range import ASSERT
 from tpcompiler.runtime.artifact import read_manifest
+from tpcompiler.runtime.program_files import open_program
 from tpcompiler.runtime.rank_file import read_rank
 
 ROWS = 11  # over two ranks and over three never even
@@ -288,7 +289,7 @@ def test_an_artifact_without_checks_stays_so(tmp_path: Path) -> None:
             assert tpcompiler.check(each).ok
             manifest = read_manifest(each)
             assert manifest.asked.check_indices is not bool(option)
-            assert asserts(read_rank(each, manifest, 0)) == (not option)
+            assert asserts(read_rank(open_program(each), 0)) == (not option)
 
 
 WORKER = """

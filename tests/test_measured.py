@@ -12,6 +12,7 @@ from tests.launch import fork_ranks
 from tests.runtime.commands import refused
 from tests.test_costs import DIMS, exported, saved
 from tpcompiler import cli
+from tpcompiler.artifact.stored import StoredProgram
 from tpcompiler.ask.measured import Call, compare_counts
 from tpcompiler.runtime.artifact import read_manifest
 
@@ -25,10 +26,12 @@ def test_other_calls_do_not_agree(out: Path) -> None:
     """One less, one more, and one of other bytes."""
     calls = [Call(row.kind, row.payload_bytes, "tp=2:tp") for row in read_manifest(out).collectives]
     inputs = {"x": torch.ones(4, 6, 8), "other": torch.ones(2, 5, 8)}
-    assert all(row.agrees for row in compare_counts(out, calls, inputs))
+    assert all(row.agrees for row in compare_counts(StoredProgram.open(out), calls, inputs))
     for wrong in (calls[:-1], [*calls, calls[0]], [calls[0]._replace(payload_bytes=4), *calls[1:]]):
-        assert [row.agrees for row in compare_counts(out, wrong, inputs)].count(False) == 1
-    assert not all(row.agrees for row in compare_counts(out, calls, {**inputs, "x": torch.ones(2, 6, 8)}))
+        assert [row.agrees for row in compare_counts(StoredProgram.open(out), wrong, inputs)].count(False) == 1
+    assert not all(
+        row.agrees for row in compare_counts(StoredProgram.open(out), calls, {**inputs, "x": torch.ones(2, 6, 8)})
+    )
 
 
 @pytest.mark.slow

@@ -81,7 +81,7 @@ def test_an_axis_of_one_rank_cuts_nothing(tmp_path: Path) -> None:
     for mesh, world in (({"dp": 1, "tp": 2}, 2), ({"dp": 2, "tp": 1}, 2), ({"dp": 1, "tp": 1}, 1)):
         program = tpcompiler.parallelize(export(randomise(Layer()), (X,)), mesh, PLAN, **BATCH)
         program.save(tmp_path / f"{mesh['dp']}x{mesh['tp']}")
-        assert len(program.partition.classes) == 1
+        assert len(program.converted.partition.classes) == 1
         assert program.parameter_bytes()[1][0] < program.parameter_bytes()[0] or mesh["tp"] == 1
         assert program.verify((X,)).ok
         assert len(program.collectives()) == 2 * (mesh["tp"] > 1)
@@ -226,7 +226,7 @@ def test_uneven_rows_of_even_heads() -> None:
     x = torch.randn(7, 5, 4, 2, 3)
     made = tpcompiler.parallelize(export(Merged(), (x,)), {"dp": 2, "tp": 2}, {}, inputs=[{"dp": "S(0)", "tp": "S(2)"}])
     assert [node.kind for node in made.collectives() if node.why == "fallback"] == []
-    marks = [s.text(made.mesh) for n in made.resharded.graph.nodes for s in placement_of(n).shardings]
+    marks = [s.text(made.mesh) for n in made.converted.resharded.graph.nodes for s in placement_of(n).shardings]
     assert "[S(0, unit 20), S(0, block 4)]" in marks
     assert findings(made) == []
     assert made.verify((x,)).ok
@@ -244,7 +244,7 @@ def test_what_is_left_open_of_an_empty_share(free: tuple[int, ...]) -> None:
     made = tpcompiler.parallelize(
         export(Rows(), (torch.randn(6, 8, 4),), dynamic_shapes=(sizes,)), 3, {}, inputs=["S(2)"]
     )
-    assert [node.meta["val"].shape[2] for node in made.partition.local_program(2).user_inputs()] == [0]
+    assert [node.meta["val"].shape[2] for node in made.converted.partition.local_program(2).user_inputs()] == [0]
     assert findings(made) == []
     for rows, columns in ((6, 8), (5, 8), (6, 12)):
         if (rows == 6 or 0 in free) and (columns == 8 or 1 in free):

@@ -147,7 +147,7 @@ def test_a_plain_reduction_loses_nan(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert not report.ok
     assert "NaN" in str(report), str(report)
     ranks = [written(made.rank_program(rank)) for rank in range(2)]
-    checked = check_programs(ranks, made.manifest(), made.original)
+    checked = check_programs(ranks, made.manifest(), made.only.original())
     assert "reduces floats by max, in which a backend may lose a rank's NaN" in str(checked)
     monkeypatch.setattr(tpcompiler.ParallelProgram, "inspect", lambda *_: None)
     made.save(tmp_path / "out")
@@ -200,7 +200,7 @@ def test_an_encoding_that_is_damaged_is_found(name: str) -> None:
     for rank in ranks:
         node = next(node for node in edit.calls(rank.graph) if damage.target in str(node.target))
         node.update_arg(damage.at, damage.value)
-    report = check_programs([written(rank) for rank in ranks], made.manifest(), made.original)
+    report = check_programs([written(rank) for rank in ranks], made.manifest(), made.only.original())
     assert damage.words in str(report)
 
 

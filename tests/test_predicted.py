@@ -12,19 +12,17 @@ from torch.export import ExportedProgram, export
 
 import tpcompiler
 from tests.solver.test_auto import Mlp, mlp
+from tests.views.opened import page_data
 from tests.zoo.index import CASES
-from tpcompiler.ask.costs import cost_artifact
-from tpcompiler.ask.difference import diff_artifacts
-from tpcompiler.ask.explanation import explain_artifact
+from tpcompiler.api.aliases import cost_artifact, diff_artifacts, explain_artifact
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.timeline import StepTime, duration
-from tpcompiler.views.page_data import page_data
 
 MACHINE = "ideal"
 
 
 def said(made: tpcompiler.ParallelProgram, kind: str) -> list[str]:
-    return [note.text for note in made.notes if note.kind == kind]
+    return [note.text for note in made.converted.notes if note.kind == kind]
 
 
 def all_of(directory: Path, weight: str, machine: str) -> list[StepTime]:
@@ -106,15 +104,15 @@ def deep() -> ExportedProgram:
 def test_repeated_layers_are_one_line_and_a_plan_that_was_found_says_the_same() -> None:
     made = tpcompiler.parallelize(deep(), 2, "auto", machine="h100")
     found = said(made, "uncut")
-    assert made.plan.to_data()["head"] == "colwise"
+    assert made.converted.plan.to_data()["head"] == "colwise"
     assert re.match(
         r"blocks\.\*: 262 kB on every rank; cut, a call takes 12\.\d us more, and a rank holds 131 kB less$", found[0]
     )
-    again = tpcompiler.parallelize(deep(), 2, made.plan, machine="h100")
+    again = tpcompiler.parallelize(deep(), 2, made.converted.plan, machine="h100")
     assert said(again, "uncut") == found
 
 
 def test_fewest_bytes_cut_what_a_collective_costs_more_than() -> None:
     """On a machine where an all_reduce takes longer than reading these weights a thousand times."""
     made = tpcompiler.parallelize(CASES["llama"].export(False), 2, "auto", machine="h100", optimize="memory")
-    assert "replicate" not in made.plan.to_data().values()
+    assert "replicate" not in made.converted.plan.to_data().values()

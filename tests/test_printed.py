@@ -24,6 +24,8 @@ from tests.runtime.models import export_mlp
 from tests.runtime.poisons import MODEL, entries_of, write_entries
 from tests.runtime.test_opened import sign
 from tpcompiler.errors import one_line, printable
+from tpcompiler.judge.compare.compare import VerifyReport
+from tpcompiler.judge.sound.check import CheckReport
 from tpcompiler.plan.fold import folded
 from tpcompiler.runtime.artifact import MANIFEST
 from tpcompiler.terminal.printed import format_bytes, format_unequal_bytes
@@ -77,9 +79,9 @@ def test_no_text_counts_bytes_in_a_way_of_its_own() -> None:
 
 def test_a_finding_writes_no_line_of_its_own() -> None:
     """A name may be in it."""
-    report = tpcompiler.CheckReport(False, {"ranks": 2}, ["no 'x\nsound: all'"])
+    report = CheckReport(False, {"ranks": 2}, ["no 'x\nsound: all'"])
     assert str(report).splitlines() == ["NOT SOUND: 2 ranks", r"  no 'x\nsound: all'"]
-    verdict = tpcompiler.VerifyReport(False, 1.0, 1.0, [], first_diverging="x\nequal: all")
+    verdict = VerifyReport(False, 1.0, 1.0, [], first_diverging="x\nequal: all")
     assert str(verdict).splitlines()[1:] == [r"  first diverging value: x\nequal: all"]
 
 

@@ -17,7 +17,8 @@ from tests.launch import called
 from tests.passes.stages import Call
 from tests.state.models import PLAN, Llama, call
 from tests.zoo.case import randomise
-from tpcompiler import ArtifactError, InputsError, PlanError, ProgramError, ProgramSet
+from tpcompiler import ArtifactError, InputsError, ParallelProgram, PlanError, ProgramError
+from tpcompiler.parallel.compared import shardings_of
 from tpcompiler.runtime.artifact import read_manifest
 
 pytestmark = pytest.mark.slow
@@ -33,7 +34,7 @@ def exported() -> dict[str, ExportedProgram]:
 
 
 @cache
-def converted(world: int) -> ProgramSet:
+def converted(world: int) -> ParallelProgram:
     return tpcompiler.parallelize(exported(), world, PLAN)
 
 
@@ -52,8 +53,8 @@ def test_the_step_reads_what_the_prompt_wrote(world: int) -> None:
     for name, program in programs.items():
         kinds = [c.kind for c in program.collectives()]
         assert kinds == ["all_reduce"] * 3 + ["all_gather"], name
-    prefill, decode = (program.manifest_shardings() for program in programs.values())
-    leaves = [fqn for _, fqn in programs["prefill"].resharded.leaves()]
+    prefill, decode = (shardings_of(program.only) for program in programs.values())
+    leaves = [fqn for _, fqn in programs["prefill"].converted.resharded.leaves()]
     assert [decode[fqn] for fqn in leaves] == [prefill[fqn] for fqn in leaves]
 
 
@@ -113,10 +114,10 @@ def test_a_free_leaf_that_two_programs_want_otherwise_is_placed_alike() -> None:
     models = {name: randomise(Call(forward, **parts)) for name, forward in (("one", looks), ("two", adds))}
     plan = {"up": "colwise", "down": "rowwise"}
     programs = {name: export(model, (x,)) for name, model in models.items()}
-    alone = [tpcompiler.parallelize(program, 2, plan).manifest_shardings()["scale"] for program in programs.values()]
+    alone = [shardings_of(tpcompiler.parallelize(program, 2, plan).only)["scale"] for program in programs.values()]
     assert alone[0] != alone[1]
     together = tpcompiler.parallelize(programs, 2, plan)
-    assert len({program.manifest_shardings()["scale"] for program in together.values()}) == 1
+    assert len({shardings_of(program.only)["scale"] for program in together.values()}) == 1
     assert together.verify([("one", (x,)), ("two", (x,))]).ok
 
 

@@ -18,8 +18,9 @@ import tpcompiler
 from tests.compared import compare
 from tests.zoo.case import randomise
 from tpcompiler._torch import fake_group
-from tpcompiler.api.verify_files import verify_artifact
+from tpcompiler.api.aliases import verify_artifact
 from tpcompiler.errors import InputsError, UnsupportedError
+from tpcompiler.parallel.compared import layout_of
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.model_file import read_model
 
@@ -221,7 +222,15 @@ def test_a_sharded_batch_inside_a_dict(tmp_path: Path) -> None:
     rows = {row.name: row.sharding for row in made.manifest().inputs + made.manifest().outputs}
     assert rows == {"d_batch_x": "S(0)", "d_w_0": "R", "out.h": "S(0)", "n": "R", "twice.0": "S(0)"}
     swapped = [made.rank_program(1), made.rank_program(0)]  # negative control: the ranks' programs change places
-    wrong = compare(program, swapped, args, {}, made.layout(), ["d_batch_x", "d_w_0"], made.resharded.output_names())
+    wrong = compare(
+        program,
+        swapped,
+        args,
+        {},
+        layout_of(made.only),
+        ["d_batch_x", "d_w_0"],
+        made.converted.resharded.output_names(),
+    )
     assert {d.name: d.ok for d in wrong.outputs} == {"out.h": False, "n": True, "twice.0": True}
 
 

@@ -90,7 +90,7 @@ def test_every_rank_draws_what_the_single_device_draws(name: str, world: int) ->
     report = made.verify((X,))
     assert report.ok, report
     assert all(d.tolerance < 1e-4 for d in report.outputs)  # float64 draws the same numbers, or the two are far apart
-    single = made.original.module()
+    single = made.only.original().module()
     for seed in (3, 4):
         torch.manual_seed(seed)
         want = single(X)
@@ -98,7 +98,7 @@ def test_every_rank_draws_what_the_single_device_draws(name: str, world: int) ->
         for got in on_all(made, world):
             torch.testing.assert_close(got, list(want), rtol=1e-4, atol=1e-4)
     assert not torch.equal(single(X)[1], single(X)[1])  # negative control: it does draw
-    (note,) = [note.text for note in made.resharded.notes if note.kind == "random"]
+    (note,) = [note.text for note in made.converted.resharded.notes if note.kind == "random"]
     assert note.endswith(": seed every rank alike, torch.manual_seed")
     assert note in made.report()
 
@@ -108,7 +108,7 @@ def test_every_rank_draws_what_the_single_device_draws(name: str, world: int) ->
 def test_numbers_for_a_shape_need_no_value(name: str) -> None:
     """What is drawn is whole on every rank, and its operand is not gathered for it."""
     made = converted(FOR_A_SHAPE[name], 2)
-    drawing = [node for node in edit.calls(made.resharded.graph) if draws(node)]
+    drawing = [node for node in edit.calls(made.converted.resharded.graph) if draws(node)]
     assert len(drawing) == 2
     for node in drawing:
         assert all(sharding.is_replicated for sharding in placement_of(node).shardings)
@@ -224,12 +224,12 @@ def test_recurrent_layers_keep_the_dropout_between_their_layers(kind: type[nn.Mo
     made = tpcompiler.parallelize(torch.export.export(net, (X,)), 2, PLAN)
     assert made.verify((X,)).ok
     torch.manual_seed(3)
-    want = made.original.module()(X)
+    want = made.only.original().module()(X)
     torch.manual_seed(3)
     for (got,) in on_all(made, 2):
         torch.testing.assert_close(got, want)
     torch.manual_seed(4)
-    assert not torch.allclose(made.original.module()(X), want)  # negative control
+    assert not torch.allclose(made.only.original().module()(X), want)  # negative control
 
 
 def dropped(p: float) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -281,7 +281,7 @@ def test_what_is_drawn_next_is_what_the_single_device_draws_next(name: str, dial
     assert report.ok, report
     assert all(d.tolerance < 1e-4 for d in report.outputs)
     torch.manual_seed(3)
-    want, after = made.original.module()(X), torch.get_rng_state()
+    want, after = made.only.original().module()(X), torch.get_rng_state()
     torch.manual_seed(3)
     for result in simulate([made.rank_program(rank) for rank in range(2)], [[X]] * 2):
         torch.testing.assert_close(result.outputs, [want])

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tests.launch import ROOT, fork_ranks
 from tests.runtime.commands import refused
 from tests.test_costs import DIMS, exported, saved
-from tpcompiler.ask.costs import cost_artifact
+from tpcompiler.api.aliases import cost_artifact
 from tpcompiler.ask.trace import merge_traces
 from tpcompiler.runtime.artifact import read_manifest
 

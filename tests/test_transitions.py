@@ -61,7 +61,11 @@ def test_every_change_from_and_to_blocks(world: int, dynamic: bool) -> None:
     exported = torch.export.export(Merged(), (torch.randn(5, 6, 3), torch.randn(30, 3)), dynamic_shapes=sizes)
     for other, target in some(itertools.product(["R", "S(0)", "S(1)", "P(sum)"], repeat=2), every=3):
         program = tpcompiler.parallelize(exported, world, {}, inputs=["S(1)", other], outputs=[target])
-        marks = [s.text(program.mesh) for node in program.resharded.graph.nodes for s in placement_of(node).shardings]
+        marks = [
+            s.text(program.mesh)
+            for node in program.converted.resharded.graph.nodes
+            for s in placement_of(node).shardings
+        ]
         for batch in ((2, 4) if world == 4 else (1, 3)) if dynamic else (5,):
             report = program.verify((torch.randn(batch, 6, 3), torch.randn(6 * batch, 3)))
             assert report.ok, f"S(1), {other} -> {target}: {report}"
@@ -87,7 +91,7 @@ def test_what_each_pair_costs() -> None:
 
 def _feeding_first(program: tpcompiler.ParallelProgram) -> set[str]:
     """The names of the nodes that the first output is computed from."""
-    graph = program.partition.local_program(0).graph
+    graph = program.converted.partition.local_program(0).graph
     stack, seen = [graph.output_node().args[0][0]], set()
     while stack:
         node = stack.pop()

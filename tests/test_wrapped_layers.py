@@ -104,7 +104,7 @@ def test_a_pair_cuts_what_the_weight_is_made_of(
     assert [c.kind for c in made] == ["all_reduce"] * reductions
     assert {c.why for c in made} == {"inherent"}
     cut = [row.name for row in program.manifest().tensors if row.sharding != "R"]
-    assert sum(torch.Size(program.original.state_dict[name].shape).numel() == 512 for name in cut) == 2
+    assert sum(torch.Size(program.only.original().state_dict[name].shape).numel() == 512 for name in cut) == 2
 
 
 @pytest.mark.sweep

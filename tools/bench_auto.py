@@ -55,7 +55,7 @@ def compare(name: str, mesh: Mesh, machine: Machine) -> str:
                 return f"{name}: the plan that was found gives ANOTHER program"
     except TpCompilerError as error:
         return f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}: refused"
-    ours, theirs = (each.predict(machine).total.total for each in (auto, by_hand))
+    ours, theirs = (each.converted.predict(machine).total.total for each in (auto, by_hand))
     verdict = "the-same" if ours == theirs else "faster" if ours < theirs else "slower"
     held = [max(each.parameter_bytes()[1]) for each in (auto, by_hand)]
     return (

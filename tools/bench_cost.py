@@ -35,10 +35,11 @@ from tests.launch import run_ranks
 from tools.bench_models import SUBJECTS
 from tpcompiler.api import conversions_of, read_calls, read_plan
 from tpcompiler.api.calibrate import measure_machine
+from tpcompiler.api.parallel_program import ParallelProgram
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import read_machine
-from tpcompiler.parallel.program_set import ProgramSet
 from tpcompiler.pipeline import convert_programs
+from tpcompiler.runtime.artifact import SINGLE
 from tpcompiler.runtime.inputs import read_inputs, write_tensors
 from tpcompiler.solver.task import Aim
 
@@ -104,9 +105,9 @@ def write(
     folder: Path,
 ) -> float:
     """Write an artifact by this plan; return the predicted seconds of a step."""
-    conversions = conversions_of(programs.get("", programs), ranks, read_plan(plan))
+    conversions = conversions_of(programs.get(SINGLE, programs), ranks, read_plan(plan))
     _, made = convert_programs(conversions, Aim(machine, calls=read_calls(calls, conversions)))
-    (made[""] if "" in made else ProgramSet(made)).save(folder)
+    ParallelProgram(made).save(folder)
     return sum(calls[name] * own.predict(machine).total.total for name, own in made.items())
 
 
@@ -137,7 +138,7 @@ def work(folder: Path, seconds: float) -> None:
 def _load(folder: Path, arm: str) -> list[Any]:
     """The calls of a step."""
     loaded = tpcompiler.load(folder / (PLANS[0] if arm == NULL else arm))
-    modules = loaded if isinstance(loaded, dict) else {"": loaded}
+    modules = loaded if isinstance(loaded, dict) else {SINGLE: loaded}
     calls = json.loads((folder / "calls.json").read_text())
     found = []
     for name, module in modules.items():

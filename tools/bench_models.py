@@ -16,6 +16,7 @@ from tests.zoo.experts import EXPERTS
 from tests.zoo.handwritten import GRU
 from tests.zoo.index import CASES
 from tpcompiler.frontend.prefill_decode import build_steps
+from tpcompiler.runtime.artifact import SINGLE
 
 WIDE = {"hidden_size": 512, "intermediate_size": 1408, "vocab_size": 4096}
 TEXT = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 8}
@@ -46,9 +47,9 @@ def scaled(kind: str, name: str, build: Callable[[], torch.nn.Module] | None = N
     case: Case = replace(CASES[name], **({"build": build} if build else {}), **different)
 
     def export() -> dict[str, tuple[ExportedProgram, Inputs]]:
-        return {"": (case.export(False), case.inputs(*case.example))}
+        return {SINGLE: (case.export(False), case.inputs(*case.example))}
 
-    return Subject(kind, case.asked, export, {"": 1})
+    return Subject(kind, case.asked, export, {SINGLE: 1})
 
 
 def llama(kind: str = "attention", **different: Any) -> Subject:

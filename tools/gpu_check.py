@@ -43,14 +43,14 @@ from safetensors.torch import load_file
 from torch.export import ExportedProgram
 
 import tpcompiler
+from tpcompiler.api.parallel_program import ParallelProgram
 from tpcompiler.judge.compare.judge import FLOOR, SPREAD
 from tpcompiler.judge.compare.processes import share_gpus
 from tpcompiler.judge.compare.reference import run_single
-from tpcompiler.parallel.compared import compared_calls
-from tpcompiler.parallel.parallel_program import ParallelProgram
+from tpcompiler.parallel.compared import compared_calls, subject_of
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.passes.move_device import move_device
-from tpcompiler.runtime.artifact import read_manifest
+from tpcompiler.runtime.artifact import SINGLE, read_manifest
 from tpcompiler.runtime.inputs import flatten_inputs, write_tensors
 from tpcompiler.runtime.place import place_state
 from tpcompiler.runtime.run import run_file
@@ -153,7 +153,9 @@ def on_device(program: ExportedProgram, device: str) -> ExportedProgram:
 
 def simulated(table: Table, model: str, whole: ExportedProgram, made: ParallelProgram) -> None:
     there = {"input_ids": IDS.to(made.device_type)}
-    report = compared_calls({"": replace(made.subject(), reference=whole, intermediate=None)}, [("", (), there)])
+    report = compared_calls(
+        {SINGLE: replace(subject_of(made.only), reference=whole, intermediate=None)}, [(SINGLE, (), there)]
+    )
     for row in report.outputs:
         table.add(f"lock step, {row.name}", model, made.world_size, row.rel, row.tolerance)
 

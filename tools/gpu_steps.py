@@ -123,7 +123,7 @@ def prepare(
     programs, plan = programs_of(job.shape, batch, count if job.phase == "prefill" else 512, job.dtype)
     whole = programs[job.phase]
     made = tpcompiler.parallelize(whole, max(job.ranks, 2), plan if job.ranks > 1 else WHOLE, device_type=job.device)
-    predicted = made.predict(read_machine(job.machine)).total
+    predicted = made.converted.predict(read_machine(job.machine)).total
     if job.ranks > 1:
         program, mesh = made.rank_program(0), made.mesh
         group.enter_context(fake_group(mesh.group_name(mesh.names), 0, job.ranks, job.device))

@@ -25,7 +25,8 @@ from tests.zoo.faults import collectives_of, without_collective
 from tests.zoo.index import CASES
 from tests.zoo.measure import strain
 from tools.gpu_check import name_of, on_device
-from tpcompiler.parallel.compared import compared_calls
+from tpcompiler.parallel.compared import compared_calls, subject_of
+from tpcompiler.runtime.artifact import SINGLE
 
 
 class Found(NamedTuple):
@@ -68,12 +69,12 @@ def _compare(case: Case, exported: ExportedProgram, whole: ExportedProgram, devi
     try:
         made = tpcompiler.parallelize(exported, world, case.asked(), device_type=device)
         there = {key: value.to(device) for key, value in case.inputs(*case.example).items()}
-        subject = replace(made.subject(), reference=whole, intermediate=None)
-        report = compared_calls({"": subject}, [("", (), there)])
+        subject = replace(subject_of(made.only), reference=whole, intermediate=None)
+        report = compared_calls({SINGLE: subject}, [(SINGLE, (), there)])
         caught = None
         if names := collectives_of(subject.programs[0]):
             damaged = [without_collective(program, names[0]) for program in subject.programs]
-            caught = not compared_calls({"": replace(subject, programs=damaged)}, [("", (), there)]).ok
+            caught = not compared_calls({SINGLE: replace(subject, programs=damaged)}, [(SINGLE, (), there)]).ok
     except Exception as error:
         return Found(case.name, world, reason=_line(error))
     worst = max(report.outputs, key=strain)

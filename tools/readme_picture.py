@@ -16,7 +16,6 @@ import torch
 
 import tpcompiler
 from examples.minilm import HERE, SENTENCES, SentenceEncoder, checkpoint
-from tpcompiler.views.dot import artifact_dot
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -31,7 +30,7 @@ def dot_text() -> str:
     program = tpcompiler.parallelize(torch.export.export(model, (), inputs), 2, HERE / "minilm.yaml")
     with tempfile.TemporaryDirectory() as folder:
         program.save(Path(folder) / "out")
-        return str(artifact_dot(Path(folder) / "out").source)
+        return tpcompiler.open(Path(folder) / "out").show(format="dot")
 
 
 def stamp(dot: str) -> str:

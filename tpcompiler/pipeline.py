@@ -12,7 +12,7 @@ from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.program import Note, PlacedProgram, PlannedProgram
 from tpcompiler.parallel.advice import Adviser
 from tpcompiler.parallel.conversion import After, Conversion, unseen
-from tpcompiler.parallel.parallel_program import ParallelProgram
+from tpcompiler.parallel.converted import ConvertedProgram
 from tpcompiler.parallel.partition import Partition
 from tpcompiler.passes._forms import find_forms, note_forms
 from tpcompiler.passes.apply_plan import apply_plan, names_of
@@ -32,7 +32,7 @@ from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.task import Aim, Forms, Styles, Task
 
 
-def convert_programs(conversions: Mapping[str, Conversion], aim: Aim) -> tuple[Solution, dict[str, ParallelProgram]]:
+def convert_programs(conversions: Mapping[str, Conversion], aim: Aim) -> tuple[Solution, dict[str, ConvertedProgram]]:
     """Convert programs, with every leaf that several have placed alike.
 
     Raises:
@@ -48,13 +48,12 @@ def convert_programs(conversions: Mapping[str, Conversion], aim: Aim) -> tuple[S
         raise next((other for other in advised if other is not error), error) from None
     remarks = Remarks(found, aim)
 
-    def remarks_on(at: int, program: ParallelProgram) -> Iterable[Note]:
+    def remarks_on(at: int, program: ConvertedProgram) -> Iterable[Note]:
         return remarks.notes(at, program.predict(aim.machine).total) if program.plan.searches else ()
 
-    made = {
-        name: _finish(own, placed[at], found, advisers[at], aim, partial(remarks_on, at))
-        for at, (name, own) in enumerate(conversions.items())
-    }
+    made = dict[str, ConvertedProgram]()
+    for at, (name, own) in enumerate(conversions.items()):
+        made[name] = _finish(name, own, placed[at], found, made, advisers[at], aim, partial(remarks_on, at))
     return found, made
 
 
@@ -121,13 +120,15 @@ def _place_programs(conversions: Sequence[Conversion], found: Solution) -> list[
 
 
 def _finish(
+    name: str,
     own: Conversion,
     placed: PlacedProgram,
     found: Solution,
+    together: Mapping[str, ConvertedProgram],
     adviser: Adviser,
     aim: Aim,
-    remarks: Callable[[ParallelProgram], Iterable[Note]],
-) -> ParallelProgram:
+    remarks: Callable[[ConvertedProgram], Iterable[Note]],
+) -> ConvertedProgram:
     """Run the passes after the search, up to the program for all ranks (`partition.py` runs those for each rank)."""
     with no_new_guards(placed.graph):
         folded = own.after(fold_reshards(placed), "fold_reshards")
@@ -139,6 +140,6 @@ def _finish(
         return "" if plan.searches else adviser.advise_gather(value, placed)
 
     searches = count_searches(found.searches) if plan.searches else ""
-    made = ParallelProgram(own.exported, partition, plan, own.asked(plan, aim), advise, remarks, searches)
-    own.after(made.partition.local_program(0), "lowered_rank_0")
-    return made
+    own.after(partition.local_program(0), "lowered_rank_0")
+    asked = own.asked(plan, aim)
+    return ConvertedProgram(name, own.exported, partition, plan, asked, together, advise, remarks, searches)

@@ -15,7 +15,7 @@ from torch import nn
 from tests.bad_input.row import Row, called, loaded, text
 from tests.runtime.models import PLAN, mlp_inputs
 from tpcompiler import load, parallelize
-from tpcompiler.api.verify_files import verify_artifact
+from tpcompiler.api.aliases import verify_artifact
 from tpcompiler.errors import (
     ArtifactError,
     InputsError,

@@ -21,8 +21,9 @@ from tests.compared import compare
 from tests.opaque import opaque
 from tests.runtime.commands import refused
 from tests.runtime.models import randomised
-from tpcompiler.api.verify_files import verify_artifact
+from tpcompiler.api.aliases import verify_artifact
 from tpcompiler.errors import ProgramError, ShardingError
+from tpcompiler.parallel.compared import layout_of, shardings_of
 
 
 @torch.library.custom_op("toy::add_one", mutates_args={"x"})
@@ -201,7 +202,7 @@ def test_complex_numbers() -> None:
         rank = made.rank_program(1)
         rank.state_dict["up.bias"].data[0] += 0.1 * part
         programs = [made.rank_program(0), rank]
-        assert not compare(made.original, programs, (x,), {}, made.layout(), ["x"], ["output"]).ok
+        assert not compare(made.only.original(), programs, (x,), {}, layout_of(made.only), ["x"], ["output"]).ok
 
 
 def test_an_op_that_knows_one_dtype() -> None:
@@ -228,7 +229,7 @@ class Int8(nn.Module):
 def test_int8_weights_are_cut_with_their_scales() -> None:
     net = Net(up=Int8(16, 8), down=Int8(8, 16))
     made = tpcompiler.parallelize(exported(net, X), 2, PLAN)
-    placed = {name: sharding.text(made.mesh) for name, sharding in made.manifest_shardings().items() if "." in name}
+    placed = {name: sharding.text(made.mesh) for name, sharding in shardings_of(made.only).items() if "." in name}
     assert placed == {
         "up.weight": "S(0)",
         "up.scale": "S(0)",

@@ -12,7 +12,7 @@ from torch.export import ExportedProgram, export
 
 import tpcompiler
 from tests.runtime.commands import refused
-from tpcompiler.api.verify_files import verify_artifact
+from tpcompiler.api.aliases import verify_artifact
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 

@@ -23,10 +23,11 @@ from tests.checkpoint.models import ARGS, PLAN, SIZES, Model, exported, hollow, 
 from tests.launch import run_ranks
 from tests.long import some
 from tpcompiler import ArtifactError, ProgramError
-from tpcompiler.api.verify_files import verify_artifact
+from tpcompiler.api.aliases import verify_artifact
 from tpcompiler.checkpoint.files import Checkpoint
 from tpcompiler.runtime.artifact import read_manifest, weights_file
 from tpcompiler.runtime.model_file import read_model
+from tpcompiler.runtime.program_files import open_program
 from tpcompiler.runtime.rank_file import read_rank
 from tpcompiler.runtime.weightless import weightless_names
 
@@ -98,7 +99,7 @@ def test_without_weights_everything_says_so(tmp_path: Path) -> None:
     assert report.counts["tensors without values"] == 7
     assert "tensors" not in report.counts
     with pytest.raises(ArtifactError, match=r"has no weights of rank 0: .*\n  help: cut them: tpcompiler cut .*out"):
-        read_rank(tmp_path / "out", read_manifest(tmp_path / "out"), 0)
+        read_rank(open_program(tmp_path / "out"), 0)
     with pytest.raises(ArtifactError, match="has no weights of rank 0"):
         verify_artifact(tmp_path / "out", back, ARGS)
     zeros = read_model(tmp_path / "out" / "model.pt2")

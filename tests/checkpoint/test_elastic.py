@@ -17,12 +17,12 @@ from tests.runtime.commands import refused, right
 from tests.zoo.elastic import bits, there_and_back
 from tests.zoo.index import CASES
 from tpcompiler import ArtifactError
-from tpcompiler.api.verify_files import verify_artifact
-from tpcompiler.checkpoint.fill import read_original
+from tpcompiler.api.aliases import verify_artifact
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import cut, join_first, read_sharding
 from tpcompiler.runtime.artifact import MANIFEST, read_manifest, sha256
-from tpcompiler.runtime.rank_file import read_rank
+from tpcompiler.runtime.program_files import open_program
+from tpcompiler.runtime.rank_file import read_original, read_rank
 
 pytestmark = pytest.mark.slow
 
@@ -129,8 +129,8 @@ def test_shares_that_do_not_belong_together(sharding: str, said: str, layout: An
         tpcompiler.reshard(out, 3, tmp_path / "three")
     if sharding == "P(sum)":
         with pytest.raises(ArtifactError, match=f"'{name}' is P.sum., another rank holds all of it"):
-            read_rank(out, read_manifest(out), 1)
-    read_rank(out, read_manifest(out), 0)
+            read_rank(open_program(out), 1)
+    read_rank(open_program(out), 0)
     assert [each.name for each in tmp_path.iterdir()] == ["out"]
 
 
@@ -161,8 +161,7 @@ def test_verify_and_check_with_the_checkpoint(tmp_path: Path) -> None:
     tpcompiler.cut_checkpoint(out, checkpoint)
     assert "the weights are the ranks' own" in right("verify", out)
     assert "pass --against" not in right("check", out, "--checkpoint", checkpoint)
-    manifest = read_manifest(out)
-    tpcompiler.save_weightless(read_original(out, manifest), tmp_path / "model.pt2")
+    tpcompiler.save_weightless(read_original(open_program(out)), tmp_path / "model.pt2")
     assert uncut == right("verify", out, "--against", tmp_path / "model.pt2", "--checkpoint", checkpoint)
     torch.export.save(exported(), tmp_path / "whole.pt2")
     assert "is not needed" in refused("verify", out, "--against", tmp_path / "whole.pt2", "--checkpoint", checkpoint)

@@ -31,7 +31,7 @@ def test_a_product_hides_a_collective_that_it_does_not_need(apart: bool, bandwid
     program = torch.export.export(Beside(apart), (torch.zeros(8, 64),))
     made = tpcompiler.parallelize(program, 2, {"up": "colwise", "down": "rowwise", "side": "replicate"})
     links = {("", 0): [Link(0.0, bandwidth)]}
-    times = made.predict(Machine(FLOPS, MEMORY_BANDWIDTH, 8e10, links, product=FLOOR, other=FLOOR))
+    times = made.converted.predict(Machine(FLOPS, MEMORY_BANDWIDTH, 8e10, links, product=FLOOR, other=FLOOR))
     (sent,) = (step.sent for step in times.steps if step.sent)
     (hiding,) = (step.compute for step in times.steps if step.module == "side")
     assert sent == pytest.approx(8 * 64 * 4 / bandwidth)

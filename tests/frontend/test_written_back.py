@@ -189,7 +189,7 @@ def test_a_rank_that_returns_what_it_writes(tmp_path: Path) -> None:
     """As if somebody had taken the clone out of the files."""
     exported = export(randomise(Net(old_value)), (X,))
     made = tpcompiler.parallelize(exported, 2, {})
-    right = made.partition.rank_program
+    right = made.converted.partition.rank_program
 
     def wrong(rank: int) -> torch.export.ExportedProgram:
         program = right(rank)
@@ -205,7 +205,7 @@ def test_a_rank_that_returns_what_it_writes(tmp_path: Path) -> None:
         return program
 
     assert made.verify((X,), then=[(X,)]).ok
-    made.partition.rank_program = wrong  # type: ignore[method-assign]
+    made.converted.partition.rank_program = wrong  # type: ignore[method-assign]
     assert not made.verify((X,), then=[(X,)]).ok
     with pytest.raises((ArtifactError, tpcompiler.InternalError), match="shares the memory of 'now'"):
         made.save(tmp_path / "out")

@@ -105,7 +105,7 @@ def _outcome(exported: ExportedProgram, tensors: Any, inputs: Any, placed: str) 
             made = tpcompiler.parallelize(exported, WORLD, {}, inputs=inputs)
         report = made.verify(tensors)
         ranks = [written(made.rank_program(rank)) for rank in range(WORLD)]
-        alarms = check_programs(ranks, made.manifest(), exported, model=canonicalize(made.original)).findings
+        alarms = check_programs(ranks, made.manifest(), exported, model=canonicalize(made.only.original())).findings
         gathered = [c.reason for c in made.collectives() if c.why == "fallback" or ALSO_ASKED in c.reason]
     except InternalError as error:
         return Outcome("crash", placed, _said(error))

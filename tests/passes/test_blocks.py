@@ -32,7 +32,7 @@ def made_of(
         program = tpcompiler.parallelize(exported, world, {}, inputs=inputs, outputs=["R"])
     report = program.verify(args)
     assert report.ok, str(report)
-    graph = program.resharded.graph
+    graph = program.converted.resharded.graph
     return program, {s.text(program.mesh) for node in graph.nodes for s in placement_of(node).shardings}
 
 

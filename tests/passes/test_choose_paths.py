@@ -70,7 +70,7 @@ def test_the_files_say_which_path_and_are_judged_by_it(tmp_path: Path) -> None:
     """Five rows over tp are three and two, so ranks differ on the way, which another path would not explain."""
     made = converted(tmp_path, NO_ALL_REDUCE, (10, 4), "S(0)", "P(sum)")
     assert kinds(made) == {("reduce_scatter", "tp"), ("all_gather", "tp")}
-    assert len(made.partition.classes) == 2
+    assert len(made.converted.partition.classes) == 2
     made.save(tmp_path / "out")
     assert tpcompiler.check(tmp_path / "out").ok
     assert made.manifest().asked.machine == "m.yaml"

@@ -210,7 +210,7 @@ def test_what_the_export_found_of_sizes_holds_in_the_example(
         torch.export.save(exported, tmp_path / "model.pt2")
         exported = torch.export.load(tmp_path / "model.pt2")
     made = tpcompiler.parallelize(exported, 3, {}, inputs=cut)
-    values = [node.meta["val"] for node in made.resharded.user_inputs()]
+    values = [node.meta["val"] for node in made.converted.resharded.user_inputs()]
     assert sym_hint(values[cut.index("S(0)")].shape[0]) == rounded
     for x, y in sizes:
         assert made.verify((torch.randn(x, 4), torch.randn(y, 4))).ok

@@ -17,12 +17,12 @@ from torch.export import Dim, ExportedProgram, export
 
 import tpcompiler
 from tests.launch import fork_ranks
-from tpcompiler.api.verify_files import verify_artifact
+from tpcompiler.api.aliases import verify_artifact
 from tpcompiler.errors import ArtifactError, InternalError, UnsupportedError
 from tpcompiler.ir.symm_mem import expand_collectives, is_fitted, rooms_of
 from tpcompiler.judge.sound.check import check_programs
 from tpcompiler.judge.sound.written import written
-from tpcompiler.parallel.compared import compared_calls, on_cpu
+from tpcompiler.parallel.compared import compared_calls, layout_of, on_cpu, subject_of
 from tpcompiler.passes.fit_collectives import Fit, fit_collectives
 from tpcompiler.runtime.artifact import MANIFEST, sha256
 
@@ -150,8 +150,8 @@ def test_by_torchs_own_meaning(case: str, tmp_path: Path) -> None:
     parallel = made(program, **how)
     parallel.save(tmp_path / "out")
     inputs: Any = program.example_inputs
-    layout = parallel.layout()
-    (name,) = (node.name for node in parallel.resharded.user_inputs())
+    layout = layout_of(parallel.only)
+    (name,) = (node.name for node in parallel.converted.resharded.user_inputs())
     for rank in range(2):
         torch.save([layout.cut(name, inputs[0][0], rank)], tmp_path / f"{rank}.inputs")
     ended = fork_ranks(2, WORKER, tmp_path)
@@ -163,7 +163,7 @@ def test_by_torchs_own_meaning(case: str, tmp_path: Path) -> None:
     wanted = wanted if isinstance(wanted, tuple) else (wanted,)
     shares = zip(*(each["made"] if isinstance(each["made"], tuple) else (each["made"],) for each in found), strict=True)
     for at, (whole, parts) in enumerate(zip(wanted, shares, strict=True)):
-        (output,) = [parallel.resharded.output_names()[at]]
+        (output,) = [parallel.converted.resharded.output_names()[at]]
         for replica in layout.join(f"output {output}", list(parts), whole.shape):
             torch.testing.assert_close(replica, whole)
 
@@ -364,8 +364,8 @@ def test_one_memory_for_two_groups() -> None:
 
 def judged(parallel: tpcompiler.ParallelProgram, ranks: list[ExportedProgram]) -> list[bool]:
     """What `check` and `verify` say."""
-    checked = check_programs([written(rank, on_cpu) for rank in ranks], parallel.manifest(), parallel.original)
-    subject, inputs = replace(parallel.subject(), programs=ranks), parallel.original.example_inputs
+    checked = check_programs([written(rank, on_cpu) for rank in ranks], parallel.manifest(), parallel.only.original())
+    subject, inputs = replace(subject_of(parallel.only), programs=ranks), parallel.only.original().example_inputs
     try:
         verified = compared_calls({"": subject}, [("", inputs[0], {})]).ok  # type: ignore[index]
     except InternalError:  # the ranks do not meet

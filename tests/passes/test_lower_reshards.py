@@ -318,7 +318,7 @@ def test_what_another_reshard_made_is_changed_in_its_global_shape() -> None:
     )
     assert made.verify((x,)).ok
     assert_expected_inline(
-        program_text(made.partition.local_program(0)),
+        program_text(made.converted.partition.local_program(0)),
         """\
 p_w: [R, S(0)] = w f32[3, 8]
 x: [S(0), R] = input f32[2, 6]
@@ -341,7 +341,7 @@ return relu, cumsum
 """,
     )
     inside: dict[str, set[str]] = {}
-    for node in made.partition.local_program(0).graph.nodes:
+    for node in made.converted.partition.local_program(0).graph.nodes:
         if has_reshard(node):
             inside.setdefault(reshard_of(node).name, set()).add(origin_of(node))
     assert [*inside.values()] == [{"x"}, {"matmul"}, {"matmul"}]

@@ -17,6 +17,7 @@ from tests.compared import compare
 from tests.launch import called
 from tests.zoo.case import randomise
 from tpcompiler import ParallelProgram
+from tpcompiler.parallel.compared import layout_of
 
 pytestmark = pytest.mark.slow
 
@@ -87,8 +88,8 @@ def test_which_ranks_share_a_head() -> None:
     assert torch.equal(weights[0], weights[1])
     assert torch.equal(weights[2], weights[3])
     ranks[0].state_dict["k.weight"] = weights[2]
-    names = made.resharded.output_names()
-    report = compare(made.original, ranks, (X,), {}, made.layout(), ["x"], names)
+    names = made.converted.resharded.output_names()
+    report = compare(made.only.original(), ranks, (X,), {}, layout_of(made.only), ["x"], names)
     assert not report.ok
 
 
@@ -122,11 +123,11 @@ def test_an_odd_vocabulary(rows: int, dynamic: bool) -> None:
 
 def test_the_report_says_who_shares_and_what_is_uneven() -> None:
     shared = converted(8, 2, 4, False, False)
-    said = {(note.kind, note.text) for note in shared.resharded.notes}
+    said = {(note.kind, note.text) for note in shared.converted.resharded.notes}
     assert ("mesh", "tp=4 runs as tp_0=2,tp_1=2: ranks that differ in tp_1 alone share some weights") in said
     assert ("shared", "k.weight: 2 ranks hold the same share") in said
     uneven = converted(6, 3, 2, False, False)
-    said = {(note.kind, note.text) for note in uneven.resharded.notes}
+    said = {(note.kind, note.text) for note in uneven.converted.resharded.notes}
     assert (
         "cut",
         "q.weight: S(0, unit 8) (dim 0 cut over tp in whole units of 8), the largest share is 1.33 times an even one",

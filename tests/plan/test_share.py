@@ -45,7 +45,7 @@ def model(*, holds_all: bool) -> dict[str, ExportedProgram]:
     return {"encode": export(encode, (IDS, X)), "decode": export(decode, (IDS, X))}
 
 
-def placed(programs: tpcompiler.ProgramSet) -> dict[str, object]:
+def placed(programs: tpcompiler.ParallelProgram) -> dict[str, object]:
     rows = (row for program in programs.values() for row in program.manifest().tensors)
     return {row.name: row.sharding for row in rows if row.name.endswith("weight")}
 

@@ -16,6 +16,7 @@ from tests.zoo.faults import without_collective
 from tpcompiler.ir import edit
 from tpcompiler.ir.node_placement import read_claim
 from tpcompiler.judge.compare.compare import VerifyReport
+from tpcompiler.parallel.compared import layout_of
 
 pytestmark = pytest.mark.slow
 
@@ -44,9 +45,15 @@ def collectives(program: ExportedProgram) -> list[tuple[object, ...]]:
 
 def judged(programs: Sequence[ExportedProgram], name: str) -> VerifyReport:
     made = converted(name, len(programs))
-    inputs = [node.name for node in made.resharded.user_inputs()]
+    inputs = [node.name for node in made.converted.resharded.user_inputs()]
     return compare(
-        made.original, programs, (), CASES[name].inputs, made.layout(), inputs, made.resharded.output_names()
+        made.only.original(),
+        programs,
+        (),
+        CASES[name].inputs,
+        layout_of(made.only),
+        inputs,
+        made.converted.resharded.output_names(),
     )
 
 

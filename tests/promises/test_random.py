@@ -37,7 +37,7 @@ def converted() -> tpcompiler.ParallelProgram:
 
 def single(made: tpcompiler.ParallelProgram, seed: int) -> list[torch.Tensor]:
     torch.manual_seed(seed)
-    return list(made.original.module()(X))
+    return list(made.only.original().module()(X))
 
 
 def agree(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:

@@ -14,6 +14,7 @@ from tests.launch import run_ranks
 from tpcompiler.judge.compare.compare import compare_calls
 from tpcompiler.judge.compare.simulate import RankResult
 from tpcompiler.judge.compare.subject import shares_of
+from tpcompiler.parallel.compared import subject_of
 
 SECONDS = 120  # that the ranks may take, start included
 
@@ -24,7 +25,7 @@ def judge_processes(made: tpcompiler.ParallelProgram, calls: Sequence[tuple[torc
     Raises:
         AssertionError: a rank fails, or takes too long.
     """
-    subject, ranks = made.subject(), range(made.world_size)
+    subject, ranks = subject_of(made.only), range(made.world_size)
     written = [list(made.rank_program(rank).graph_signature.buffers_to_mutate.values()) for rank in ranks]
     shares = [shares_of(subject, call, {}) for call in calls]
     with tempfile.TemporaryDirectory() as folder:

@@ -113,14 +113,14 @@ def judge(made: tpcompiler.ParallelProgram, args: tuple[torch.Tensor, ...]) -> t
     Raises:
         Undecided: the single device's own rounding is as large as what is looked for, or no sizes suit.
     """
-    check_invariants(made.resharded)
+    check_invariants(made.converted.resharded)
     ranks = [written(made.rank_program(rank)) for rank in range(made.world_size)]
-    model = canonicalize(made.original)
-    if not (report := check_programs(ranks, made.manifest(), made.original, model=model)).ok:
+    model = canonicalize(made.only.original())
+    if not (report := check_programs(ranks, made.manifest(), made.only.original(), model=model)).ok:
         return 0, str(report)
     calls = 0
-    for taken in (args, *(resized(made.original, args, size) for size in SIZES)):
-        if taken is None or not _divides(made, taken) or not (taken is args or _takes(made.original, taken)):
+    for taken in (args, *(resized(made.only.original(), args, size) for size in SIZES)):
+        if taken is None or not _divides(made, taken) or not (taken is args or _takes(made.only.original(), taken)):
             continue
         try:
             compared = made.verify(taken, then=[] if calls else [(others_like(taken), {})])
@@ -174,7 +174,7 @@ def _takes(program: ExportedProgram, args: tuple[torch.Tensor, ...]) -> bool:
 
 def _divides(made: tpcompiler.ParallelProgram, args: tuple[torch.Tensor, ...]) -> bool:
     """Whether the sizes are multiples where cuts ask for them."""
-    for node, value in zip(made.resharded.user_inputs(), args, strict=True):
+    for node, value in zip(made.converted.resharded.user_inputs(), args, strict=True):
         for size, got in zip(node.meta["val"].shape, value.shape, strict=True):
             found = None if isinstance(size, int) else sym_multiple(size)
             if found is not None and got % found[1]:
@@ -193,14 +193,14 @@ def _failed(error: Exception, case: Case) -> Outcome:
 
 
 def _facts(case: Case, made: tpcompiler.ParallelProgram) -> dict[str, Any]:
-    calls = [node for node in edit.calls(made.resharded.graph) if PLACEMENT in node.meta]
+    calls = [node for node in edit.calls(made.converted.resharded.graph) if PLACEMENT in node.meta]
     ran = {
         op_name(node)
         for node in calls
         if node.target is not reshard
         and any(dim.axes for s in (*placement_of(node).wants, *placement_of(node).shardings) for dim in s.dims)
     }
-    free = symbols_of(node.meta["val"] for node in made.resharded.user_inputs())
+    free = symbols_of(node.meta["val"] for node in made.converted.resharded.user_inputs())
     return {
         "counts": bool(ran) and any(node.target is reshard for node in calls),
         "mesh": str(made.mesh),

@@ -49,7 +49,7 @@ def test_scales_are_cut_with_their_weights(kind: type[nn.Module]) -> None:
 
 def test_what_stays_whole_is_said() -> None:
     program = tpcompiler.parallelize(export(Pair(Gptq), (X,)), 2, PLAN)
-    assert [note.text for note in program.notes if note.kind == "whole"] == [
+    assert [note.text for note in program.converted.notes if note.kind == "whole"] == [
         "down.qzeros: i32[8, 16], 512 B",
         "down.scales: f32[8, 128], 4.1 kB",
     ]

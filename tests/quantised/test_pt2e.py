@@ -13,7 +13,7 @@ from torch.export import ExportedProgram, export
 import tpcompiler
 from tests.quantised.layers import Mlp
 from tests.zoo.case import randomise
-from tpcompiler.api.verify_files import verify_artifact
+from tpcompiler.api.aliases import verify_artifact
 from tpcompiler.frontend.plain_weights import drop_replaced
 
 pt2e: Any = pytest.importorskip("torchao.quantization.pt2e.quantize_pt2e", reason="torchao is not there")
@@ -49,9 +49,9 @@ def test_a_pair_is_cut(is_dynamic: bool, mesh: Any, tmp_path: Path) -> None:
 def test_weights_that_nothing_uses_any_more_are_left_out() -> None:
     exported = quantised(False)
     program = tpcompiler.parallelize(exported, 2, {"up": "colwise", "down": "rowwise"})
-    assert {"up.weight", "down.weight"} == exported.state_dict.keys() - program.original.state_dict.keys()
+    assert {"up.weight", "down.weight"} == exported.state_dict.keys() - program.only.original().state_dict.keys()
     assert "weights that no op uses any more, left out:\n  up.weight: 131 kB" in program.report()
-    assert torch.equal(program.original.module()(X), exported.module()(X))
+    assert torch.equal(program.only.original().module()(X), exported.module()(X))
 
 
 def test_what_is_not_used_for_another_reason_stays() -> None:

@@ -14,7 +14,7 @@ from torch.export import export
 import tpcompiler
 from tests.quantised.layers import Mlp
 from tests.zoo.case import hugging_face, randomise
-from tpcompiler.api.verify_files import verify_artifact
+from tpcompiler.api.aliases import verify_artifact
 from tpcompiler.errors import ShardingError
 from tpcompiler.frontend.plain_weights import unwrap_subclasses
 
@@ -54,7 +54,7 @@ def test_a_pair_is_cut(name: str, mesh: Any, tmp_path: Path) -> None:
     program = tpcompiler.parallelize(exported, mesh, PLAN)
     assert [c.payload_bytes for c in program.collectives()] == CONFIGS[name][1]
     assert {c.kind for c in program.collectives()} == {"all_reduce"}
-    assert torch.equal(program.original.module()(X), model(X))  # what it is compared with is the model
+    assert torch.equal(program.only.original().module()(X), model(X))  # what it is compared with is the model
     program.save(tmp_path / "out")  # and read back without a pickle: no `trust`
     assert verify_artifact(tmp_path / "out", exported, (X,)).ok
 
@@ -96,7 +96,7 @@ def test_a_dim_that_the_weight_has_not() -> None:
 @pytest.mark.parametrize("name", ["int8 weights", "float8 weights", "int4 weights"])
 def test_the_search_finds_the_pair(name: str) -> None:
     program = tpcompiler.parallelize(export(quantised(name), (X,)), 2, "auto")
-    assert {entry.pattern: entry.style.name for entry in program.plan.entries} == {
+    assert {entry.pattern: entry.style.name for entry in program.converted.plan.entries} == {
         "up": "colwise",
         "down": "rowwise",
         "**": "auto",

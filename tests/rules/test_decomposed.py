@@ -118,6 +118,6 @@ def test_the_cut_is_kept(name: str) -> None:
     with cuts_are_kept():
         parallel = tpcompiler.parallelize(export(module, args), 2, case.plan, inputs=[case.cut])
     assert [f"{c.kind} {c.why}" for c in parallel.collectives()] == case.collectives
-    assert not [note.text for note in parallel.resharded.notes if note.kind == "no rule"]
+    assert not [note.text for note in parallel.converted.resharded.notes if note.kind == "no rule"]
     report = parallel.verify(args)
     assert report.ok, report

@@ -138,7 +138,9 @@ def test_columns_of_a_grouped_convolution_are_its_groups() -> None:
     module = nn.Sequential(nn.Conv1d(8, 16, 3, groups=4), nn.ReLU(), nn.Conv1d(16, 6, 1))
     x = torch.randn(2, 8, 9)
     program = tpcompiler.parallelize(export(module, (x,)), 4, {"0": "colwise", "2": "rowwise"})
-    placed = {fqn: placement_of(node).shardings[0].text(program.mesh) for node, fqn in program.resharded.leaves()}
+    placed = {
+        fqn: placement_of(node).shardings[0].text(program.mesh) for node, fqn in program.converted.resharded.leaves()
+    }
     assert placed == {"0.weight": "S(0)", "0.bias": "S(0)", "2.weight": "S(1)", "2.bias": "P(sum)"}
     assert [c.kind for c in program.collectives()] == ["all_reduce"]
     assert program.verify((x,)).ok

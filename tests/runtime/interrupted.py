@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.runtime.test_artifact import manifest
+from tests.runtime.written import write_artifact
 from tpcompiler.errors import ArtifactError
-from tpcompiler.runtime.artifact import open_checked, read_manifest, write_artifact
+from tpcompiler.runtime.artifact import SINGLE, read_manifest
+from tpcompiler.runtime.program_files import ProgramFiles
 
 RANKS, MIB = 4, 1 << 20
 NO_ROOM = 9
@@ -36,7 +38,9 @@ def found(directory: Path) -> str:
     if not directory.exists():
         return "none"
     read = read_manifest(directory)
-    contents = {open_checked(directory, read, rank).path.read_bytes()[:1].hex() for rank in range(RANKS)}
+    contents = {
+        ProgramFiles(SINGLE, directory, read).open_program(rank).path.read_bytes()[:1].hex() for rank in range(RANKS)
+    }
     assert contents == {read.plan["w"]}
     return str(read.plan["w"])
 

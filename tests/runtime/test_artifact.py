@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from tests.runtime.written import write_artifact
 from tpcompiler.errors import ArtifactError
-from tpcompiler.runtime.artifact import FORMAT, Manifest, open_checked, read_manifest, write_artifact
+from tpcompiler.runtime.artifact import FORMAT, SINGLE, Manifest, read_manifest
+from tpcompiler.runtime.program_files import ProgramFiles
 from tpcompiler.runtime.records import Asked, Calling, TensorRecord
 from tpcompiler.runtime.target import free_target
 
@@ -54,7 +56,10 @@ def out(tmp_path: Path) -> Path:
 def test_what_is_written_is_read(out: Path) -> None:
     read = read_manifest(out)
     assert (read.mesh, read.tensors, read.world_size) == ({"tp": 2}, [ROW], 2)
-    assert [open_checked(out, read, rank).path.read_text() for rank in range(2)] == ["rank 0", "rank 1"]
+    assert [ProgramFiles(SINGLE, out, read).open_program(rank).path.read_text() for rank in range(2)] == [
+        "rank 0",
+        "rank 1",
+    ]
     assert list(out.parent.iterdir()) == [out]
 
 
@@ -126,10 +131,10 @@ def test_the_old_artifact_comes_back_when_the_last_step_fails(out: Path, monkeyp
 def test_a_file_that_is_not_what_was_written(out: Path) -> None:
     read = read_manifest(out)
     with pytest.raises(ArtifactError, match=r"^rank 2 is outside the artifact's world of 2\n  help: use a rank from 0"):
-        open_checked(out, read, 2)
+        ProgramFiles(SINGLE, out, read).open_program(2)
     (out / "rank_0.pt2").write_text("other")
     with pytest.raises(ArtifactError, match=r"rank_0.pt2 has SHA-256 [0-9a-f]{12}\.\., the manifest says [0-9a-f]{12}"):
-        open_checked(out, read, 0)
+        ProgramFiles(SINGLE, out, read).open_program(0)
     (out / "rank_1.pt2").unlink()
     with pytest.raises(ArtifactError, match=r"rank_1.pt2 is missing"):
-        open_checked(out, read, 1)
+        ProgramFiles(SINGLE, out, read).open_program(1)

@@ -35,8 +35,9 @@ from tests.runtime.poisons import (
     zipped,
 )
 from tpcompiler.errors import ArtifactError
-from tpcompiler.runtime.artifact import FORMAT, MANIFEST, SET, open_checked, read_manifest, sha256
+from tpcompiler.runtime.artifact import FORMAT, MANIFEST, SET, SINGLE, read_manifest, sha256
 from tpcompiler.runtime.model_file import read_model
+from tpcompiler.runtime.program_files import ProgramFiles
 
 TRUST = "if you trust who made the file, pass trust=True"
 
@@ -238,11 +239,11 @@ def test_links_that_leave_the_artifact(tmp_path: Path) -> None:
     manifest = read_manifest(out)
     (out / "rank_0.pt2").rename(out / "kept.pt2")
     (out / "rank_0.pt2").symlink_to(out / "kept.pt2")
-    open_checked(out, manifest, 0)  # a link to beside it
+    ProgramFiles(SINGLE, out, manifest).open_program(0)  # a link to beside it
     (out / "rank_0.pt2").unlink()
     (out / "rank_0.pt2").symlink_to(other / "rank_0.pt2")
     with pytest.raises(ArtifactError) as raised:
-        open_checked(out, manifest, 0)
+        ProgramFiles(SINGLE, out, manifest).open_program(0)
     assert str(raised.value) == (
         f"{out / 'rank_0.pt2'} leads out of {out}\n  help: copy the files themselves, not links"
     )

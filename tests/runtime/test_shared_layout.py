@@ -20,8 +20,9 @@ import tpcompiler
 from tests.launch import called
 from tests.zoo.case import randomise
 from tpcompiler import ArtifactError, UnsupportedError
-from tpcompiler.api.verify_files import verify_artifact
+from tpcompiler.api.aliases import verify_artifact
 from tpcompiler.runtime.artifact import read_manifest, sha256, weights_file
+from tpcompiler.runtime.program_files import open_program
 from tpcompiler.runtime.rank_file import read_rank
 
 pytestmark = pytest.mark.slow
@@ -89,7 +90,7 @@ def test_the_weights_are_those_of_the_other_layout(out: Path, tmp_path: Path) ->
     world = read_manifest(out).world_size
     tpcompiler.parallelize(exported(), world, PLAN).save(tmp_path / "out")
     for rank in range(world):
-        one, two = (read_rank(path, read_manifest(path), rank) for path in (out, tmp_path / "out"))
+        one, two = (read_rank(open_program(path), rank) for path in (out, tmp_path / "out"))
         for held, other in ((one.state_dict, two.state_dict), (one.constants, two.constants)):
             assert held.keys() == other.keys()
             for name, value in held.items():
@@ -109,14 +110,13 @@ def test_the_same_bytes_again(out: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_written_to_a_weight_stays_in_the_process(out: Path) -> None:
-    manifest = read_manifest(out)
     before = sha256(out / weights_file(0))
-    program = read_rank(out, manifest, 0)
+    program = read_rank(open_program(out), 0)
     with torch.no_grad():
         program.state_dict["down.weight"].zero_()
     assert str(out / weights_file(0)) in Path("/proc/self/maps").read_text()
     assert sha256(out / weights_file(0)) == before
-    assert read_rank(out, manifest, 0).state_dict["down.weight"].any()
+    assert read_rank(open_program(out), 0).state_dict["down.weight"].any()
 
 
 def test_real_processes(out: Path, tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_a_damaged_artifact_is_refused(damage: str, three: Path, tmp_path: Path)
     change, said = DAMAGES[damage]
     change(tmp_path / "out")
     with pytest.raises(ArtifactError, match=said):
-        read_rank(tmp_path / "out", read_manifest(tmp_path / "out"), 0)
+        read_rank(open_program(tmp_path / "out"), 0)
 
 
 def test_weights_that_are_exchanged_are_found(tmp_path: Path) -> None:

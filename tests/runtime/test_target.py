@@ -18,8 +18,9 @@ import tpcompiler
 from tests.runtime.commands import call
 from tests.runtime.models import PLAN, export_mlp
 from tests.runtime.test_artifact import content, manifest
+from tests.runtime.written import write_artifact, write_set
 from tpcompiler.errors import ArtifactError
-from tpcompiler.runtime.artifact import MANIFEST, read_manifest, write_artifact, write_set
+from tpcompiler.runtime.artifact import MANIFEST, read_manifest
 from tpcompiler.runtime.inputs import write_tensors
 from tpcompiler.runtime.target import SET, free_target, replacing
 
@@ -291,7 +292,8 @@ def test_show_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         path.touch()
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tpcompiler.views.table.artifact_text", lambda *_, **__: "new")
+    artifact = SimpleNamespace(show=lambda *_, **__: "new")
+    monkeypatch.setattr("tpcompiler.api.parallel_program.open", lambda *_: artifact)
     monkeypatch.setattr(Path, "write_bytes", full)
     result = call("inspect", tmp_path, "-o", tmp_path / "out.txt")
     monkeypatch.undo()

@@ -11,7 +11,7 @@ from torch import nn
 import tpcompiler
 from tests.launch import Ended, fork_ranks
 from tests.long import in_long_runs
-from tpcompiler.api.packaging import package
+from tpcompiler.api.aliases import package
 
 WORKER = Path(__file__).parent / "thread_worker.py"
 HELP = (

@@ -105,8 +105,8 @@ def test_no_worse_than_the_experts_plan(name: str, world: int) -> None:
 def test_each_weight_of_a_module_that_has_several() -> None:
     case, program = CASES["einsum_transformer"], exported("einsum_transformer")
     auto = tpcompiler.parallelize(program, 2, "auto", optimize="memory")
-    assert auto.plan.to_data()["layers.*.wq"] == "S(1)"
-    assert auto.plan.to_data()["layers.*.wo"] == "S(0)"
+    assert auto.converted.plan.to_data()["layers.*.wq"] == "S(1)"
+    assert auto.converted.plan.to_data()["layers.*.wo"] == "S(0)"
     assert held(auto) <= held(tpcompiler.parallelize(program, 2, case.asked()))
 
 
@@ -137,8 +137,8 @@ def test_files_and_the_plan_that_was_found(tmp_path: Path) -> None:
     assert "sound" in right("check", tmp_path / "out")
     assert "equal" in right("verify", tmp_path / "out", "--inputs", tmp_path / "in")
     auto = tpcompiler.parallelize(program, 2, "auto")
-    assert auto.plan.to_data() == {"up": "colwise", "down": "rowwise", "**": "auto"}
-    again = tpcompiler.parallelize(program, 2, auto.plan)
+    assert auto.converted.plan.to_data() == {"up": "colwise", "down": "rowwise", "**": "auto"}
+    again = tpcompiler.parallelize(program, 2, auto.converted.plan)
     assert [c.kind for c in again.collectives()] == [c.kind for c in auto.collectives()] == ["all_reduce"]
 
 

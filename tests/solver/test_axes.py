@@ -152,7 +152,7 @@ def test_too_large_tables_give_the_better_order_and_a_bound(
 
 
 def note(program: tpcompiler.ParallelProgram) -> str:
-    return next(note.text for note in program.notes if "of all choices" in note.text)
+    return next(note.text for note in program.converted.notes if "of all choices" in note.text)
 
 
 def test_the_report_names_the_order_and_the_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from tests.zoo.case import randomise
 from tpcompiler.errors import PlanError
 from tpcompiler.ir.program import Program
 from tpcompiler.ir.text import program_text
+from tpcompiler.parallel.compared import shardings_of
 
 X = torch.randn(2, 3, 8)
 PLAN = {"up": "colwise", "down": "rowwise"}
@@ -300,5 +301,5 @@ def test_a_planned_cut_is_not_given_up_for_fewer_bytes(second: str) -> None:
     module = randomise(nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8)))
     x = torch.randn(3, 8)
     made = tpcompiler.parallelize(torch.export.export(module, (x,)), 2, {"0": "colwise", "2": second, "2.bias": "S(0)"})
-    assert made.manifest_shardings()["0.weight"].text(made.mesh) == "S(0)"
+    assert shardings_of(made.only)["0.weight"].text(made.mesh) == "S(0)"
     assert made.verify((x,)).ok

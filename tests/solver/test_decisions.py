@@ -158,7 +158,7 @@ def test_a_program_says_what_it_would_take_alone() -> None:
     alone = tpcompiler.parallelize(mlp(), 2, "auto").report().partition("one call takes ")[2].partition(" (")[0]
     for program in made.values():
         said = f"placed alone, a call of this program would take {alone}"
-        assert said in [note.text for note in program.notes]
+        assert said in [note.text for note in program.converted.notes]
 
 
 def test_calls_are_of_the_programs() -> None:

@@ -143,7 +143,7 @@ TAKEN: dict[str, tuple[Case, dict[str, str], dict[int, int | None]]] = {
 
 
 def forms_of(program: ParallelProgram) -> dict[str, object]:
-    return program.plan.forms.to_data()
+    return program.converted.plan.forms.to_data()
 
 
 def seconds(found: Solution) -> float:

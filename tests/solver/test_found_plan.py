@@ -91,7 +91,7 @@ def test_the_same_where_a_limit_binds(tmp_path: Path) -> None:
     found, _ = convert_programs(conversions_of(mlp(), 2, Plan().with_search()), Aim())
     limit = measure_memory(found).total - 1
     auto = tpcompiler.parallelize(mlp(), 2, "auto", memory=limit)
-    assert auto.plan.to_data() != WHOLE_NARROW
+    assert auto.converted.plan.to_data() != WHOLE_NARROW
     ours, theirs = written(from_file(mlp(), 2, tmp_path, memory=limit)), written(auto)
     apart = [
         (a["text"], b["text"]) for a, b in zip(ours[0].pop("notes"), theirs[0].pop("notes"), strict=True) if a != b

@@ -107,7 +107,7 @@ def test_a_limit_is_kept_where_it_costs_more() -> None:
     tight = tpcompiler.parallelize(program, 2, "auto", memory=total_of(program, 2) - 1)
     assert max(tight.parameter_bytes()[1]) < 2 * 64 * 64 * 4
     assert tight.verify((x,)).ok
-    assert any("a rank holds about" in note.text for note in tight.resharded.notes)
+    assert any("a rank holds about" in note.text for note in tight.converted.resharded.notes)
 
 
 def test_a_plan_that_does_not_fit() -> None:

@@ -67,7 +67,7 @@ def test_odd_programs(
 def test_without_weights_there_is_nothing_to_name() -> None:
     """A name that the user wrote must match; the entry that stands for `auto` may leave nothing to the search."""
     program = export(Net(lambda net, x: x.relu(), False), (X,))
-    assert tpcompiler.parallelize(program, 2, {"**": "auto"}).plan.to_data() == {"**": "auto"}
+    assert tpcompiler.parallelize(program, 2, {"**": "auto"}).converted.plan.to_data() == {"**": "auto"}
     with pytest.raises(tpcompiler.PlanError, match=r"'up' matches nothing"):
         tpcompiler.parallelize(program, 2, {"up": "colwise", "**": "auto"})
 
@@ -87,4 +87,4 @@ def test_where_tables_grow_too_large_fewer_choices_are_looked_at(plan: str, monk
 
 
 def capped(made: tpcompiler.ParallelProgram) -> bool:
-    return any("have too many choices" in note.text for note in made.resharded.notes)
+    return any("have too many choices" in note.text for note in made.converted.resharded.notes)

@@ -14,12 +14,12 @@ from torch import fx, nn
 from torch.export import Dim, ExportedProgram, export
 
 import tpcompiler
+from tests.runtime.written import write_artifact
 from tests.trust.damage import Artifact, claim, inserted
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir import edit
 from tpcompiler.judge.compare.simulate import simulate
 from tpcompiler.judge.sound.check import check_programs
-from tpcompiler.runtime.artifact import write_artifact
 
 aten = torch.ops.aten
 X = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))

@@ -17,8 +17,10 @@ from torch.export import ExportedProgram, export
 
 import tpcompiler
 from tests.runtime.poisons import Entries, entries_of
+from tpcompiler.artifact.stored import StoredProgram
 from tpcompiler.judge.sound.written import read_ranks
-from tpcompiler.runtime.artifact import MANIFEST, rank_file, read_manifest, sha256
+from tpcompiler.runtime.artifact import MANIFEST, rank_file, sha256
+from tpcompiler.runtime.program_files import open_program
 from tpcompiler.runtime.rank_file import read_rank
 
 aten = torch.ops.aten
@@ -124,8 +126,8 @@ def test_a_buffer_that_overlaps_itself(out: Path, model: ExportedProgram) -> Non
     said = "'k' has the strides [1, 1] on rank 1, and its program says [8, 1]"
     assert report.findings == [said]
     with pytest.raises(tpcompiler.ArtifactError, match=r"'k' has the strides \[1, 1\], its program takes \[8, 1\]"):
-        read_rank(out, read_manifest(out), 1)
-    read_rank(out, read_manifest(out), 0)
+        read_rank(open_program(out), 1)
+    read_rank(open_program(out), 0)
 
 
 @pytest.mark.parametrize("strides", [[0, 1], [1, 1]])
@@ -189,7 +191,7 @@ def test_an_argument_that_stands_twice(out: Path, model: ExportedProgram) -> Non
 
     for rank in range(2):
         edit(out, rank, "models/model.json", lambda data, rank=rank: change(data, 3 if rank else 5))
-    first, second = read_ranks(out, read_manifest(out))
+    first, second = read_ranks(StoredProgram.open(out))
     assert [str(node.args) for node in first.program.graph.nodes] == [str(n.args) for n in second.program.graph.nodes]
 
 

@@ -70,7 +70,7 @@ def test_dealt_experts(name: str, dynamic: bool) -> None:
     for _ in range(3):  # of other random values
         assert findings(program) == []
     ranks = [written(program.rank_program(rank)) for rank in range(2)]
-    other = canonicalize(program.original)
+    other = canonicalize(program.only.original())
     (relu,) = other.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)
     relu.target = torch.ops.aten.neg.default
     (finding,) = check_programs(ranks, program.manifest(), model=other).findings
@@ -81,7 +81,7 @@ def test_experts_of_another_order() -> None:
     """The negative control of the order: each rank dealt the other's groups."""
     program = tpcompiler.parallelize(exported(*CASES["ends"], False), 2, PLAN)
     ranks = [written(program.rank_program(rank)) for rank in range(2)]
-    other = canonicalize(program.original)
+    other = canonicalize(program.only.original())
     for node in other.graph.find_nodes(op="call_function", target=torch.ops.aten._grouped_mm.default):
         with other.graph.inserting_before(node):
             turned = other.graph.call_function(torch.ops.aten.flip.default, (node.args[1], [0]))

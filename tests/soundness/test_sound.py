@@ -17,16 +17,17 @@ from tests.devices import exported as on_devices
 from tests.passes.test_shared_heads import converted as few_heads
 from tests.trust.subjects import subject
 from tpcompiler._torch import read_archive_state
-from tpcompiler.judge.sound.check import check_programs
+from tpcompiler.artifact.stored import StoredProgram
+from tpcompiler.judge.sound.check import CheckReport, check_programs
 from tpcompiler.judge.sound.written import read_ranks, written
-from tpcompiler.runtime.artifact import rank_file, read_manifest, sha256
+from tpcompiler.runtime.artifact import rank_file, sha256
 
 pytestmark = pytest.mark.slow
 
 
-def check(program: tpcompiler.ParallelProgram, directory: Path) -> tpcompiler.CheckReport:
+def check(program: tpcompiler.ParallelProgram, directory: Path) -> CheckReport:
     program.save(directory)
-    return tpcompiler.check(directory, program.original)
+    return tpcompiler.check(directory, program.only.original())
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def attend(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_graph_is_read_once(attend: Path) -> None:
     """Ranks that read other numbers have one graph."""
-    first, second = read_ranks(attend, read_manifest(attend))
+    first, second = read_ranks(StoredProgram.open(attend))
     read = torch.export.load(attend / rank_file(1))
     assert first.program is second.program
     assert str(second.program.graph) == str(read.graph)

@@ -21,6 +21,7 @@ from tests.state.models import PLAN, WRITES, Llama, Normed, call
 from tests.zoo.case import randomise
 from tpcompiler import ParallelProgram
 from tpcompiler.judge.compare.compare import FLOOR, SPREAD
+from tpcompiler.parallel.compared import layout_of
 from tpcompiler.runtime.inputs import write_tensors
 
 pytestmark = pytest.mark.slow
@@ -68,8 +69,10 @@ def test_a_lost_write_is_caught() -> None:
     program = converted("index_copy", 2, dynamic=True)
     programs = [program.rank_program(rank) for rank in range(2)]
     programs[1] = _forgetful(programs[1], "layers.0.values")
-    layout = program.layout()
-    report = compare(program.original, programs, *CALLS[0], layout, ["tokens", "position"], ["output"], then=[CALLS[1]])
+    layout = layout_of(program.only)
+    report = compare(
+        program.only.original(), programs, *CALLS[0], layout, ["tokens", "position"], ["output"], then=[CALLS[1]]
+    )
     bad = [d.name for d in report.outputs if not d.ok]
     assert bad[0] == "call 1: layers.0.values"
     assert "call 1: output" not in bad
@@ -206,7 +209,7 @@ def test_a_dynamic_batch_in_a_larger_cache_is_gathered(mesh: dict[str, int], pla
 def test_the_command_line_proves_a_sequence_of_calls(tmp_path: Path) -> None:
     program = converted("index_copy", 2, dynamic=True)
     program.save(tmp_path / "out")
-    torch.export.save(program.original, tmp_path / "model.pt2")
+    torch.export.save(program.only.original(), tmp_path / "model.pt2")
     files = []
     for number, ((tokens, position), _) in enumerate(CALLS[:3]):
         files += ["--inputs", tmp_path / f"{number}.safetensors"]

@@ -57,7 +57,7 @@ class Subject:
 
     @property
     def original(self) -> ExportedProgram:
-        return self.program.original
+        return self.program.only.original()
 
     def check(self, artifact: Artifact, *, with_original: bool) -> CheckReport:
         original = self.original if with_original else None
@@ -84,7 +84,7 @@ class Subject:
 
 def _subject(exported: ExportedProgram, mesh: object, plan: Any, calls: list[Call], **boundary: Any) -> Subject:
     program = tpcompiler.parallelize(exported, mesh, plan, **boundary)  # type: ignore[arg-type]
-    names = program.resharded.output_names()
+    names = program.converted.resharded.output_names()
     return Subject(program, exported, Artifact.of(program), names, calls)
 
 

@@ -19,6 +19,7 @@ from tests.verify.network import PLAN, Transformer, collectives, damaged, random
 from tpcompiler.errors import InputsError, MeshError
 from tpcompiler.ir import edit
 from tpcompiler.judge.compare.compare import FLOOR, SPREAD, VerifyReport
+from tpcompiler.parallel.compared import layout_of, shardings_of
 
 pytestmark = pytest.mark.slow
 MACHINE = CALLS
@@ -39,14 +40,14 @@ class Case:
         self, ranks: Sequence[ExportedProgram] | None = None, args: tuple[Any, ...] | None = None
     ) -> VerifyReport:
         return compare(
-            self.made.original,
+            self.made.only.original(),
             self.ranks if ranks is None else ranks,
             self.args if args is None else args,
             {},
-            self.made.layout(),
-            [node.name for node in self.made.resharded.user_inputs()],
-            self.made.resharded.output_names(),
-            intermediate=self.made.resharded.source,
+            layout_of(self.made.only),
+            [node.name for node in self.made.converted.resharded.user_inputs()],
+            self.made.converted.resharded.output_names(),
+            intermediate=self.made.converted.resharded.source,
         )
 
 
@@ -126,7 +127,7 @@ def test_a_reduction_of_another_kind(transformer: Case) -> None:
 
 def test_a_bias_that_is_added_once_per_rank(transformer: Case) -> None:
     """As is every program that forgets that a row-wise bias is an addend."""
-    whole = transformer.made.original.state_dict["layers.0.o.bias"]
+    whole = transformer.made.only.original().state_dict["layers.0.o.bias"]
     for rank in (0, 1):
         ranks = list(transformer.ranks)
         ranks[rank] = _with_state(ranks[rank], {"layers.0.o.bias": whole})
@@ -345,7 +346,7 @@ class Counting(nn.Module):
 def test_an_output_is_called_as_a_buffer_is() -> None:
     """The one is whole, the other cut."""
     made = tpcompiler.parallelize(torch.export.export(Counting(), (torch.randn(3, 8),)), 2, {"total": "S(0)"})
-    sharded = {name: str(sharding) for name, sharding in made.manifest_shardings().items() if "total" in name}
+    sharded = {name: str(sharding) for name, sharding in shardings_of(made.only).items() if "total" in name}
     assert len(set(sharded.values())) == 2
     report = made.verify((torch.randn(3, 8),))
     assert [(d.name, d.ok) for d in report.outputs] == [("total", True), ("total", True)]

@@ -19,6 +19,7 @@ from tpcompiler import ParallelProgram
 from tpcompiler.ir import edit
 from tpcompiler.ir.node_placement import read_claim
 from tpcompiler.judge.compare.compare import FLOOR, VerifyReport
+from tpcompiler.parallel.compared import layout_of
 
 pytestmark = pytest.mark.slow
 
@@ -33,12 +34,12 @@ def converted(dtype: torch.dtype, world: int, dynamic: bool = False) -> Parallel
 def without_each(program: ParallelProgram, x: torch.Tensor) -> list[tuple[str, VerifyReport]]:
     """What the judge says of the programs without one collective, for every one."""
     ranks = [program.rank_program(rank) for rank in range(program.world_size)]
-    inputs = [node.name for node in program.resharded.user_inputs()]
+    inputs = [node.name for node in program.converted.resharded.user_inputs()]
     out = []
     for name in collectives_of(ranks[0]):
         broken = [without_collective(rank, name) for rank in ranks]
-        names = program.resharded.output_names()
-        out.append((name, compare(program.original, broken, (x,), {}, program.layout(), inputs, names)))
+        names = program.converted.resharded.output_names()
+        out.append((name, compare(program.only.original(), broken, (x,), {}, layout_of(program.only), inputs, names)))
     return out
 
 
@@ -96,7 +97,7 @@ def test_a_faint_fault_is_noticed_in_float32(dtype: torch.dtype) -> None:
 def test_every_value_keeps_its_dtype(dtype: torch.dtype, world: int) -> None:
     """The float32 norms too, and the bodies of the cut vocabulary: a rank's value has the type of what it is a share of."""
     program = converted(dtype, world)
-    types = {n.name: n.meta["val"].dtype for n in program.resharded.source.graph.nodes if edit.is_tensor(n)}
+    types = {n.name: n.meta["val"].dtype for n in program.converted.resharded.source.graph.nodes if edit.is_tensor(n)}
     seen = set()
     for rank in range(world):
         for node in program.rank_program(rank).graph.nodes:
@@ -141,7 +142,9 @@ def test_a_rank_that_answers_in_another_dtype_is_noticed(dtype: torch.dtype) -> 
             cast = rank.graph.call_function(torch.ops.aten._to_copy.default, (last,), {"dtype": torch.float32})
         cast.meta = dict(last.meta)
         rank.graph.output_node().args = ((cast,),)
-    report = compare(program.original, ranks, (token_ids(2, 12),), {}, program.layout(), ["ids"], ["output"])
+    report = compare(
+        program.only.original(), ranks, (token_ids(2, 12),), {}, layout_of(program.only), ["ids"], ["output"]
+    )
     assert [d.ok for d in report.outputs] == [False, True]
     assert not report.ok
 

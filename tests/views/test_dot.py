@@ -13,7 +13,7 @@ import torch
 
 from tests.needs import needs
 from tests.views.artifacts import LAYERS, Mixed, Mlp, Tower, ids, saved
-from tpcompiler.views.dot import artifact_dot
+from tests.views.opened import artifact_dot
 
 MIXED: dict[str, object] = {"up": "colwise", "out": "colwise_gather_output"}
 

@@ -20,9 +20,8 @@ from tests.needs import needs
 from tests.runtime.commands import call
 from tests.views.artifacts import LAYERS, Cached, Mixed, Tower, Unknown, ids, one_step, saved
 from tests.views.browser import Page
-from tpcompiler.ask.again import advise_artifact
+from tests.views.opened import advise_artifact, artifact_html
 from tpcompiler.terminal.printed import format_bytes
-from tpcompiler.views.html import artifact_html
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 

@@ -16,7 +16,7 @@ from torch import nn
 import tpcompiler
 from tests.ir.drawn import GRID, Cut, cuts
 from tests.views.artifacts import LAYERS, Cached, Mixed, Mlp, Tower, Unknown, ids, one_step, randomised, saved
-from tpcompiler.ask.again import advise_artifact
+from tests.views.opened import advise_artifact, artifact_text, page_data
 from tpcompiler.cost.machine import Link, Machine
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.mesh import Mesh
@@ -26,9 +26,7 @@ from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.records import plain_data
 from tpcompiler.runtime.weightless import weightless
 from tpcompiler.terminal.printed import format_bytes
-from tpcompiler.views.page_data import page_data
 from tpcompiler.views.slices import Holder, slices_of
-from tpcompiler.views.table import artifact_text
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 
@@ -262,7 +260,7 @@ SLOW = Machine(flops=1.0, memory_bandwidth=1e6, memory=1e9, links={("", 0): [Lin
 def test_times_are_the_rooflines_and_the_links(tmp_path: Path) -> None:
     exported = torch.export.export(Mlp().eval(), (torch.zeros(4, 8),))
     program = tpcompiler.parallelize(exported, 2, {"up": "colwise", "down": "rowwise"})
-    times = program.predict(SLOW)
+    times = program.converted.predict(SLOW)
     product = 2.0 * 4 * 8 * 8
     assert [step.node for step in times.steps if 0 < step.compute < 1] == ["relu", "add"]  # what they move
     assert [(step.node, step.compute, step.sent) for step in times.steps if step.compute > 1 or step.sent] == [
@@ -273,7 +271,7 @@ def test_times_are_the_rooflines_and_the_links(tmp_path: Path) -> None:
     assert all(step.critical for step in times.steps)
     narrow = SLOW.__class__(1e9, 1.0, 1e9, SLOW.links)
     bytes_of_linear = 4 * (4 * 8 + 8 * 8 + 8 + 4 * 8)
-    assert program.predict(narrow).steps[0].compute == bytes_of_linear
+    assert program.converted.predict(narrow).steps[0].compute == bytes_of_linear
 
 
 def test_rows_of_experts_are_multiplied_once(tmp_path: Path) -> None:
@@ -288,7 +286,7 @@ def test_rows_of_experts_are_multiplied_once(tmp_path: Path) -> None:
     example = torch.zeros(24, 16, dtype=torch.bfloat16), torch.tensor([8, 16, 24], dtype=torch.int32)
     exported = torch.export.export(Experts().eval(), example)
     program = tpcompiler.parallelize(exported, 2, {"stacked": "R"})
-    (step,) = program.predict(SLOW).steps
+    (step,) = program.converted.predict(SLOW).steps
     assert step.compute == 2 * 24 * 16 * 32
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.views.artifacts import LAYERS, Mixed, Mlp, Tower, ids, saved
+from tests.views.opened import artifact_text
 from tpcompiler.errors import ArtifactError
-from tpcompiler.views.table import artifact_text
 
 
 def test_mlp(tmp_path: Path) -> None:

@@ -27,17 +27,20 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import read_sharding
 from tpcompiler.runtime.records import BoundaryRecord
 from tpcompiler.views.slabs import WIDTH
-from tpcompiler.views.tensor import HasManifest
+from tpcompiler.views.tensor import draw_sharding
 
 SVG = "{http://www.w3.org/2000/svg}"
 MESHES = {"tp": {"tp": 4}, "dp, tp": {"dp": 2, "tp": 3}}
 
 
-def described(mesh: dict[str, int], shape: list[int | str], sharding: str) -> HasManifest:
-    """A program of one tensor."""
+def described(mesh: dict[str, int], shape: list[int | str], sharding: str) -> Any:
+    """The manifest of a program of one tensor."""
     row = BoundaryRecord(name="w", shape=shape, dtype="f32", sharding=sharding)
-    manifest = SimpleNamespace(mesh=mesh, tensors=[row], placed=lambda: [(row.name, row)])
-    return SimpleNamespace(manifest=lambda: manifest)
+    return SimpleNamespace(mesh=mesh, tensors=[row], placed=lambda: [(row.name, row)])
+
+
+def drawing(manifest: Any, name: str | None = None, *, is_svg: bool = False) -> str:
+    return draw_sharding(manifest, name, "the program", is_svg=is_svg)
 
 
 def span(text: str, size: int) -> range:
@@ -105,7 +108,7 @@ def test_the_drawing_is_torchs(
             for (left, end), cell in zip(ends[1], cells, strict=True):
                 for at in [(i, j) for i in range(top, bottom + 1) for j in range(left, end + 1)]:
                     theirs[at[: len(shape)]] |= {int(rank) for rank in re.findall(r"\d+", cell)}
-        drawn = tpcompiler.visualize_sharding(described(mesh, list(shape), text), "w")
+        drawn = drawing(described(mesh, list(shape), text), "w")
         if len(shape) == 1:  # one row without a label
             drawn = re.sub(r"(?<=\n)(?= +[\d,]+(  |\n))", "0:1", drawn)
             ours = {at[1:]: ranks for at, ranks in grid(drawn, torch.Size(shape)).items()}
@@ -164,7 +167,7 @@ def test_ranks_hold_what_is_drawn(
     ranks = [program.rank_program(rank).state_dict for rank in range(program.world_size)]
     program.save(tmp_path / "out")
     for name, weight in model.named_parameters():
-        drawn = tpcompiler.visualize_sharding(program, name)
+        drawn = program.show(name)
         assert max(map(len, drawn.splitlines())) <= WIDTH
         assert right("inspect", tmp_path / "out", "--tensor", name) == drawn
         cells, held = grid(drawn, weight.shape), slices(drawn, weight.shape)
@@ -185,8 +188,8 @@ def test_the_svg_has_the_same_cells(axes: dict[str, int], plan: dict[str, tuple[
         mesh = Mesh.of(axes)
         text = placed if isinstance(placed, str) else f"[{', '.join(placed.get(axis, 'R') for axis in axes)}]"
         program = described(axes, list(shape), read_sharding(text, mesh, len(shape)).text(mesh))
-        tree = ElementTree.fromstring(tpcompiler.visualize_sharding(program, "w", format="svg"))
-        drawn = grid(tpcompiler.visualize_sharding(program, "w"), torch.Size(shape))
+        tree = ElementTree.fromstring(drawing(program, "w", is_svg=True))
+        drawn = grid(drawing(program, "w"), torch.Size(shape))
         area = defaultdict[frozenset[int], float](float)
         for rect in tree.iter(f"{SVG}rect"):
             if (title := rect.find(f"{SVG}title")) is not None:
@@ -200,7 +203,7 @@ def test_the_svg_has_the_same_cells(axes: dict[str, int], plan: dict[str, tuple[
 
 
 def test_a_pending_sum_is_of_all() -> None:
-    drawn = tpcompiler.visualize_sharding(described({"dp": 2, "tp": 2}, [4, 6], "[S(0), P(sum)]"))
+    drawn = drawing(described({"dp": 2, "tp": 2}, [4, 6], "[S(0), P(sum)]"))
     assert drawn.splitlines() == [
         "w: f32[4, 6], [S(0), P(sum)] on dp=2,tp=2",
         "over tp a pending sum: the sum of what the ranks hold",
@@ -215,23 +218,21 @@ def test_a_pending_sum_is_of_all() -> None:
 
 
 def test_a_dynamic_size_is_cut_in_shares() -> None:
-    lines = tpcompiler.visualize_sharding(described({"tp": 2}, ["s0", 3], "S(0)"), "w").splitlines()
+    lines = drawing(described({"tp": 2}, ["s0", 3], "S(0)"), "w").splitlines()
     assert lines[2:5] == ["         0:3", "0/2:1/2  0", "1/2:2/2  1"]
     assert lines[-2:] == ["rank 0: [s0*1/2, 3], the slice [0/2:1/2, :]", "rank 1: [s0*1/2, 3], the slice [1/2:2/2, :]"]
 
 
 def test_what_has_no_elements_or_no_dims() -> None:
-    assert tpcompiler.visualize_sharding(described({"tp": 2}, [], "R")) == (
-        "w: f32[], R on tp=2\n\nranks 0, 1: [], the slice []\n"
-    )
-    assert tpcompiler.visualize_sharding(described({"tp": 2}, [0, 2], "S(1)")).splitlines()[2:] == [
+    assert drawing(described({"tp": 2}, [], "R")) == ("w: f32[], R on tp=2\n\nranks 0, 1: [], the slice []\n")
+    assert drawing(described({"tp": 2}, [0, 2], "S(1)")).splitlines()[2:] == [
         "rank 0: [0, 1], the slice [nothing, 0:1]",
         "rank 1: [0, 1], the slice [nothing, 1:2]",
     ]
 
 
 def test_a_drawing_ends() -> None:
-    drawn = tpcompiler.visualize_sharding(described({"tp": 64}, [64, 2, 6400], "S(2, block 64)"), "w")
+    drawn = drawing(described({"tp": 64}, [64, 2, 6400], "S(2, block 64)"), "w")
     assert "drawn: the first 32 of 6,400 pieces of dim 2\n" in drawn
     assert max(map(len, drawn.splitlines())) <= WIDTH
     assert "rank 63: [64, 2, 100], the slice [:, :, 63:64 + 127:128 + .. + 6399:6400]\n" in drawn
@@ -240,9 +241,9 @@ def test_a_drawing_ends() -> None:
 def test_tensors_that_are_alike_are_drawn_once(tmp_path: Path) -> None:
     model = Weights({"a": (4, 2), "b": (4, 2), "c": (4, 3)})
     program = tpcompiler.parallelize(torch.export.export(model, (torch.zeros(()),)), 2, {"*": "S(0)"})
-    heads = [line for line in tpcompiler.visualize_sharding(program).splitlines() if " on tp=2" in line]
+    heads = [line for line in program.show("*").splitlines() if " on tp=2" in line]
     assert [head.partition(":")[0] for head in heads[:2]] == ["a, b", "c"]
-    svg = ElementTree.fromstring(tpcompiler.visualize_sharding(program, format="svg"))
+    svg = ElementTree.fromstring(program.show("*", format="svg"))
     assert [text.text for text in svg.iter(f"{SVG}text") if " on tp=2" in (text.text or "")] == heads
     program.save(tmp_path / "out")
     assert right("inspect", tmp_path / "out", "--tensor", "a", "--format", "svg").startswith("<svg ")

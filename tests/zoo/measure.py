@@ -27,6 +27,7 @@ from tpcompiler.judge.compare.reference import reference_of
 from tpcompiler.judge.compare.simulate import simulate
 from tpcompiler.judge.sound.check import check_programs
 from tpcompiler.judge.sound.written import written
+from tpcompiler.parallel.compared import layout_of
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.runtime.inputs import flatten_inputs
 from tpcompiler.runtime.records import Collective, TensorRecord
@@ -105,8 +106,8 @@ class Measured:
         if self.dynamic and self.world == WORLDS[0]:
             return self._refused_as_files()
         ranks = [written(self.program.rank_program(rank)) for rank in range(self.world)]
-        model = canonicalize(self.program.original)
-        return check_programs(ranks, self.program.manifest(), self.program.original, model=model).findings
+        model = canonicalize(self.program.only.original())
+        return check_programs(ranks, self.program.manifest(), self.program.only.original(), model=model).findings
 
     def _refused_as_files(self) -> list[str]:
         with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():
@@ -175,7 +176,7 @@ def counts(case: Case, collectives: Iterable[Collective]) -> Counter[tuple[str, 
 
 def cut_share(program: ParallelProgram) -> float:
     """The share of the bytes of all parameters, tied ones once, that lie in parameters cut over the ranks."""
-    state = program.original.state_dict
+    state = program.only.original().state_dict
     sizes = {True: 0, False: 0}
     for row in program.manifest().tensors:
         if row.kind == "parameter" and row.tied_to is None:
@@ -196,10 +197,10 @@ def compared(
         ranks,
         (),
         inputs,
-        program.layout(),
-        [node.name for node in program.resharded.user_inputs()],
-        program.resharded.output_names(),
-        intermediate=program.resharded.source,
+        layout_of(program.only),
+        [node.name for node in program.converted.resharded.user_inputs()],
+        program.converted.resharded.output_names(),
+        intermediate=program.converted.resharded.source,
         then=then,
     )
 

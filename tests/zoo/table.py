@@ -56,7 +56,7 @@ def row(case: Case, dynamic: bool) -> Row:
     cells = (
         case.name,
         shapes,
-        str(sum(1 for _ in edit.calls(last.program.original.graph))),
+        str(sum(1 for _ in edit.calls(last.program.only.original().graph))),
         ", ".join(str(m.world) for m in found),
         _verdict(f"{worst.rel:.1e} / {worst.tolerance:.1e}", all(m.equal for m in found)),
         _verdict(f"{min(m.cut for m in found):.3f} / {case.cut}", all(m.cut_enough for m in found)),

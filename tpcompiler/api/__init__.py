@@ -1,4 +1,4 @@
-"""The public functions that convert, search, check and budget programs."""
+"""The public functions that convert programs and search for plans."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,25 +16,18 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.export import ExportedProgram
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
-from tpcompiler.artifact.budget import Budget
-from tpcompiler.checkpoint.fill import read_original, with_weights
+from tpcompiler.api.parallel_program import ParallelProgram
 from tpcompiler.cost.collective import Collectives
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.errors import MeshError, PlanError, ProgramError, option
-from tpcompiler.frontend.plain_weights import with_plain_weights
 from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import PlacementSpec, parse_placement
-from tpcompiler.judge.sound.check import CheckReport, check_artifact
-from tpcompiler.parallel.compared import on_cpu
 from tpcompiler.parallel.conversion import Conversion, share_conversions
-from tpcompiler.parallel.parallel_program import ParallelProgram
-from tpcompiler.parallel.program_set import ProgramSet
 from tpcompiler.passes.apply_plan import names_of
-from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.pipeline import convert_programs, find_placements
 from tpcompiler.plan import SEARCHES, Plan, join_plans
-from tpcompiler.runtime.artifact import programs_in, read_manifest
+from tpcompiler.runtime.artifact import SINGLE, is_single
 from tpcompiler.runtime.place import place_state
 from tpcompiler.solver.task import Aim, Goal
 
@@ -42,44 +35,6 @@ SEVERAL = (Mapping, list, tuple)  # types that hold several programs
 WEIGHTS = '{"prefill": 1, "decode": 256}'
 Given = Mapping[str, Any] | Sequence[Any] | None
 Programs = Mapping[str, ExportedProgram] | Sequence[tuple[str, ExportedProgram]]
-
-
-@overload
-def parallelize(
-    exported_program: ExportedProgram,
-    mesh: int | Mapping[str, int] | Mesh,
-    plan: Plan | Mapping[str, object] | str | os.PathLike[str],
-    *,
-    inputs: Given = None,
-    outputs: Given = None,
-    device_type: str | None = None,
-    collectives: Collectives = "nccl",
-    check_indices: bool = True,
-    machine: str | os.PathLike[str] | None = None,
-    memory: int | None = None,
-    optimize: Goal = "latency",
-    weights: Mapping[str, float] | None = None,
-    dump: str | os.PathLike[str] | None = None,
-) -> ParallelProgram: ...
-
-
-@overload
-def parallelize(
-    exported_program: Programs,
-    mesh: int | Mapping[str, int] | Mesh,
-    plan: Plan | Mapping[str, object] | str | os.PathLike[str],
-    *,
-    inputs: Given = None,
-    outputs: Given = None,
-    device_type: str | None = None,
-    collectives: Collectives = "nccl",
-    check_indices: bool = True,
-    machine: str | os.PathLike[str] | None = None,
-    memory: int | None = None,
-    optimize: Goal = "latency",
-    weights: Mapping[str, float] | None = None,
-    dump: str | os.PathLike[str] | None = None,
-) -> ProgramSet: ...
 
 
 @collector_rests()
@@ -98,7 +53,7 @@ def parallelize(
     optimize: Goal = "latency",
     weights: Mapping[str, float] | None = None,
     dump: str | os.PathLike[str] | None = None,
-) -> ParallelProgram | ProgramSet:
+) -> ParallelProgram:
     """Turn a single-device exported program into one program per rank, without GPUs or launched processes.
 
     Args:
@@ -137,8 +92,7 @@ def parallelize(
     )
     calls = read_calls(weights, conversions)
     aim = _aim(machine, memory, optimize, calls, searches=read.searches, collectives=collectives)
-    _, made = convert_programs(conversions, aim)
-    return ProgramSet(made) if isinstance(exported_program, SEVERAL) else made[""]
+    return ParallelProgram(convert_programs(conversions, aim)[1])
 
 
 @collector_rests()
@@ -184,12 +138,12 @@ def conversions_of(
     collectives: Collectives = "nccl",
     check_indices: bool = True,
 ) -> dict[str, Conversion]:
-    """Turn the arguments of `parallelize` into conversions by program; the name of a single program is empty."""
+    """Turn the arguments of `parallelize` into conversions by program."""
     mesh = Mesh.of(mesh)
     if not isinstance(exported_program, SEVERAL):
         boundary = _specs(inputs, "input"), _specs(outputs, "output")
         one: Any = exported_program  # the first pass rejects anything that is not a program
-        return {"": Conversion.of(one, mesh, plan, boundary, device_type, dump, collectives, check_indices)}
+        return {SINGLE: Conversion.of(one, mesh, plan, boundary, device_type, dump, collectives, check_indices)}
     conversions = {
         name: Conversion.of(
             program,
@@ -234,7 +188,7 @@ def read_calls(weights: Mapping[str, float] | None, names: Collection[str]) -> t
     if weights is None:
         return ()
     if {*weights} != {*names} or not all(0 < weight < math.inf for weight in weights.values()):
-        known = ", ".join(filter(None, names)) or "one"
+        known = "one" if is_single(names) else ", ".join(names)
         raise PlanError(
             f"{option('--calls', 'weights')} are {dict(weights)}, and the programs are {known}",
             help=f"give each of several programs a number above 0: {option('prefill=1,decode=256', WEIGHTS)}",
@@ -300,67 +254,6 @@ def tensor_parallel_transformation(
     if device_type != "cuda" or torch.cuda.is_available():
         place_state(program, device_type)
     return program
-
-
-def check(
-    directory: str | os.PathLike[str],
-    original: ExportedProgram | None = None,
-    *,
-    checkpoint: str | os.PathLike[str] | None = None,
-    trust: bool = False,
-) -> CheckReport:
-    """Check the files of an artifact against their claims, without running the model (`docs/trust.md`).
-
-    Each rank's program must be a sound share of the same single-device program, all ranks must issue the same
-    collectives, and the tensors must match the manifest. Use `ParallelProgram.verify` or `tpcompiler verify` to
-    check that the program is the user's.
-
-    Args:
-        directory: an artifact of `ParallelProgram.save`, `ProgramSet.save` or `tpcompiler convert`.
-        original: the single-device program, whose weights are compared with the ranks' shares.
-        checkpoint: a directory of safetensors files with the weights of a model that was exported without them; for
-            the model in the artifact by default.
-        trust: also read files that need a pickle or could run code (docs/security.md).
-
-    Raises:
-        ArtifactError: the artifact is missing, damaged or, without `trust`, could run code.
-    """
-    if checkpoint is not None:
-        original = original or read_original(directory, read_manifest(directory), trust=trust)
-        original = with_weights(original, directory, checkpoint, trust=trust)
-    plain = original and with_plain_weights(original)
-    return check_artifact(directory, original=plain, prepare=on_cpu, canonical=canonicalize, trust=trust)
-
-
-def check_budget(
-    made: ParallelProgram | ProgramSet | str | os.PathLike[str],
-    limits: Sequence[str] = (),
-    *,
-    max_wire_bytes: int | None = None,
-    max_memory: int | str | None = None,
-) -> None:
-    """Check a conversion, or an artifact, against limits on communication and memory.
-
-    Args:
-        made: a result of `parallelize`, or the directory of an artifact; each of several programs must meet all limits.
-        limits: limits such as "2 all_reduce/layer" (in each repeated module), "1 all_gather" (in all) or "0 fallbacks".
-        max_wire_bytes: limit on the bytes that a rank sends in one call.
-        max_memory: limit on a rank's bytes (or "24GB") of parameters, buffers and constants. Unlike `memory=` of
-            `parallelize` it does not limit the search, and excludes activations, which are estimated.
-
-    Raises:
-        BudgetError: a limit is exceeded, with the place and the amount; or a limit has an unknown form.
-        ArtifactError: the artifact is missing or damaged.
-    """
-    budget = Budget.read(limits, max_wire_bytes, max_memory)
-    if isinstance(made, ParallelProgram):
-        manifests = {"": made.manifest()}
-    elif isinstance(made, ProgramSet):
-        manifests = {name: program.manifest() for name, program in made.items()}
-    else:
-        manifests = {name: read_manifest(Path(made) / name) for name in programs_in(made) or [""]}
-    for name, manifest in manifests.items():
-        budget.check(manifest, name or "the program")
 
 
 def _specs(given: Given, what: str) -> dict[str, PlacementSpec] | list[PlacementSpec | None] | None:

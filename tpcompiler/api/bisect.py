@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from tpcompiler.api import parallelize
+from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.errors import ArtifactError, TpCompilerError, reason
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
@@ -26,9 +27,8 @@ from tpcompiler.ir.program import PlacedProgram, reshard
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import row_sharding
 from tpcompiler.ir.text import op_name
-from tpcompiler.parallel.parallel_program import ParallelProgram
+from tpcompiler.parallel.converted import ConvertedProgram
 from tpcompiler.plan import Plan
-from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.inputs import flatten_inputs
 from tpcompiler.runtime.target import refuse_strange_name, replacing
 
@@ -91,26 +91,23 @@ def bisect(
     if report.ok:
         return None
     name = re.match(r"'([^']+)'", report.first_diverging or "")
-    for piece in _pieces(program.resharded, _origin(program, name[1] if name else ""), args, kwargs or {}):
+    wrong = _origin(program.converted, name[1] if name else "")
+    for piece in _pieces(program.converted.resharded, wrong, args, kwargs or {}):
         if _is_wrong(piece):
             return _fewest(piece)
     return WrongPiece(model, program.mesh, Plan.of(plan).to_data(), [], ("the whole program",))
 
 
 def bisect_artifact(
-    directory: str | os.PathLike[str],
+    artifact: ArtifactProgram,
     model: ExportedProgram,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     *,
     target: str | os.PathLike[str],
 ) -> str:
-    """Convert the model again as the artifact specifies, `bisect` that, and return the finding as a sentence.
-
-    Raises:
-        ArtifactError: the artifact is missing or damaged.
-    """
-    manifest = read_manifest(directory)
+    """Convert the model again as the artifact specifies, `bisect` that, and return the finding as a sentence."""
+    manifest = artifact.manifest
     if any(note.kind == "mesh" for note in manifest.notes):
         return "not bisected: an axis of the mesh runs as two; call tpcompiler.api.bisect.bisect with the mesh as given"
     mesh = Mesh.of(manifest.mesh)
@@ -120,7 +117,7 @@ def bisect_artifact(
     ]
     piece = bisect(model, mesh, manifest.plan, args, kwargs, inputs=boundary[0] or None, outputs=boundary[1] or None)
     if piece is None:
-        return f"converted again, the model is right, so the files in {os.fspath(directory)} are not what was written"
+        return f"converted again, the model is right, so the files in {artifact.title} are not what was written"
     return f"{', '.join(piece.ops)}: run {write_piece(piece, target)}"
 
 
@@ -147,7 +144,7 @@ def write_piece(piece: WrongPiece, directory: str | os.PathLike[str]) -> Path:
     return target / "repro.py"
 
 
-def _origin(made: ParallelProgram, name: str) -> str:
+def _origin(made: ConvertedProgram, name: str) -> str:
     """Return the single-device op behind a value of the ranks' programs."""
     local = {node.name: node for node in made.partition.local_program(0).graph.nodes}
     return origin_of(local[name]) if name in local else name

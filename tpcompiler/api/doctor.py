@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from msgspec.structs import astuple
 from torch.export import ExportedProgram
@@ -26,6 +26,7 @@ from tpcompiler.ir.names import fold_layers
 from tpcompiler.ir.program import PlannedProgram, tied
 from tpcompiler.parallel.conversion import Conversion
 from tpcompiler.pipeline import convert_programs
+from tpcompiler.runtime.artifact import is_single
 from tpcompiler.runtime.records import Collective, Record
 from tpcompiler.solver.memory import Memory, measure_memory
 from tpcompiler.solver.obstacles import Obstacle, find_obstacles
@@ -90,7 +91,7 @@ class Degree(Record, frozen=True, kw_only=True):
     asked: dict[str, int]  # axis -> degree, as it was tried
     mesh: dict[str, int]  # axis -> degree, as it runs: where ranks share heads, `tp` is two axes
     bytes: HeldBytes  # of the rank that holds most
-    calls: dict[str, ProgramCall]  # of each program; the name of one alone is empty
+    calls: dict[str, ProgramCall]  # of each program; one alone is called `model`
     fits: bool  # true within the limit, perhaps with more sent than without one
     searches: dict[str, int]  # how many there were, by their kind
     # what the degree does not divide, and the cost of uneven cuts, shared shares and layers that stay whole
@@ -98,7 +99,7 @@ class Degree(Record, frozen=True, kw_only=True):
 
     def limits(self, name: str) -> Iterator[str]:
         """Yield the largest part of a call's time, and its collectives."""
-        call, ranks, of = self.calls[name], _named(self.asked), f" of {name}" if name else ""
+        call, ranks, of = self.calls[name], _named(self.asked), _of(name, self.calls)
         time = call.seconds
         parts = {"work": time.work, "kernels": time.kernels, "network": time.network, "host": time.host}
         most = max(parts, key=parts.__getitem__)
@@ -149,7 +150,8 @@ class Diagnosis(Record, Shown, frozen=True, kw_only=True):
         called = ("sends", "work", "kernels", "network", "host", "step", "speed-up")
         for name, alone in self.degrees[0].calls.items():
             rows = [(_named(each.asked), *each.calls[name].cells(alone)) for each in self.degrees]
-            yield Table(f"one call{f' of {name}' if name else ''}", (ranks, *called), rows, right=(ranks, *called))
+            title = f"one call{_of(name, self.degrees[0].calls)}"
+            yield Table(title, (ranks, *called), rows, right=(ranks, *called))
         if {"prefill", "decode"} <= self.degrees[0].calls.keys():
             yield Table(
                 "generation", (ranks, *SPOKEN), [each.spoken() for each in self.degrees], right=(ranks, *SPOKEN)
@@ -167,7 +169,7 @@ class Diagnosis(Record, Shown, frozen=True, kw_only=True):
         """Yield the bottlenecks of the smallest degree that fits and of the fastest, and the degree where gains end."""
         fitting = [each for each in self.degrees if each.fits]
         for name in fitting[0].calls:
-            of = f" of {name}" if name else ""
+            of = _of(name, fitting[0].calls)
             fastest = min(fitting, key=lambda each: each.calls[name].seconds.total)
             for each in [fitting[0], *([fastest] if fastest is not fitting[0] else [])]:
                 yield from each.limits(name)
@@ -277,7 +279,7 @@ class _Examined:
                 searches.update(error.searches)
         calls = {}
         for (name, own), program in zip(made.items(), found.programs, strict=True):
-            sends = _sends(own.collectives(), found.mesh, self.machine)
+            sends = _sends(own.partition.collectives(), found.mesh, self.machine)
             calls[name] = ProgramCall(
                 sum(each.count for each in sends),
                 sum(each.count * each.wire_bytes for each in sends),
@@ -330,6 +332,10 @@ def _folded(stops: Sequence[Stop]) -> Iterator[str]:
     for stop in stops:
         alike.setdefault(stop.reason, []).append(_named(stop.mesh))
     yield from (f"{' '.join(names)}: not tried: {reason}" for reason, names in alike.items())
+
+
+def _of(name: str, programs: Iterable[str]) -> str:
+    return "" if is_single(programs) else f" of {name}"
 
 
 def _named(mesh: Mapping[str, int]) -> str:

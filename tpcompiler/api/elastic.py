@@ -1,34 +1,37 @@
-"""Convert an artifact to another number of ranks, or back to one program, from its files alone."""
+"""Convert an artifact to another number of ranks, or back to one program."""
 
 from __future__ import annotations
 
 import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import archive_stream, save_program
-from tpcompiler.api import conversions_of
-from tpcompiler.checkpoint.cut import TELL, Progress, cut_checkpoint
+from tpcompiler.artifact.program import ArtifactProgram, tensors_of
+from tpcompiler.artifact.stored import StoredProgram
+from tpcompiler.checkpoint.cut import TELL, Progress, cut_programs
 from tpcompiler.checkpoint.fill import fill_weights
+from tpcompiler.checkpoint.leaves import dtype_of
 from tpcompiler.checkpoint.ranks import RankShares
 from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.errors import ArtifactError, reason
+from tpcompiler.frontend.refused import refuse_hollow
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import same_bits
 from tpcompiler.judge.sound.check import read_proved_model
 from tpcompiler.parallel.compared import on_cpu
-from tpcompiler.parallel.conversion import asked_boundary
-from tpcompiler.parallel.program_set import ProgramSet
+from tpcompiler.parallel.conversion import Conversion, asked_boundary, share_conversions
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.pipeline import convert_programs
 from tpcompiler.plan import Plan, join_plans
-from tpcompiler.runtime.artifact import MODEL, Manifest, programs_in, read_manifest
+from tpcompiler.runtime.artifact import MODEL, Manifest, is_single
+from tpcompiler.runtime.program_files import ProgramFiles, open_programs
 from tpcompiler.runtime.target import free_target, in_place_of, refuse_full_disk, replacing
 from tpcompiler.runtime.weightless import weightless_names
 from tpcompiler.runtime.weights import TensorEntry, lay_out, write_weights
@@ -36,133 +39,114 @@ from tpcompiler.solver.task import Aim
 
 
 def reshard(
+    programs: Mapping[str, ArtifactProgram],
+    write: Callable[[Mapping[str, ArtifactProgram], Path], None],
+    mesh: Mesh,
     directory: str | os.PathLike[str],
-    mesh: int | Mapping[str, int] | Mesh,
-    out: str | os.PathLike[str],
     *,
     force: bool = False,
-    trust: bool = False,
     progress: Progress = TELL,
 ) -> None:
-    """Write an artifact for another mesh, with the same plan, from an artifact alone.
-
-    The program is converted again from the artifact's `model.pt2`, and its weights, joined from the
-    ranks' shares, are cut one tensor at a time (docs/scale.md lists the memory needed). They are the same bits.
-    The result has the shared layout.
+    """Write an artifact for another mesh, with the same plan (`ParallelProgram.reshard`).
 
     Args:
-        directory: an artifact with weights, or a set of programs.
-        mesh: the degree of a single axis `tp`, or `{axis: degree}`.
-        out: the directory to write.
-        force: replace an earlier artifact there.
-        trust: also read files that need a pickle or could run code (docs/security.md).
-        progress: called with (bytes written, total).
+        write: writes programs in the shared layout.
 
     Raises:
-        ArtifactError: there is no artifact with weights, or `out` cannot be written.
+        ArtifactError: there are no weights, or the directory cannot be written.
         MeshError, ShardingError, ...: as `parallelize`, if the plan does not suit the mesh.
     """
-    mesh, target = Mesh.of(mesh), free_target(out, force=force)
-    _refuse_inside(directory, target)
-    names = programs_in(directory)
-    manifests = {name: read_manifest(Path(directory) / name) for name in names or [""]}
-    source = RankShares(directory, trust=trust)  # rejects bad files before the expensive steps below
-    programs: Any = {
-        name: _read_model(Path(directory) / name, manifest, source, trust) for name, manifest in manifests.items()
-    }
+    target = free_target(directory, force=force)
+    stored = [program.files for program in programs.values() if isinstance(program, StoredProgram)]
+    _refuse_inside(stored, target)
+    source = RankShares(*stored) if stored else None  # rejects bad files before the expensive steps below
+    originals = {name: _read_model(program) for name, program in programs.items()}
+    manifests = {name: program.manifest for name, program in programs.items()}
     first = next(iter(manifests.values()))
     plan = join_plans([Plan.of(manifest.plan) for manifest in manifests.values()])
-    how: Any = {"device_type": first.device_type, "collectives": first.asked.collectives}
-    how["check_indices"] = first.asked.check_indices
-    asked: Any = {
-        at: {name: asked_boundary(manifest, at) for name, manifest in manifests.items()} for at in ("inputs", "outputs")
+    conversions = {
+        name: Conversion.of(
+            originals[name],
+            mesh,
+            plan,
+            (asked_boundary(manifest, "inputs"), asked_boundary(manifest, "outputs")),
+            first.device_type,
+            None,
+            first.asked.collectives,
+            first.asked.check_indices,
+        )
+        for name, manifest in manifests.items()
     }
-    if not names:
-        programs, asked = programs[""], {at: by_name[""] for at, by_name in asked.items()}
     machine = machine_of(first.asked)
     aim = Aim(machine, machine.usable_memory if plan.searches else None)
-    made: Any = convert_programs(conversions_of(programs, mesh, plan, **asked, **how), aim)[1]
-    made = ProgramSet(made) if names else made[""]
-    hollow = [weightless_names(each) for each in (programs.values() if names else [programs])]
+    _, converted = convert_programs(conversions if is_single(conversions) else share_conversions(conversions), aim)
     with in_place_of(target, force=force) as temporary:
         try:
-            made.save(temporary / "new", layout="shared", keep_output_types=True)  # other classes are dicts already
+            write(converted, temporary / "new")
             for file in (temporary / "new").iterdir():
                 file.rename(temporary / file.name)
             (temporary / "new").rmdir()
-            if any(hollow):
-                cut_checkpoint(temporary, source, partial=True, progress=progress)
+            if source is not None and any(map(weightless_names, originals.values())):
+                cut_programs(open_programs(temporary).values(), source, partial=True, progress=progress)
         except ArtifactError as error:
             if isinstance(error.__cause__, OSError) and os.fspath(temporary) in error.message:
                 raise error.__cause__ from None  # `in_place_of` names the target, and nothing remains to continue from
             raise
 
 
-def merge(
-    directory: str | os.PathLike[str],
-    path: str | os.PathLike[str],
-    *,
-    safetensors: bool = False,
-    trust: bool = False,
-) -> None:
-    """Write the single-device program that an artifact was made from, with its weights, from the artifact alone.
-
-    Weights are joined one at a time, and are the same bits. A class that the model returned is a plain dict, as
-    in the artifact.
-
-    Args:
-        directory: an artifact with weights; one program of a set.
-        path: the .pt2 to write.
-        safetensors: write a checkpoint instead: the parameters and persistent buffers by name, tied ones once.
-        trust: also read files that need a pickle or could run code (docs/security.md).
+def merge(program: ArtifactProgram, path: str | os.PathLike[str], *, safetensors: bool = False) -> None:
+    """Write the single-device program with its weights (`ParallelProgram.merge`).
 
     Raises:
-        ArtifactError: there is no artifact with weights, or the file cannot be written.
+        ArtifactError: there are no weights, or the file cannot be written.
     """
-    manifest, target = read_manifest(directory), Path(path)
-    _refuse_inside(directory, target)
-    source = RankShares(directory, trust=trust)
-    program = _read_model(directory, manifest, source, trust)
+    target, source = Path(path), None
+    if isinstance(program, StoredProgram):
+        _refuse_inside([program.files], target)
+        source = program.tensors
+    original = _read_model(program)
+    refuse_hollow(original, "merged") if source is None else None
+    sizes = [math.prod(row.shape) * dtype_of(row.dtype).itemsize for row in program.manifest.tensors if not row.tied_to]
     try:
         if safetensors:
-            first = _persistent(manifest, program)
-            stored = {name: source.tensors[first[name]] for name in first}
-            entries = lay_out(TensorEntry(name, each.dtype, each.shape) for name, each in stored.items())
+            rows = {row.name: row for row in program.manifest.tensors}
+            first = _persistent(program.manifest, original)
+            entries = lay_out(TensorEntry(n, dtype_of(rows[n].dtype), tuple(rows[n].shape)) for n in first)
             with replacing(target) as file:
                 refuse_full_disk(file, sum(entry.nbytes for entry in entries))
-                write_weights(file, entries, (source.read(first[entry.name]) for entry in entries))
+                write_weights(file, entries, (program.read(first[entry.name]) for entry in entries))
             return
-        size = sum(math.prod(each.shape) * each.dtype.itemsize for each in source.tensors.values())
         with replacing(target) as file, tempfile.TemporaryDirectory(prefix=".merge.", dir=file.parent) as folder:
-            refuse_full_disk(file, 2 * size)  # for the file, and for the weights that it is written from
-            _fill_from_disk(program, source, Path(folder))
+            refuse_full_disk(file, 2 * sum(sizes))  # for the file, and for the weights that it is written from
+            if source is not None:
+                _fill_from_disk(original, source, Path(folder))
             with archive_stream(file) as stream:
-                save_program(program, stream)
+                save_program(original, stream)
     except (OSError, RuntimeError) as error:
         raise ArtifactError(
             f"cannot write {target}: {reason(error)}", help="check the path and the free space"
         ) from error
 
 
-def _read_model(
-    directory: str | os.PathLike[str], manifest: Manifest, source: RankShares, trust: bool
-) -> ExportedProgram:
-    """Read the model that the ranks run; the values in it, such as literals, must equal the ranks'.
+def _read_model(program: ArtifactProgram) -> ExportedProgram:
+    """Return the model that the ranks run; the values in its file, such as literals, must equal the ranks'.
 
     Raises:
         ArtifactError: as `read_proved_model`; or a value differs.
     """
-    program = read_proved_model(directory, manifest, prepare=on_cpu, canonical=canonicalize, trust=trust)
-    first = {row.name: row.holder for row in manifest.tensors}
-    hollow = weightless_names(program)
-    for name, value in {**program.constants, **program.state_dict}.items():
+    if not isinstance(program, StoredProgram):
+        return program.original()
+    original = read_proved_model(program, prepare=on_cpu, canonical=canonicalize)
+    first = {row.name: row.holder for row in program.manifest.tensors}
+    hollow = weightless_names(original)
+    for name, value in tensors_of(original).items():
         held = first.get(name)
-        if name not in hollow and held in source.tensors and not same_bits(value.detach(), source.read(held)):
+        if name not in hollow and held in program.tensors.tensors and not same_bits(value.detach(), program.read(held)):
             raise ArtifactError(
-                f"{os.fspath(directory)}: {name!r} in {MODEL} is not what the ranks hold",
+                f"{program.title}: {name!r} in {MODEL} is not what the ranks hold",
                 help="copy the artifact again, or convert the model again",
             )
-    return program
+    return original
 
 
 def _persistent(manifest: Manifest, program: ExportedProgram) -> dict[str, str]:
@@ -174,13 +158,12 @@ def _persistent(manifest: Manifest, program: ExportedProgram) -> dict[str, str]:
     return first
 
 
-def _refuse_inside(directory: str | os.PathLike[str], target: Path) -> None:
-    if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(directory)) and not os.path.samefile(
-        directory, target if os.path.exists(target) else os.curdir
-    ):
-        raise ArtifactError(
-            f"{target} is inside {os.fspath(directory)}, which it is made from", help="choose another path"
-        )
+def _refuse_inside(programs: Sequence[ProgramFiles], target: Path) -> None:
+    for files in programs:
+        if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(files.folder)) and not os.path.samefile(
+            files.folder, target if os.path.exists(target) else os.curdir
+        ):
+            raise ArtifactError(f"{target} is inside {files.folder}, which it is made from", help="choose another path")
 
 
 def _fill_from_disk(program: ExportedProgram, source: RankShares, folder: Path) -> None:

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +17,15 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import aten, fake_group, group_is_registered, sym_hint, tree_flatten, with_graph
-from tpcompiler.api.verify_files import verify_package
+from tpcompiler.api.verify import verify_package
 from tpcompiler.errors import ArtifactError, UnsupportedError, reason
 from tpcompiler.ir import edit
 from tpcompiler.judge.compare.compare import VerifyReport
-from tpcompiler.runtime.artifact import (
-    Manifest,
-    lacks_weights,
-    open_checked,
-    program_file,
-    programs_in,
-    read_manifest,
-    sha256,
-)
+from tpcompiler.runtime.artifact import SINGLE, Manifest, lacks_weights, program_file, sha256
 from tpcompiler.runtime.package import Package, called_file, drop_package, find_capability, record_package
 from tpcompiler.runtime.place import leave_out
-from tpcompiler.runtime.rank_file import load_rank, open_rank, taken_by
+from tpcompiler.runtime.program_files import ProgramFiles
+from tpcompiler.runtime.rank_file import read_graph, taken_by
 from tpcompiler.runtime.scratch import scratch_folder
 from tpcompiler.runtime.target import COMPILED, RUNNER
 from tpcompiler.runtime.weightless import save_marked, weightless_names
@@ -41,41 +34,25 @@ from tpcompiler.terminal.progress import counted, measured
 SOURCE = Path(__file__).parents[1] / "runtime" / "runner.cpp"
 
 
-def package(
-    directory: str | os.PathLike[str],
+def package_programs(
+    programs: Sequence[ProgramFiles],
+    folder: Path,
     *,
     threads: int = 1,
     check: bool = True,
     checkpoint: str | os.PathLike[str] | None = None,
-    trust: bool = False,
 ) -> tuple[Package, VerifyReport | None]:
-    """Compile every program of an artifact into one package `compiled.pt2` next to it, once for all equal ranks.
-
-    Compiling reads no weights. The package is for this version of torch and for CPUs or GPUs with the features of this
-    one; `tpcompiler.load` runs it. It is then checked by `verify_package`, and deleted if it is wrong.
-
-    Args:
-        directory: an artifact, or a set of programs.
-        threads: threads of a rank's process on the CPU; torchrun sets one.
-        check: False skips the check.
-        checkpoint: weights for the check, if none are cut yet.
-        trust: also read files that need a pickle or could run code (docs/security.md).
-
-    Returns:
-        The package, and its comparison with the model.
+    """Compile every program of an artifact into one package next to it (`ParallelProgram.package`).
 
     Raises:
-        ArtifactError: the artifact is missing, or the package cannot be written.
+        ArtifactError: the package cannot be written.
         UnsupportedError: no compiler fits torch, or AOTInductor rejects a program.
         LaunchError, InputsError: as `verify_package`.
     """
-    folder = Path(directory)
-    names = programs_in(folder)
-    manifests = {name: read_manifest(folder / name) for name in names or [""]}
-    device_type = next(iter(manifests.values())).device_type
-    for name, manifest in manifests.items() if check and checkpoint is None else ():
-        if lacking := lacks_weights(manifest):
-            open_checked(folder / name, manifest, lacking[0], weights=True).close()  # says what to do
+    device_type = programs[0].manifest.device_type
+    for each in programs if check and checkpoint is None else ():
+        if lacking := lacks_weights(each.manifest):
+            each.open_weights(lacking[0]).close()  # says what to do
     from tpcompiler._torch import inductor
 
     try:
@@ -88,16 +65,16 @@ def package(
     strides: dict[str, list[int]] = {}
     called: dict[str, ExportedProgram] = {}
     models: dict[str, dict[str, list[int]]] = {}
-    classes = {name: _classes(folder / name, manifest, trust) for name, manifest in manifests.items()}
-    each = [(name, index, ranks) for name, own in classes.items() for index, ranks in enumerate(own)]
-    for name, index, ranks in counted(each, "compiling", "models"):
-        model, manifest = f"{name or 'model'}_{index}", manifests[name]
-        models.setdefault(name, {})[model] = ranks
-        program = _read(folder / name, manifest, ranks[0], trust)
+    work = [(own, index, ranks) for own in programs for index, ranks in enumerate(_classes(own))]
+    for own, index, ranks in counted(work, "compiling", "models"):
+        model = f"{own.name}_{index}"
+        models.setdefault("" if len(programs) == 1 and own.name == SINGLE else own.name, {})[model] = ranks
+        program = read_graph(own, ranks[0])
         strides |= _strides(program)
-        if manifest.programs:  # otherwise the program's own file has the weights and is read in any case
+        if own.manifest.programs:  # otherwise the program's own file has the weights and is read in any case
             called[model] = _without_ops(program)
-        files[model] = _compile(program, folder / name / program_file(manifest, ranks[0]), manifest, ranks[0], threads)
+        path = own.folder / program_file(own.manifest, ranks[0])
+        files[model] = _compile(program, path, own.manifest, ranks[0], threads)
         for file in files[model]:
             if Path(file).suffix == ".so":
                 refuse_static(Path(file), compiler)
@@ -121,29 +98,25 @@ def package(
         record_package(folder, result, [temporary / name for name in result.files])
     report = None
     try:
-        report = verify_package(folder, checkpoint=checkpoint, trust=trust) if check else None
+        again = [each.reopened() for each in programs]  # the manifest names the package now
+        report = verify_package(again, folder, checkpoint=checkpoint) if check else None
         return result, report
     finally:
         if check and not (report and report.ok):
             drop_package(folder)
 
 
-def _classes(directory: Path, manifest: Manifest, trust: bool) -> list[list[int]]:
+def _classes(files: ProgramFiles) -> list[list[int]]:
     """Group the ranks that run one graph on values of equal shapes."""
-    if manifest.programs:
-        return list(manifest.programs.values())
+    if files.manifest.programs:
+        return list(files.manifest.programs.values())
     groups: dict[str, list[int]] = {}
-    for rank in range(manifest.world_size):
-        program = _read(directory, manifest, rank, trust)
+    for rank in range(files.manifest.world_size):
+        program = read_graph(files, rank)
         taken = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
         shapes = [(value.shape, value.stride()) if isinstance(value, torch.Tensor) else value for value in taken]
         groups.setdefault(f"{program.graph}{shapes}", []).append(rank)
     return list(groups.values())
-
-
-def _read(directory: Path, manifest: Manifest, rank: int, trust: bool) -> ExportedProgram:
-    with open_rank(directory, manifest, rank, trust=trust) as file:
-        return load_rank(file, manifest)
 
 
 def _strides(program: ExportedProgram) -> dict[str, list[int]]:

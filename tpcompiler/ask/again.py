@@ -8,12 +8,11 @@ import os
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 from torch import fx
 
-from tpcompiler.checkpoint.fill import read_original
+from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.cost.objective import Objective
@@ -27,10 +26,10 @@ from tpcompiler.ir.program import PlannedProgram, relax
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.parallel.advice import held_bytes, wire_bytes
 from tpcompiler.parallel.conversion import Conversion, asked_boundary
+from tpcompiler.parallel.converted import ConvertedProgram
 from tpcompiler.passes.place import place
 from tpcompiler.pipeline import convert_programs, find_placements
 from tpcompiler.plan import Plan, join_plans
-from tpcompiler.runtime.artifact import programs_in, read_manifest
 from tpcompiler.solver.otherwise import Otherwise, price_otherwise
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.task import Aim
@@ -94,57 +93,53 @@ class Again:
         return Price(*own, wire_bytes(placed, self.machine), held_bytes(placed), choice.solution.seconds)
 
 
-def search_again(directory: str | os.PathLike[str], machine: Machine, *, trust: bool = False) -> Again:
-    """Convert the program in an artifact, and its sibling programs, up to the placements.
+def search_again(program: ArtifactProgram, machine: Machine) -> Again:
+    """Convert a program, and those that share its weights, up to the placements.
 
     Raises:
-        ArtifactError: no artifact, a damaged one, or, without `trust`, one whose files could run code.
+        ArtifactError: the single-device program is missing, damaged or, without trust, could run code.
     """
-    conversions, at = _conversions(directory, trust)
+    conversions, at = _conversions(program)
     return Again(find_placements(conversions, Aim(machine, forms=False)), at, machine)
 
 
-def advise_artifact(
-    directory: str | os.PathLike[str], machine: str | os.PathLike[str] | None = None, *, trust: bool = False
-) -> dict[str, str]:
-    """Search for the change of the plan that leaves out each fallback of an artifact, by the name of its reshard.
+def advise(program: ArtifactProgram, machine: str | os.PathLike[str] | None = None) -> dict[str, str]:
+    """Search for the change of the plan that leaves out each fallback, by the name of its reshard.
 
-    Nothing for an artifact without fallbacks, for one whose placements the search has chosen, and for one whose model
-    cannot be converted again.
+    Nothing for a program without fallbacks, for one whose placements the search has chosen, and for one that cannot be
+    converted again.
 
     Raises:
-        ArtifactError: no artifact, or one whose manifest is damaged.
         MachineError: the description of the machine cannot be read.
     """
-    manifest = read_manifest(directory)
-    described = machine_of(manifest.asked, machine)
-    if not any(record.why == "fallback" for record in manifest.collectives):
+    described = machine_of(program.manifest.asked, machine)
+    if not any(record.why == "fallback" for record in program.manifest.collectives):
         return {}
+    if isinstance(program, ConvertedProgram) and machine is None:
+        return program.advice()
     with contextlib.suppress(TpCompilerError):
-        conversions, at = _conversions(directory, trust)
+        conversions, at = _conversions(program)
         named = {str(number): conversion for number, conversion in enumerate(conversions)}
         if not conversions[at].plan.searches:
             return convert_programs(named, Aim(described))[1][str(at)].advice()
     return {}
 
 
-def _conversions(directory: str | os.PathLike[str], trust: bool) -> tuple[list[Conversion], int]:
-    """Return the conversions of an artifact and of its sibling programs, and its own index."""
-    path = Path(directory).resolve()
-    names = programs_in(path.parent) if path.parent != path else []
-    paths = [path.parent / name for name in names] if path.name in names else [path]
+def _conversions(program: ArtifactProgram) -> tuple[list[Conversion], int]:
+    """Return the conversions of a program and of those that share its weights, and its own index."""
+    together = program.together()
     conversions = []
-    for each in paths:
-        manifest = read_manifest(each)
+    for each in together:
+        manifest = each.manifest
         plan, said = Plan.of(manifest.plan), manifest.asked.plan
         gathers = said == "auto:free"
         if gathers or plan.searches:  # in the manifest a plan is with what the search found
             found = Plan.of(said if isinstance(said, dict) else {}).with_search()
             plan = replace(join_plans([found, plan.forms]), gathers=gathers)
         boundary = asked_boundary(manifest, "inputs"), asked_boundary(manifest, "outputs")
-        program, mesh = read_original(each, manifest, trust=trust), Mesh.of(manifest.asked.mesh)
-        conversions.append(Conversion.of(program, mesh, plan, boundary, manifest.device_type, None, "nccl"))
-    return conversions, paths.index(path)
+        mesh = Mesh.of(manifest.asked.mesh)
+        conversions.append(Conversion.of(each.original(), mesh, plan, boundary, manifest.device_type, None, "nccl"))
+    return conversions, together.index(program)
 
 
 def _relaxed(program: PlannedProgram, model: tuple[str, ...], constraint: Constraint) -> Constraint | None:

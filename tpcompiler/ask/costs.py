@@ -13,6 +13,7 @@ import torch
 from tpcompiler._torch import sym_expr, sym_hint
 from tpcompiler.artifact.collective_records import sent_value
 from tpcompiler.artifact.counts import predict_call, record_seconds
+from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.ask.written import Written
 from tpcompiler.cost.collective import wire_bytes
 from tpcompiler.cost.machine import Machine
@@ -100,39 +101,25 @@ class CostTable(Record, Shown, frozen=True):
         yield f"one call{' with the sizes of the example' if self.sizes else ''} {self.step.text} on {self.machine}"
 
 
-def cost_artifact(
-    directory: str | os.PathLike[str],
-    at: Mapping[str, int] | None = None,
-    *,
-    machine: str | os.PathLike[str] | None = None,
-    trust: bool = False,
+def count_costs(
+    program: ArtifactProgram, at: Mapping[str, int] | None = None, machine: str | os.PathLike[str] | None = None
 ) -> CostTable:
-    """Count what an artifact sends, as formulas in its dynamic sizes and as numbers.
-
-    A size is called by the input that has it: `batch` and `sequence` are dims 0 and 1 of the first input that is
-    dynamic there; any other is `INPUT.DIM`, such as `image.2`. A file does not keep the names given at export.
-
-    Args:
-        directory: what `ParallelProgram.save` or `tpcompiler convert` wrote; of several programs, one's.
-        at: the sizes that numbers are for, by name; those left out are as in the artifact's example.
-        machine: the links that seconds are for, as of `parallelize`; by default those that it was
-            converted for, if they come with the package.
-        trust: read files too that need a pickle or could run code (docs/security.md).
+    """Count the bytes that a rank sends, as formulas in the dynamic sizes and as numbers (`ParallelProgram.cost`).
 
     Raises:
-        ArtifactError: no artifact, a damaged one, or one whose files could run code.
+        ArtifactError: a file is damaged or, without trust, could run code.
         InputsError: a name of no size, or a value that it cannot have.
         MachineError: the description of the machine cannot be read.
     """
-    written = Written.read(directory, trust=trust)
-    return count_costs(written, at or {}, machine_of(written.manifest.asked, machine))
+    written = Written.of(program)
+    return costs_of(written, at or {}, machine_of(written.manifest.asked, machine))
 
 
-def count_costs(written: Written, at: Mapping[str, int], machine: Machine) -> CostTable:
-    """Return the costs of an artifact that was read, as `cost_artifact`.
+def costs_of(written: Written, at: Mapping[str, int], machine: Machine) -> CostTable:
+    """Return the costs of a program that was read, as `count_costs`.
 
     Raises:
-        InputsError: as `cost_artifact`.
+        InputsError: as `count_costs`.
     """
     sizes, meant = _sizes(written, dict(at))
     mesh = Mesh.of(written.manifest.mesh)

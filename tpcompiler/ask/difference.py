@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from msgspec import structs
 
 from tpcompiler.artifact.counts import predict_call, sent_seconds
+from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.ask.written import Written
-from tpcompiler.checkpoint.fill import read_original
 from tpcompiler.checkpoint.leaves import held_per_rank
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import machine_of
@@ -20,7 +20,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.text import op_name
 from tpcompiler.plan.fold import folded, times
-from tpcompiler.runtime.artifact import MODEL, Manifest, read_manifest
+from tpcompiler.runtime.artifact import MODEL, Manifest
 from tpcompiler.runtime.records import PlacedRecord, Record
 from tpcompiler.terminal.printed import format_microseconds, format_unequal_bytes
 from tpcompiler.terminal.tables import Part, Shown, Table
@@ -109,30 +109,19 @@ class ArtifactDifference(Record, Shown, frozen=True, kw_only=True):
         yield Table("collectives that differ, in each module", headers, traffic)
 
 
-def diff_artifacts(
-    first: str | os.PathLike[str],
-    second: str | os.PathLike[str],
-    *,
-    machine: str | os.PathLike[str] | None = None,
-    trust: bool = False,
+def find_differences(
+    first: ArtifactProgram, second: ArtifactProgram, machine: str | os.PathLike[str] | None = None
 ) -> ArtifactDifference:
-    """Compare how two artifacts of one model are placed, and what they send and hold. Weights are not compared.
-
-    Args:
-        first: what `ParallelProgram.save` or `tpcompiler convert` wrote.
-        second: another one, for the same mesh or another.
-        machine: the devices and links that seconds are for, as of `parallelize`; by default those that
-            the first one was converted for, if they come with the package.
-        trust: read files too that need a pickle or could run code (docs/security.md).
+    """Compare how two artifacts of one model are placed, and what they send and hold (`ParallelProgram.diff`).
 
     Raises:
-        ArtifactError: no artifact, a damaged one, or artifacts of two models.
+        ArtifactError: a file is damaged or, without trust, could run code; or the artifacts are of two models.
         MachineError: the description of the machine cannot be read.
     """
-    both = read_manifest(first), read_manifest(second)
+    both = first.manifest, second.manifest
     name = both[0].asked.machine
     here, there = (machine_of(structs.replace(each.asked, machine=name), machine) for each in both)
-    _refuse_other_model((first, second), both, trust)
+    _refuse_other_model((first, second))
     a, b = both
     placed, sent = (_placements(a), _placements(b)), (_traffic(a), _traffic(b))
     placements = [
@@ -161,26 +150,25 @@ def diff_artifacts(
             sent_seconds(a.collectives, here, Mesh.of(a.mesh)),
             sent_seconds(b.collectives, there, Mesh.of(b.mesh)),
         ),
-        steps=(_step(first, here, trust), _step(second, there, trust)),
+        steps=(_step(first, here), _step(second, there)),
     )
 
 
-def _step(directory: str | os.PathLike[str], machine: Machine, trust: bool) -> StepTime:
-    written = Written.read(directory, trust=trust)
+def _step(program: ArtifactProgram, machine: Machine) -> StepTime:
+    written = Written.of(program)
     return predict_call(written.exported.graph, written.manifest, machine).total
 
 
-def _refuse_other_model(
-    paths: tuple[str | os.PathLike[str], ...], both: tuple[Manifest, Manifest], trust: bool
-) -> None:
-    described = [_described(manifest) for manifest in both]
+def _refuse_other_model(both: tuple[ArtifactProgram, ArtifactProgram]) -> None:
+    described = [_described(program.manifest) for program in both]
     names = [name for name in {**described[0], **described[1]} if described[0].get(name) != described[1].get(name)]
-    if not names and len({manifest.files.get(MODEL) for manifest in both}) > 1:
-        described = [_calls(path, manifest, trust) for path, manifest in zip(paths, both, strict=True)]
+    files = [program.manifest.files.get(MODEL) for program in both]
+    if not names and (None in files or files[0] != files[1]):
+        described = [_calls(program) for program in both]
         names = [name for name in {**described[0], **described[1]} if described[0].get(name) != described[1].get(name)]
     if names:
         said = " and ".join(
-            f"{each.get(names[0], 'none')} in {os.fspath(path)}" for each, path in zip(described, paths, strict=True)
+            f"{each.get(names[0], 'none')} in {program.title}" for each, program in zip(described, both, strict=True)
         )
         raise ArtifactError(f"two models: {names[0]} is {said}", help="compare artifacts that are made of one model")
 
@@ -201,10 +189,8 @@ def _size(size: int | str) -> str:
     return str(size) if isinstance(size, int) else "*"
 
 
-def _calls(path: str | os.PathLike[str], manifest: Manifest, trust: bool) -> dict[str, str]:
-    return {
-        f"call '{node.name}'": op_name(node) for node in edit.calls(read_original(path, manifest, trust=trust).graph)
-    }
+def _calls(program: ArtifactProgram) -> dict[str, str]:
+    return {f"call '{node.name}'": op_name(node) for node in edit.calls(program.original().graph)}
 
 
 def _placements(manifest: Manifest) -> dict[tuple[str, str], str]:

@@ -6,6 +6,7 @@ import os
 
 from msgspec.structs import asdict
 
+from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.ask.difference import ArtifactDifference
 from tpcompiler.views.html import html_of
 from tpcompiler.views.page_data import page_data, printable
@@ -13,24 +14,22 @@ from tpcompiler.views.page_data import page_data, printable
 
 def difference_html(
     found: ArtifactDifference,
-    first: str | os.PathLike[str],
-    second: str | os.PathLike[str],
-    *,
+    first: ArtifactProgram,
+    second: ArtifactProgram,
     machine: str | os.PathLike[str] | None = None,
-    trust: bool = False,
 ) -> str:
     """The page of the second artifact, with the differences from the first marked, and listed in tables.
 
     Args:
-        found: what `diff_artifacts` says of the two.
+        found: the differences, of `find_differences`.
         machine: whose times are predicted, as of `parallelize`.
 
     Raises:
-        ArtifactError: no artifact, or a damaged one.
+        ArtifactError: a file is damaged or, without trust, could run code.
         MachineError: the description of the machine cannot be read.
     """
-    data = page_data(second, first=first, machine=machine, trust=trust)
-    data["name"] = f"{os.path.basename(os.path.abspath(first))} → {data['name']}"
+    data = page_data(second, first=first, machine=machine)
+    data["name"] = f"{os.path.basename(os.path.abspath(first.title))} → {data['name']}"
     data["difference"] = {
         "equal": found.equal,
         "totals": found.totals(),

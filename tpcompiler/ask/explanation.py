@@ -13,11 +13,12 @@ from torch import fx
 
 from tpcompiler._torch import sym_hint
 from tpcompiler.artifact.counts import predict_call
+from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.ask.again import Again, Price, search_again
 from tpcompiler.ask.written import Operand, Written, read_claimed
 from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.cost.timeline import duration
-from tpcompiler.errors import ArtifactError
+from tpcompiler.errors import ArtifactError, option
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import layer_of, weight_of
@@ -131,45 +132,31 @@ class Explanation(Record, Shown, frozen=True, kw_only=True):
         yield from (*said, "") if said else ()
 
 
-def explain_artifact(
-    directory: str | os.PathLike[str],
-    name: str,
-    *,
-    machine: str | os.PathLike[str] | None = None,
-    trust: bool = False,
-) -> Explanation:
-    """Say why a value, a parameter or a collective of an artifact is placed as it is, and price what else it could be.
+def explain(program: ArtifactProgram, name: str, machine: str | os.PathLike[str] | None = None) -> Explanation:
+    """Explain the placement of a value, a parameter or a collective, and price its alternatives.
 
-    Facts of the artifact are read from its files. Prices come from the search, repeated from its `model.pt2` with every
+    Facts are read from the program. Prices come from the search, repeated from the single-device program with every
     choice of this op or parameter in turn, and everything else free to follow. Pins of a plan hold, except on the layer
     whose weights are asked about (directly or by their op). A price is the least total with that choice minus the least
     of all; the artifact's own is above 0 if a plan, another machine or a memory limit decided. Every axis of a mesh has
     its own choices, in the order of solving: axes before it keep their solution, axes after it follow.
 
-    Args:
-        directory: what `ParallelProgram.save` or `tpcompiler convert` wrote; of several programs, one's.
-        name: of a node of the single-device program (`tpcompiler inspect OUT --rank 0` names them), of a parameter, a
-            buffer or an input, or of a module that has one weight; or of a collective: its node's, or its kind's
-            (`all_gather`, `all_gather_1`).
-        machine: the devices and links that prices are for, as of `parallelize`; by default those that it was
-            converted for, if they come with the package.
-        trust: read files too that need a pickle or could run code (docs/security.md).
-
     Raises:
-        ArtifactError: no artifact, a damaged one, one of no such name, or one whose files could run code.
+        ArtifactError: a file is damaged or, without trust, could run code; or nothing has this name.
         MachineError: the description of the machine cannot be read.
     """
-    written = Written.read(directory, trust=trust)
+    written = Written.of(program)
     described = machine_of(written.manifest.asked, machine)
     found = written.named(name)
     if found is None:
         known = nearest_names(name, written.names())
+        list_all = option(f"tpcompiler inspect {program.title} --rank 0", "show()")
         raise ArtifactError(
-            f"{os.fspath(directory)} has no node, parameter or collective {name!r}",
-            help=f"did you mean {known}? tpcompiler inspect {os.fspath(directory)} --rank 0 lists all",
+            f"{program.title} has no node, parameter or collective {name!r}",
+            help=f"did you mean {known}? {list_all} lists all",
         )
     name = found
-    again = search_again(directory, described, trust=trust)
+    again = search_again(program, described)
     record = next((each for each in written.manifest.collectives if each.node == name), None)
     if record is not None:
         return _of_collective(written, again, record)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tpcompiler._torch import TorchDispatchMode
-from tpcompiler.ask.costs import count_costs, layer_of_record
+from tpcompiler.artifact.program import ArtifactProgram
+from tpcompiler.ask.costs import costs_of, layer_of_record
 from tpcompiler.ask.written import Written
 from tpcompiler.cost.collective import KIND_OF, wire_bytes
 from tpcompiler.cost.machine_file import machine_of
@@ -78,19 +78,19 @@ def counts_table(rows: Sequence[CountedCollectives]) -> Table:
 
 
 def compare_counts(
-    directory: str | os.PathLike[str], calls: Sequence[Call], inputs: Mapping[str, torch.Tensor], *, trust: bool = False
+    program: ArtifactProgram, calls: Sequence[Call], inputs: Mapping[str, torch.Tensor]
 ) -> list[CountedCollectives]:
     """Compare rank 0's calls, by layer and kind, with the collectives that its files state for these input sizes.
 
     The n-th call is taken for the n-th collective of the manifest, which says the layer.
 
     Raises:
-        ArtifactError: no artifact, a damaged one, or, without `trust`, one whose files could run code.
+        ArtifactError: a file is damaged or, without trust, could run code.
     """
-    written = Written.read(directory, trust=trust)
+    written = Written.of(program)
     machine = machine_of(written.manifest.asked)
-    sizes = {each.name: inputs[each.input].shape[each.dim] for each in count_costs(written, {}, machine).sizes}
-    said = {(cost.layer, cost.kind): cost for cost in count_costs(written, sizes, machine).costs}
+    sizes = {each.name: inputs[each.input].shape[each.dim] for each in costs_of(written, {}, machine).sizes}
+    said = {(cost.layer, cost.kind): cost for cost in costs_of(written, sizes, machine).costs}
     records, count, sent = written.manifest.collectives, Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for at, call in enumerate(calls):
         key = layer_of_record(records[at]) if at < len(records) else "beyond these", call.kind

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.cost.collective import KIND_OF
 from tpcompiler.errors import ArtifactError, TpCompilerError
 from tpcompiler.ir import edit
@@ -24,8 +24,7 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import read_sharding
 from tpcompiler.ir.symm_mem import expand_collectives
 from tpcompiler.ir.text import value_text
-from tpcompiler.runtime.artifact import Manifest, read_manifest
-from tpcompiler.runtime.rank_file import load_rank, open_rank
+from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.records import Collective, Record, TensorRecord
 
 
@@ -45,15 +44,13 @@ class Written:
     exported: ExportedProgram
 
     @classmethod
-    def read(cls, directory: str | os.PathLike[str], *, trust: bool = False) -> Written:
-        """Read the files of an artifact; its weights need not exist.
+    def of(cls, program: ArtifactProgram) -> Written:
+        """Read the program of rank 0; its weights need not exist.
 
         Raises:
-            ArtifactError: no artifact, a damaged one, or, without `trust`, one whose files could run code.
+            ArtifactError: a file is damaged or, without trust, could run code.
         """
-        manifest = read_manifest(directory)
-        with open_rank(directory, manifest, 0, trust=trust) as file:
-            return cls(manifest, expand_collectives(load_rank(file, manifest)))
+        return cls(program.manifest, expand_collectives(program.graph(0)))
 
     @cached_property
     def claims(self) -> dict[fx.Node, Claim]:

@@ -6,34 +6,27 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import zip_longest
-from pathlib import Path
 
 import torch
 from torch.export import ExportedProgram
 
 from tpcompiler.checkpoint.conversion import Recipe
+from tpcompiler.checkpoint.fill import refuse_needless
 from tpcompiler.checkpoint.leaves import entries_of, leaves_of, shardings_of, wanted_leaves
 from tpcompiler.checkpoint.ranks import Source, open_source
 from tpcompiler.checkpoint.sources import find_sources
 from tpcompiler.errors import ArtifactError, option, reason
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import cut
-from tpcompiler.runtime.artifact import (
-    VALUES,
-    Manifest,
-    open_values,
-    programs_in,
-    read_manifest,
-    say_files,
-    weights_file,
-)
-from tpcompiler.runtime.rank_file import taken_by, with_tied
+from tpcompiler.runtime.artifact import VALUES, Manifest, say_files, weights_file
+from tpcompiler.runtime.program_files import ProgramFiles
+from tpcompiler.runtime.rank_file import read_values, taken_by, with_tied
 from tpcompiler.runtime.target import CUT, refuse_full_disk, replacing
 from tpcompiler.runtime.weightless import weightless_names
-from tpcompiler.runtime.weights import OtherContent, Writing, laid_out, read_all
+from tpcompiler.runtime.weights import OtherContent, Writing, laid_out
 from tpcompiler.terminal.progress import reporting
 
 READ_AHEAD = 1 << 28  # bytes of two successive tensors up to which the second is read while the first is written
@@ -41,37 +34,26 @@ Progress = Callable[[int, int], None]  # (bytes done, total)
 TELL = reporting("cutting the weights", "bytes")
 
 
-def cut_checkpoint(
-    directory: str | os.PathLike[str],
+def cut_programs(
+    programs: Iterable[ProgramFiles],
     checkpoint: str | os.PathLike[str] | Source,
     ranks: Sequence[int] | None = None,
     *,
     partial: bool = False,
     force: bool = False,
-    trust: bool = False,
     progress: Progress = TELL,
 ) -> None:
-    """Write `rank_N.safetensors` into an artifact that was converted without weights.
+    """Write the weights files of programs that were converted without weights (`ParallelProgram.cut`).
 
     Every tensor of the checkpoint is mapped, cut for all ranks and released before the next one; two small ones may be
     held at once. A repeated call continues an interrupted cut, after comparing its files with the checkpoint.
 
-    Args:
-        directory: an artifact of a model without weights, or a set of them.
-        checkpoint: a directory of safetensors files, or one file; or an artifact with weights, of any degree.
-        ranks: the ranks to write weights for; all by default.
-        partial: ignore checkpoint tensors that the program does not use.
-        force: overwrite weights, and replace an interrupted cut of another checkpoint.
-        trust: also read an artifact's files that need a pickle or could run code (docs/security.md).
-        progress: called with (bytes written, total); reports to the progress listener by default.
-
     Raises:
-        ArtifactError: there is no artifact without weights, the checkpoint does not fit it (all faults at once), an
-            interrupted cut of another checkpoint exists, or a file cannot be written.
+        ArtifactError: a program has its weights, the checkpoint does not fit (all faults at once), an interrupted cut
+            of another checkpoint exists, or a file cannot be written.
     """
-    source = open_source(checkpoint, trust=trust)
-    names = programs_in(directory)
-    works = [_Work(Path(directory) / name, source, ranks) for name in names or [""]]
+    source = open_source(checkpoint)
+    works = [_Work(files, source, ranks) for files in programs]
     every = {leaf.name: leaf for work in works for leaf in wanted_leaves(work.manifest, work.values)}
     recipes = find_sources(list(every.values()), source, partial=partial)
     if any(not work.is_cut for work in works) and not force:
@@ -91,13 +73,9 @@ def refuse_other_checkpoint(
     """Check that a checkpoint has the weights that programs lack, before anything is written.
 
     Raises:
-        ArtifactError: as `cut_checkpoint`; or the programs already have their weights.
+        ArtifactError: as `cut_programs`; or the programs already have their weights.
     """
-    if not any(weightless_names(program) for _, program in programs):
-        raise ArtifactError(
-            f"{os.fspath(checkpoint)} is not needed: the model has its weights",
-            help=f"leave {option('--checkpoint', 'checkpoint')} out",
-        )
+    refuse_needless({name for _, program in programs for name in weightless_names(program)}, checkpoint)
     wanted = {
         leaf.name: leaf
         for manifest, program in programs
@@ -109,12 +87,11 @@ def refuse_other_checkpoint(
 class _Work:
     """The weights files of one program's ranks."""
 
-    def __init__(self, directory: Path, source: Source, ranks: Sequence[int] | None) -> None:
-        self.directory, self.source = directory, source
-        self.manifest = read_manifest(directory)
+    def __init__(self, files: ProgramFiles, source: Source, ranks: Sequence[int] | None) -> None:
+        self.directory, self.manifest, self.source = files.folder, files.manifest, source
         if VALUES not in self.manifest.files:
             raise ArtifactError(
-                f"{directory} has its weights", help="cut an artifact of a model that was exported without weights"
+                f"{self.directory} has its weights", help="cut an artifact of a model that was exported without weights"
             )
         self.ranks = list(range(self.manifest.world_size)) if ranks is None else sorted(set(ranks))
         if outside := [rank for rank in self.ranks if not 0 <= rank < self.manifest.world_size]:
@@ -122,8 +99,7 @@ class _Work:
                 f"rank {outside[0]} is outside the artifact's world of {self.manifest.world_size}",
                 help=f"give ranks from 0 to {self.manifest.world_size - 1}",
             )
-        with open_values(directory, self.manifest) as file:
-            self.values = read_all(file)
+        self.values = read_values(files)
         self.leaves = leaves_of(self.manifest)
         self.mesh = Mesh.of(self.manifest.mesh)
         self.shardings = shardings_of(self.manifest)
@@ -227,20 +203,18 @@ class _Work:
 
 
 def read_shares(
-    checkpoint: str | os.PathLike[str],
-    directory: str | os.PathLike[str],
+    checkpoint: str | os.PathLike[str] | Source,
     manifest: Manifest,
+    values: Mapping[str, torch.Tensor],
     rank: int,
     program: ExportedProgram,
 ) -> dict[str, torch.Tensor]:
-    """Read one rank's weights from a checkpoint, and no more of it.
+    """Read one rank's weights from a checkpoint, and no more of it; `values` are those that no checkpoint has.
 
     Raises:
-        ArtifactError: as `cut_checkpoint`.
+        ArtifactError: as `cut_programs`.
     """
     leaves, mesh, source = leaves_of(manifest), Mesh.of(manifest.mesh), open_source(checkpoint)
-    with open_values(directory, manifest) as file:
-        values = read_all(file)
     recipes = find_sources(wanted_leaves(manifest, values), source, partial=True)
     shardings, taken, shares = shardings_of(manifest), taken_by(program), {}
     for leaf in leaves:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import nn
@@ -14,62 +14,50 @@ from tpcompiler.checkpoint.leaves import CheckpointLeaf
 from tpcompiler.checkpoint.ranks import RankShares, Source, open_source
 from tpcompiler.checkpoint.sources import find_sources
 from tpcompiler.errors import ArtifactError, option
-from tpcompiler.runtime.artifact import VALUES, Manifest, lacks_weights, open_model_of, open_values, read_manifest
-from tpcompiler.runtime.model_file import load_opened, looked_into
-from tpcompiler.runtime.rank_file import taken_by
+from tpcompiler.runtime.artifact import lacks_weights
+from tpcompiler.runtime.program_files import ProgramFiles
+from tpcompiler.runtime.rank_file import read_values, taken_by
 from tpcompiler.runtime.weightless import weightless_names
-from tpcompiler.runtime.weights import laid_out, read_all
+from tpcompiler.runtime.weights import laid_out
 
 Keep = Callable[[str, torch.Tensor], torch.Tensor]
 
 
-def read_original(directory: str | os.PathLike[str], manifest: Manifest, *, trust: bool = False) -> ExportedProgram:
-    """Read the program that an artifact was made from, without its weights.
-
-    Raises:
-        ArtifactError: the artifact has none, the file has changed or, without `trust`, could run code.
-    """
-    with open_model_of(directory, manifest) as file, looked_into(file, trust=trust):
-        return load_opened(file)
+def refuse_needless(lacking: Collection[str], checkpoint: str | os.PathLike[str] | None) -> None:
+    """Raise ArtifactError for a checkpoint of a model that lacks no weights."""
+    if checkpoint is not None and not lacking:
+        raise ArtifactError(
+            f"{os.fspath(checkpoint)} is not needed: the model has its weights",
+            help=f"leave {option('--checkpoint', 'checkpoint')} out",
+        )
 
 
 def with_weights(
-    program: ExportedProgram,
-    directory: str | os.PathLike[str],
-    checkpoint: str | os.PathLike[str] | None = None,
-    *,
-    trust: bool = False,
+    program: ExportedProgram, files: ProgramFiles, checkpoint: str | os.PathLike[str] | None = None
 ) -> ExportedProgram:
     """Return an artifact's model with all its weights, mapped; missing ones come from the checkpoint, or the ranks.
 
     Raises:
         ArtifactError: as `fill_weights`; or a checkpoint was given for a model that has its weights.
     """
+    refuse_needless(weightless_names(program), checkpoint)
     if not weightless_names(program):
-        if checkpoint is not None:
-            raise ArtifactError(
-                f"{os.fspath(checkpoint)} is not needed: the model has its weights",
-                help=f"leave {option('--checkpoint', 'checkpoint')} out",
-            )
         return program
     state, constants = dict(program.state_dict), dict(program.constants)
     filled = with_state(program, state, constants, program.module_call_graph, program.example_inputs)
     if checkpoint is not None:  # no checkpoint contains computed values, such as rotary frequencies
-        for name, value in _computed(filled, directory, trust=trust).items():
+        for name, value in _computed(filled, files).items():
             (state if name in state else constants)[name] = value
-    fill_weights(filled, open_source(directory if checkpoint is None else checkpoint, trust=trust), partial=True)
+    fill_weights(filled, RankShares(files) if checkpoint is None else open_source(checkpoint), partial=True)
     return filled
 
 
-def _computed(program: ExportedProgram, directory: str | os.PathLike[str], *, trust: bool) -> dict[str, torch.Tensor]:
+def _computed(program: ExportedProgram, files: ProgramFiles) -> dict[str, torch.Tensor]:
     """Return the artifact's values of constants and buffers that the program lacks."""
-    manifest, values = read_manifest(directory), dict[str, torch.Tensor]()
     lacking = weightless_names(program) & {*program.constants, *program.graph_signature.buffers}
-    if VALUES in manifest.files:
-        with open_values(directory, manifest) as file:
-            values = {name: value for name, value in read_all(file).items() if name in lacking}
-    if lacking - values.keys() and not lacks_weights(manifest):
-        source = RankShares(directory, trust=trust)
+    values = {name: value for name, value in read_values(files).items() if name in lacking}
+    if lacking - values.keys() and not lacks_weights(files.manifest):
+        source = RankShares(files)
         values |= {name: source.read(name) for name in (lacking - values.keys()) & source.tensors.keys()}
     return values
 

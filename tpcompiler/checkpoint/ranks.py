@@ -16,8 +16,7 @@ from tpcompiler.checkpoint.leaves import leaves_of, shardings_of
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import join_first, refuse_unlike
-from tpcompiler.runtime.artifact import Manifest, open_checked, programs_in, read_manifest
-from tpcompiler.runtime.beside import manifests_beside
+from tpcompiler.runtime.program_files import ProgramFiles, open_programs
 from tpcompiler.runtime.rank_file import open_rank
 from tpcompiler.runtime.target import MANIFEST, SET
 
@@ -36,7 +35,7 @@ class Source(Protocol):
     def fingerprint(self) -> dict[str, list[int]]: ...
 
 
-def open_source(path: str | os.PathLike[str] | Source, *, trust: bool = False) -> Source:
+def open_source(path: str | os.PathLike[str] | Source) -> Source:
     """Open a checkpoint, or an artifact with weights; return a source that is already open.
 
     Raises:
@@ -45,11 +44,11 @@ def open_source(path: str | os.PathLike[str] | Source, *, trust: bool = False) -
     if not isinstance(path, (str, os.PathLike)):
         return path
     is_artifact = any(os.path.isfile(Path(path) / name) for name in (MANIFEST, SET))
-    return RankShares(path, trust=trust) if is_artifact else Checkpoint(path)
+    return RankShares(*open_programs(path).values()) if is_artifact else Checkpoint(path)
 
 
 class RankShares:
-    """An artifact, or a set of programs with one set of weights, as a source of whole tensors.
+    """The whole tensors of programs with one set of weights, and of the programs that store some of their tensors.
 
     The files' hashes are compared once, here.
 
@@ -57,22 +56,19 @@ class RankShares:
         ArtifactError: the artifact is missing, damaged, or without weights.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, trust: bool = False) -> None:
-        self.path = Path(path)
+    def __init__(self, *programs: ProgramFiles) -> None:
+        folders = [each.folder for each in programs]
+        self.path = folders[0] if len(folders) == 1 else folders[0].parent
         self.tensors: dict[str, Stored] = {}
         self.config: Mapping[str, Any] = {}
         self._programs: dict[str, _Program] = {}
-        if names := programs_in(path):
-            manifests = {self.path / name: read_manifest(self.path / name) for name in names}
-        else:
-            manifest = read_manifest(path)
-            beside = manifests_beside(path, manifest)
-            manifests = {self.path: manifest, **{self.path.parent / name: each for name, each in beside.items()}}
-        for directory, manifest in manifests.items():
-            program = _Program(directory, manifest, trust)
-            for leaf in leaves_of(manifest):
+        known = {each.folder: each for each in programs}
+        known |= {each.folder: each for own in programs for each in own.beside.values() if each.folder not in known}
+        for folder, files in known.items():
+            program = _Program(files)
+            for leaf in leaves_of(files.manifest):
                 self._programs[leaf.name] = program
-                self.tensors[leaf.name] = Stored(directory, leaf.dtype, leaf.shape)
+                self.tensors[leaf.name] = Stored(folder, leaf.dtype, leaf.shape)
 
     def read(self, name: str) -> torch.Tensor:
         """Read a whole tensor; one that no axis cuts is mapped."""
@@ -102,16 +98,17 @@ class RankShares:
 class _Program:
     """The files of one program's ranks."""
 
-    def __init__(self, directory: Path, manifest: Manifest, trust: bool) -> None:
+    def __init__(self, files: ProgramFiles) -> None:
+        manifest = files.manifest
         self.mesh, self.shardings = Mesh.of(manifest.mesh), shardings_of(manifest)
         self.files: list[Path] = []
         self.mapped: dict[int, dict[str, torch.Tensor]] = {}
         for rank in range(manifest.world_size):
             if manifest.programs:
-                with open_checked(directory, manifest, rank, weights=True) as file:
+                with files.open_weights(rank) as file:
                     self.files.append(file.path)
             else:
-                with open_rank(directory, manifest, rank, trust=trust) as file:
+                with open_rank(files, rank) as file:
                     self.files.append(file.path)
                     self.mapped[rank] = read_archive_state(file.path, file)
 

@@ -162,15 +162,17 @@ def _draw(
     if machine is not None and (json or kind != "html"):
         raise typer.BadParameter("only the page predicts times: --format html", param_hint="--machine")
     with progress(f"reading {path}", quiet=json):
+        from tpcompiler.api.parallel_program import open
         from tpcompiler.cli import printing
         from tpcompiler.runtime.model_file import import_modules
         from tpcompiler.views.table import artifact_rows
 
         import_modules(imports or ())
+        artifact = open(path, trust)
         if json:
-            printing.print_json(artifact_rows(path, rank or 0, trust=trust))
+            printing.print_json(artifact_rows(artifact.only, rank or 0))
             return
-        picture = printing.picture(path, kind, out, rank or 0, tensor, machine=machine, trust=trust)
+        picture = printing.picture(artifact, kind, out, rank or 0, tensor, machine)
     if picture.note:
         typer.echo(picture.note, err=True)
     if picture.file is None:
@@ -252,13 +254,13 @@ def convert(
         typer.echo("no --plan is given: the search finds one, as with --plan auto", err=True)
     with progress("reading the plan", quiet=json) as status:
         from tpcompiler.api import parallelize
+        from tpcompiler.api.parallel_program import open
         from tpcompiler.artifact.budget import Budget
         from tpcompiler.artifact.summary import ConvertedArtifact, ConvertedPrograms, summarize, summary_parts
-        from tpcompiler.artifact.writing import writer_of
-        from tpcompiler.checkpoint.cut import cut_checkpoint, refuse_other_checkpoint
+        from tpcompiler.checkpoint.cut import refuse_other_checkpoint
         from tpcompiler.cli import printing
         from tpcompiler.plan import SEARCHES, Plan
-        from tpcompiler.runtime.artifact import read_manifest
+        from tpcompiler.runtime.artifact import SINGLE, is_single
         from tpcompiler.runtime.target import free_target
 
         over, limits = read_mesh(tp, mesh), Budget.read(budget or ())
@@ -268,7 +270,7 @@ def convert(
             free_target(out, force=force)  # before the minutes that follow
         given = read_programs(models, imports, trust, status)
         status.update("placing and sharding")
-        made: Any = parallelize(
+        made = parallelize(
             given.programs,
             over,
             chosen,
@@ -282,34 +284,32 @@ def convert(
             optimize=optimize,
             weights=calls,
         )
-        programs: dict[str, Any] = dict(made) if given.names else {"": made}
-        for name, program in programs.items() if limits != Budget() else ():
-            limits.check(program.manifest(), name or str(models[0]))
+        alone = is_single(made)
+        for name, program in made.items() if limits != Budget() else ():
+            limits.check(program.manifest(), str(models[0]) if alone else name)
         if out is not None and not dry_run:
             status.update(f"writing {over.world_size} ranks' programs to {out}")
             if checkpoint is not None:
-                described = [(writer_of(one, layout="shared").manifest, one.original) for one in programs.values()]
+                described = [(one.manifest(), one.only.original()) for one in made.values()]
                 refuse_other_checkpoint(described, checkpoint, ignore_unused)
             made.save(out, force=force, keep_output_types=keep_output_types, layout=layout)
-            manifests = {name: read_manifest(out / name) for name in programs}
+            written = open(out)
             if checkpoint is not None:
                 return_freed_tensors()
-                cut_checkpoint(out, checkpoint, partial=ignore_unused)
+                written.cut(checkpoint, partial=ignore_unused)
         else:
-            manifests = {name: program.manifest() for name, program in programs.items()}
-        summaries = {name: summarize(manifest) for name, manifest in manifests.items()}
+            written = made
+        summaries = {name: summarize(program.manifest()) for name, program in written.items()}
         if not json:
             status.update("looking for changes of the plan that avoid fallbacks")
-            advice = {name: program.advice() for name, program in programs.items()}
+            advice = {name: program.advice() for name, program in made.items()}
     where = None if dry_run else str(out)
     if json:
-        alone = summaries.get("")
-        printing.print_json(
-            ConvertedArtifact(**asdict(alone), out=where) if alone else ConvertedPrograms(programs=summaries, out=where)
-        )
+        answer = ConvertedPrograms(programs=summaries, out=where)
+        printing.print_json(ConvertedArtifact(**asdict(summaries[SINGLE]), out=where) if alone else answer)
         return
     for name, summary in summaries.items():
-        title = "nothing written (--dry-run)" if dry_run else str((out or Path()) / name)
+        title = "nothing written (--dry-run)" if dry_run else str(out if alone else (out or Path()) / name)
         printing.print_answer(False, summary, summary_parts(summary, advice[name]), title)
 
 

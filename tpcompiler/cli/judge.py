@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from tpcompiler.cli.bars import progress
 from tpcompiler.cli.options import NOT_EQUAL, Artifact, Checkpoint, Imports, Json, Limits, Trust, app
-from tpcompiler.errors import InputsError
 
 Against = Annotated[
     Path | None,
@@ -55,35 +54,29 @@ def verify(
       tpcompiler verify out --checkpoint checkpoint
     """
     with progress(f"reading {against or directory}", quiet=json) as status:
-        from tpcompiler.api.verify_files import verify_artifact
-        from tpcompiler.checkpoint.fill import read_original, with_weights
+        from tpcompiler.api.parallel_program import open
+        from tpcompiler.api.verify import examples_of
         from tpcompiler.cli import printing
-        from tpcompiler.runtime.artifact import read_manifest
         from tpcompiler.runtime.inputs import read_inputs
         from tpcompiler.runtime.model_file import import_modules, read_model
 
-        manifest = read_manifest(directory)  # its errors come before the model is read
+        artifact = open(directory, trust)  # its errors come before the model is read
+        program = artifact.only
         import_modules(imports or ())
-        original = read_model(against, trust=trust) if against else read_original(directory, manifest, trust=trust)
-        if inputs:
-            calls = [read_inputs(file, original) for file in inputs]
-        elif original.example_inputs is not None:
-            calls = [original.example_inputs]
-        else:
-            raise InputsError(
-                f"{against or directory} was saved without example inputs", help="give inputs with --inputs FILE"
-            )
-        if cost := printing.cost_of_verifying(manifest):
+        original = read_model(against, trust=trust) if against else program.original()
+        calls: list[Any] = [read_inputs(file, original) for file in inputs or ()]
+        if not calls:
+            calls = [examples_of(original, str(against or directory), "give inputs with --inputs FILE")]
+        if cost := printing.cost_of_verifying(program.manifest):
             typer.echo(cost, err=True)
         status.update("running the model and all ranks")
-        report = verify_artifact(directory, original, *calls[0], then=calls[1:], checkpoint=checkpoint, trust=trust)
+        report = artifact.verify(*calls[0], then=calls[1:], original=original, checkpoint=checkpoint)
     printing.print_answer(json, report, str(report).splitlines())
     if bisect is not None and not report.ok:
         with progress("converting again, to find the smallest wrong part", quiet=json):
             from tpcompiler.api.bisect import bisect_artifact
 
-            original = with_weights(original, directory, checkpoint, trust=trust)
-            result = bisect_artifact(directory, original, *calls[0], target=bisect)
+            result = bisect_artifact(program, program.fill(original, checkpoint), *calls[0], target=bisect)
         typer.echo(result, err=True)
     if not report.ok:
         raise typer.Exit(NOT_EQUAL)
@@ -112,18 +105,16 @@ def check(
       tpcompiler check out --budget budget.yaml
     """
     with progress(f"reading {directory}", quiet=json) as status:
-        from tpcompiler import api
+        from tpcompiler.api.parallel_program import open
         from tpcompiler.cli import printing
-        from tpcompiler.runtime.artifact import programs_in, read_manifest
         from tpcompiler.runtime.model_file import import_modules, read_model
 
-        if not programs_in(directory):
-            read_manifest(directory)  # its errors come before the model is read
-        api.check_budget(directory, budget or ())
+        artifact = open(directory, trust)  # its errors come before the model is read
+        artifact.check_budget(budget or ())
         import_modules(imports or ())
         model = read_model(against, trust=trust) if against else None
         status.update("checking all ranks")
-        report = api.check(directory, model, checkpoint=checkpoint, trust=trust)
+        report = artifact.check(model, checkpoint=checkpoint)
     note = "weights were not compared with the model's: pass --against MODEL.pt2, or --checkpoint DIR"
     printing.print_answer(json, report, [*str(report).splitlines(), *([] if report.weights_compared else [note])])
     if not report.ok:

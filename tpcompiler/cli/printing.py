@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -30,6 +30,9 @@ from tpcompiler.runtime.run import ReturnedTensor
 from tpcompiler.runtime.target import replacing
 from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.terminal.tables import WIDTH_OF_TEXT, Part, Table, text_of
+
+if TYPE_CHECKING:
+    from tpcompiler.api.parallel_program import ParallelProgram
 
 FEW = 1 << 30  # bytes of weights that are read in seconds
 
@@ -104,37 +107,15 @@ class Picture(NamedTuple):
 
 
 def picture(
-    directory: Path,
-    format: str,
-    file: Path | None,
-    rank: int,
-    tensor: str | None,
-    *,
-    machine: str | None,
-    trust: bool = False,
+    artifact: ParallelProgram, format: str, file: Path | None, rank: int, tensor: str | None, machine: str | None
 ) -> Picture:
     """Draw a tensor or a rank's program. Without Graphviz's `dot`, svg and png of a program become dot, with a note."""
-    if tensor is not None:
-        from tpcompiler.views.tensor import visualize_sharding
-
-        return Picture(visualize_sharding(directory, tensor, format="svg" if format == "svg" else "text"), file)
-    if format == "text":
-        from tpcompiler.views.table import artifact_text
-
-        return Picture(artifact_text(directory, rank, trust=trust), file)
-    if format == "html":
-        from tpcompiler.ask.again import advise_artifact
-        from tpcompiler.views.html import artifact_html
-
-        advice = advise_artifact(directory, machine, trust=trust)
-        return Picture(artifact_html(directory, rank, machine=machine, advice=advice, trust=trust), file)
+    if tensor is not None or format in ("text", "html", "dot"):
+        kind: Any = format if tensor is None or format == "svg" else "text"
+        return Picture(artifact.show(tensor, rank=rank, format=kind, machine=machine), file)
     import graphviz
 
-    from tpcompiler.views.dot import artifact_dot
-
-    graph = artifact_dot(directory, rank, trust=trust)
-    if format == "dot":
-        return Picture(str(graph.source), file)
+    graph = graphviz.Source(artifact.show(rank=rank, format="dot"))
     try:
         drawn = graph.pipe(format=format, quiet=True)
         return Picture(drawn if format == "png" else drawn.decode(), file)
@@ -148,7 +129,7 @@ def picture(
     except (graphviz.CalledProcessError, OSError) as error:  # OSError: dot ended early
         message = getattr(error, "stderr", b"").decode(errors="replace").strip() or str(error)
         raise ArtifactError(
-            f"Graphviz cannot draw {directory}: {message.splitlines()[0]}",
+            f"Graphviz cannot draw {artifact.only.title}: {message.splitlines()[0]}",
             help="use --format dot for its source text, or --format text",
         ) from error
 

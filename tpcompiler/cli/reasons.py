@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tpcompiler.cli.bars import progress
 from tpcompiler.cli.options import NOT_EQUAL, Artifact, Imports, Json, Machine, Trust, app
 from tpcompiler.errors import InputsError
+
+if TYPE_CHECKING:
+    from tpcompiler.ask.costs import CostTable
+    from tpcompiler.ask.explanation import Explanation
 
 
 @app.command()
@@ -48,20 +52,18 @@ def explain(
         )
     sizes = _read_sizes(at)
     with progress(f"reading {directory}", quiet=json) as status:
+        from tpcompiler.api.parallel_program import open
         from tpcompiler.cli import printing
         from tpcompiler.runtime.model_file import import_modules
 
         import_modules(imports or ())
-        answer: Any
+        artifact = open(directory, trust)
+        answer: CostTable | Explanation
         if name is None:
-            from tpcompiler.ask.costs import cost_artifact
-
-            answer = cost_artifact(directory, sizes, machine=machine, trust=trust)
+            answer = artifact.cost(sizes, machine=machine)
         else:
-            from tpcompiler.ask.explanation import explain_artifact
-
             status.update("searching again")
-            answer = explain_artifact(directory, name, machine=machine, trust=trust)
+            answer = artifact.explain(name, machine=machine)
     printing.print_answer(json, answer, answer.parts())
 
 
@@ -89,17 +91,17 @@ def diff(
       tpcompiler diff out other --html difference.html
     """
     with progress(f"reading {first}", quiet=json):
-        from tpcompiler.ask.difference import diff_artifacts
+        from tpcompiler.api.parallel_program import open
         from tpcompiler.cli import printing
         from tpcompiler.runtime.model_file import import_modules
 
         import_modules(imports or ())
-        found = diff_artifacts(first, second, machine=machine, trust=trust)
+        both = open(first, trust), open(second, trust)
+        found = both[0].diff(both[1], machine=machine)
         if html is not None:
             from tpcompiler.ask.difference_page import difference_html
 
-            page = difference_html(found, first, second, machine=machine, trust=trust)
-            printing.write_content(html, page)
+            printing.write_content(html, difference_html(found, both[0].only, both[1].only, machine))
             typer.echo(f"wrote {html}", err=True)
     printing.print_answer(json, found, found.parts())
     if not found.equal:

@@ -41,14 +41,14 @@ def package_artifact(
       torchrun --nproc-per-node 2 --no-python tpcompiler run out --compiled --inputs in.safetensors
     """
     with progress(f"reading {directory}", quiet=json) as status:
-        from tpcompiler.api.packaging import package
+        from tpcompiler.api.parallel_program import open
         from tpcompiler.cli import printing
         from tpcompiler.cli.answers import WrittenPackage
         from tpcompiler.runtime.model_file import import_modules
 
         import_modules(imports or ())
         status.update("compiling and checking")
-        made, comparison = package(directory, threads=threads, check=not no_check, checkpoint=checkpoint, trust=trust)
+        made, comparison = open(directory, trust).package(threads=threads, check=not no_check, checkpoint=checkpoint)
     is_right = comparison is None or comparison.ok
     file = directory / "compiled.pt2"
     models, on = sum(map(len, made.models.values())), made.device_type
@@ -129,15 +129,17 @@ def run(
         from tpcompiler.cli import printing
         from tpcompiler.cli.answers import GeneratedTokens, Returned
         from tpcompiler.cli.boundary import cut_inputs, join_outputs
-        from tpcompiler.runtime.artifact import programs_in, read_manifest
+        from tpcompiler.runtime.artifact import programs_in
         from tpcompiler.runtime.generate import generate
         from tpcompiler.runtime.inputs import read_tensors, write_tensors
         from tpcompiler.runtime.load import load
         from tpcompiler.runtime.model_file import import_modules
+        from tpcompiler.runtime.program_files import open_program
         from tpcompiler.runtime.run import run_file, summarize
 
         if tokens is None:
-            manifest = read_manifest(directory)
+            stored = open_program(directory, trust=trust)
+            manifest = stored.manifest
         elif not {"prefill", "decode"} <= set(programs_in(directory)):
             raise ArtifactError(
                 f"{directory} has no programs called prefill and decode",
@@ -157,6 +159,7 @@ def run(
         else:
             with contextlib.ExitStack() as stack:
                 if count:
+                    from tpcompiler.artifact.stored import StoredProgram
                     from tpcompiler.ask.measured import compare_counts, counts_table, watched_collectives
 
                     calls = stack.enter_context(watched_collectives())
@@ -170,7 +173,7 @@ def run(
         whole = gather_traces(own) if trace is not None else None
     agrees = True
     if dist.get_rank() == 0:
-        rows = compare_counts(directory, calls, given, trust=trust) if count else None
+        rows = compare_counts(StoredProgram(stored), calls, given) if count else None
         agrees = all(row.agrees for row in rows or ())
         if outputs is not None:
             write_tensors(outputs, named)

@@ -111,13 +111,13 @@ def cut(
     if not all(word.isascii() and word.isdecimal() and len(word) < 9 for word in words):
         raise typer.BadParameter("give numbers, such as 0,1", param_hint="--ranks")
     with progress(f"reading {checkpoint}", quiet=json):
-        from tpcompiler.checkpoint.cut import cut_checkpoint
+        from tpcompiler.api.parallel_program import open
         from tpcompiler.cli import printing
         from tpcompiler.cli.answers import CutWeights
 
         return_freed_tensors()
         only = [int(word) for word in words] if words else None
-        cut_checkpoint(directory, checkpoint, only, partial=ignore_unused, force=force)
+        open(directory).cut(checkpoint, only, partial=ignore_unused, force=force)
     whose = "all ranks" if not words else f"rank {', '.join(words)}"
     answer = CutWeights(out=str(directory), ranks=only)
     printing.print_answer(json, answer, [f"wrote the weights of {whose} into {directory}"])
@@ -153,18 +153,18 @@ def reshard_artifact(
     if is_merged and (tp, mesh) != (None, None):
         raise typer.BadParameter("leave --tp and --mesh out: one device has no mesh", param_hint="--single-device")
     with progress(f"reading {directory}", quiet=json):
-        from tpcompiler.api.elastic import merge, reshard
+        from tpcompiler.api.parallel_program import open
         from tpcompiler.cli import printing
         from tpcompiler.cli.answers import MergedModel, ReshardedArtifact
 
         return_freed_tensors()
         answer: MergedModel | ReshardedArtifact
         if is_merged:
-            merge(directory, out, safetensors=safetensors, trust=trust)
+            open(directory, trust).merge(out, safetensors=safetensors)
             text, answer = f"wrote {out}", MergedModel(out=str(out))
         else:
             over = read_mesh(tp, mesh)
-            reshard(directory, over, out, force=force, trust=trust)
+            open(directory, trust).reshard(over, out, force=force)
             text = f"wrote {over.world_size} ranks to {out}"
             answer = ReshardedArtifact(out=str(out), mesh=dict(over.axes))
     printing.print_answer(json, answer, [text])

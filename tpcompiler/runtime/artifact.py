@@ -10,23 +10,29 @@ import contextlib
 import json
 import os
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
-from tpcompiler.errors import ArtifactError, option, reason
+from tpcompiler.errors import ArtifactError, reason
 from tpcompiler.runtime.opened import Opened, read_text
 from tpcompiler.runtime.records import Manifest as Manifest
-from tpcompiler.runtime.records import ProgramList, Record, plain_data, read_record
+from tpcompiler.runtime.records import Package, ProgramList, Record, plain_data, read_record
 from tpcompiler.runtime.target import CUT, MANIFEST, PARTS, SET, free_target, in_place_of, replacing
 from tpcompiler.terminal.progress import counted
 
 VERSION = "0.1.0"
 FORMAT = 2
+SINGLE = "model"  # the name of a program that was given without one
 VALUES = "values.safetensors"
 MODEL = "model.pt2"  # the program that was converted, without its weights
+
+
+def is_single(names: Iterable[str]) -> bool:
+    """Return True for the only program of an artifact, given without a name: the directory itself has its files."""
+    return [*names] == [SINGLE]
 
 
 def rank_file(rank: int) -> str:
@@ -74,50 +80,36 @@ def _accept(directory: Path) -> None:
 
 def write_artifact(
     directory: str | os.PathLike[str],
-    manifest: Manifest,
-    write_rank: Write,
-    write_program: Write | None = None,
-    write_values: Callable[[Path], str] | None = None,
-    write_model: Callable[[Path], None] | None = None,
+    programs: Mapping[str, Callable[[Path], None]],
     *,
     force: bool = False,
     inspect: Inspect = _accept,
+    compiled: Package | None = None,
 ) -> None:
     """Write all files into a temporary sibling of `directory`, then move them into place.
 
-    `inspect` is called with the temporary directory; if it raises, nothing is left behind.
+    Args:
+        programs: program -> the function that writes its files into a folder. A program called `model` that is alone
+            has its files in the directory itself; others have a folder of their name, and there is a list of them.
+        inspect: called with the temporary directory; if it raises, nothing is left behind.
+        compiled: the package of several programs, for the list.
 
     Raises:
         ArtifactError: the directory exists and `force` is not set, or a file cannot be written; nothing is left behind.
     """
     with in_place_of(free_target(directory, force=force), force=force) as temporary:
-        _write(temporary, Writer(manifest, write_rank, write_program, write_values, write_model))
+        if is_single(programs):
+            programs[SINGLE](temporary)
+        else:
+            for name, write in programs.items():
+                (temporary / name).mkdir()
+                write(temporary / name)
+            write_record(temporary / SET, ProgramList(format=FORMAT, programs=list(programs), compiled=compiled))
         inspect(temporary)
 
 
-def write_set(
-    directory: str | os.PathLike[str],
-    programs: Mapping[str, Writer],
-    *,
-    force: bool = False,
-    inspect: Inspect = _accept,
-) -> None:
-    """Write an artifact for each program into a subdirectory of its name, and the list of them: all or nothing.
-
-    `inspect`: as in `write_artifact`.
-
-    Raises:
-        ArtifactError: as `write_artifact`.
-    """
-    with in_place_of(free_target(directory, force=force), force=force) as temporary:
-        for name, writer in programs.items():
-            (temporary / name).mkdir()
-            _write(temporary / name, Writer(*writer))
-        write_record(temporary / SET, ProgramList(format=FORMAT, programs=list(programs)))
-        inspect(temporary)
-
-
-def _write(directory: Path, writer: Writer) -> None:
+def write_program(directory: Path, writer: Writer) -> None:
+    """Write the files of one program into a folder, the manifest last."""
     manifest, write_rank, write_program, write_values, write_model = writer
     name_of = weights_file if manifest.programs else rank_file
     work = [(name_of(rank), write_rank, rank) for rank in range(manifest.world_size)] if write_values is None else []
@@ -260,46 +252,6 @@ def inside(directory: str | os.PathLike[str], name: str) -> Path:
     return path
 
 
-def open_checked(directory: str | os.PathLike[str], manifest: Manifest, rank: int, *, weights: bool = False) -> Opened:
-    """Open a rank's program, or with `weights` its weights file, after comparing its hash.
-
-    Raises:
-        ArtifactError: the rank is outside the world; the file is missing, a link to elsewhere, or has other content.
-    """
-    if not 0 <= rank < manifest.world_size:
-        raise ArtifactError(
-            f"rank {rank} is outside the artifact's world of {manifest.world_size}",
-            help=f"use a rank from 0 to {manifest.world_size - 1}",
-        )
-    if weights and rank in lacks_weights(manifest):
-        raise ArtifactError(
-            f"{os.fspath(directory)} has no weights of rank {rank}: its model was exported without",
-            help=f"cut them: tpcompiler cut {os.fspath(directory)} --checkpoint DIR"
-            + option("", ", or pass checkpoint=DIR to load"),
-        )
-    return open_known(directory, manifest.files, weights_file(rank) if weights else program_file(manifest, rank))
-
-
-def open_values(directory: str | os.PathLike[str], manifest: Manifest) -> Opened:
-    """Open the file with the tensors that have values in a model exported without weights, after comparing its hash.
-
-    Raises:
-        ArtifactError: as `open_checked`.
-    """
-    return open_known(directory, manifest.files, VALUES)
-
-
-def open_model_of(directory: str | os.PathLike[str], manifest: Manifest) -> Opened:
-    """Open the program that was converted, without its weights, after comparing its hash.
-
-    Raises:
-        ArtifactError: as `open_checked`; the artifact has no such file.
-    """
-    if MODEL not in manifest.files:
-        raise ArtifactError(f"{os.fspath(directory)} has no {MODEL}", help="convert the model again")
-    return open_known(directory, manifest.files, MODEL)
-
-
 def open_known(
     directory: str | os.PathLike[str],
     files: Mapping[str, str],
@@ -309,7 +261,7 @@ def open_known(
     """Open a file of an artifact, after comparing its hash with the one in `files`.
 
     Raises:
-        ArtifactError: as `open_checked`.
+        ArtifactError: the file is missing, a link to elsewhere, or has other content; or `files` does not name it.
     """
     path = inside(directory, name)
     if name not in files:

@@ -2,24 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from pathlib import Path
 
-from tpcompiler.runtime.artifact import Manifest, inside, read_manifest
-
-
-def manifests_beside(directory: str | os.PathLike[str], manifest: Manifest) -> dict[str, Manifest]:
-    """Return the other programs that store tensors of this one, by name.
-
-    Raises:
-        ArtifactError: as `read_manifest`; a link out of the directory.
-    """
-    above = Path(directory).parent
-    return {
-        name: read_manifest(inside(above, name))
-        for name in {row.stored_in for row in manifest.tensors if row.stored_in is not None}
-    }
+from tpcompiler.runtime.artifact import Manifest
 
 
 def misfit_of(programs: Mapping[str, Manifest]) -> str:

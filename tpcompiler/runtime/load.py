@@ -16,13 +16,14 @@ from torch.export import ExportedProgram
 
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.agree import WAIT, agreeing, artifact_facts, input_facts, named_failures
-from tpcompiler.runtime.artifact import Manifest, programs_in, read_manifest
+from tpcompiler.runtime.artifact import SINGLE, Manifest, is_single
 from tpcompiler.runtime.backends import refuse_unsendable
 from tpcompiler.runtime.beside import misfit_of
 from tpcompiler.runtime.in_place import write_in_place
 from tpcompiler.runtime.inputs import check_values, flatten_inputs, named_inputs, structure_check
 from tpcompiler.runtime.package import Package, package_to_run
 from tpcompiler.runtime.place import place_state
+from tpcompiler.runtime.program_files import ProgramFiles, open_programs
 from tpcompiler.runtime.rank_file import AGAIN, Weights, read_rank, strides_of, taken_by
 from tpcompiler.runtime.runner import packaged_module, read_called
 from tpcompiler.runtime.symmetric import map_buffers
@@ -36,7 +37,6 @@ class _Arguments(NamedTuple):
 
     check_inputs: bool
     timeout: timedelta
-    trust: bool
     weights: Weights | None
 
 
@@ -57,22 +57,21 @@ def load(
     weights: Weights | None = None,
 ) -> Any:
     """Load an artifact's programs (see `checkpoint/load.py`); `weights` reads weights that its files lack."""
-    arguments = _Arguments(check_inputs, timeout, trust, weights)
-    names = programs_in(directory)
-    manifests = {name: read_manifest(Path(directory) / name) for name in names or [""]}
+    arguments = _Arguments(check_inputs, timeout, weights)
+    files = open_programs(directory, trust=trust)
+    manifests = {name: each.manifest for name, each in files.items()}
     if misfit := misfit_of(manifests):
         raise ArtifactError(
             f"the programs of {os.fspath(directory)} do not belong together: {misfit}", help="convert them together"
         )
-    _refuse_alone(directory, manifests[""] if not names else None)
+    if is_single(files):
+        _refuse_alone(files[SINGLE])
     device = join_world(next(iter(manifests.values())), timeout, backend, rank)
     with agreeing(timeout) as mine:
         package = package_to_run(directory, compiled, trust)
         mine["the package"] = f"SHA-256 {package.files.get(COMPILED, '')[:12]}.." if package else "not run"
     stored: dict[str, torch.Tensor] = {}
-    read = {
-        name: _read(Path(directory), name, manifests[name], package, device, stored, arguments) for name in manifests
-    }
+    read = {name: _read(Path(directory), each, package, device, stored, arguments) for name, each in files.items()}
     with agreeing(timeout):
         modules = {
             name: packaged_module(directory, package, name, dist.get_rank(), each.program)
@@ -85,40 +84,35 @@ def load(
         module.forward = _guarded(module, each, arguments)
         module.register_forward_pre_hook(structure_check(each.program), prepend=True, with_kwargs=True)
         module.exported_program = each.program
-    return modules if names else modules[""]
+    return modules[SINGLE] if is_single(modules) else modules
 
 
-def _refuse_alone(directory: str | os.PathLike[str], manifest: Manifest | None) -> None:
+def _refuse_alone(files: ProgramFiles) -> None:
     """Check that the artifact contains all of its tensors."""
-    left_out = [row.name for row in manifest.tensors if row.stored_in is not None] if manifest else []
+    left_out = [row.name for row in files.manifest.tensors if row.stored_in is not None]
     if left_out:
         raise ArtifactError(
-            f"{os.fspath(directory)} leaves {len(left_out)} tensors to the program next to it, such as "
-            f"{min(left_out)!r}",
-            help=f"load {Path(directory).parent}, which gives all of its programs",
+            f"{files.folder} leaves {len(left_out)} tensors to the program next to it, such as {min(left_out)!r}",
+            help=f"load {files.folder.parent}, which gives all of its programs",
         )
 
 
 def _read(
     directory: Path,
-    name: str,
-    manifest: Manifest,
+    files: ProgramFiles,
     package: Package | None,
     device: torch.device,
     stored: dict[str, torch.Tensor],
     arguments: _Arguments,
 ) -> _RankProgram:
     """Read this rank's program onto its device; take missing tensors from `stored`, and add its own there."""
+    manifest = files.manifest
     left_out = {row.name for row in manifest.tensors if row.stored_in is not None}
     with agreeing(arguments.timeout) as mine:
         if package is not None:
-            exported = read_called(
-                directory, package, name, manifest, dist.get_rank(), arguments.trust, arguments.weights
-            )
+            exported = read_called(directory, package, files, dist.get_rank(), arguments.weights)
         else:
-            exported = read_rank(
-                directory / name, manifest, dist.get_rank(), trust=arguments.trust, weights=arguments.weights
-            )
+            exported = read_rank(files, dist.get_rank(), arguments.weights)
             refuse_unsendable(exported, dist.get_backend())
         mine.update(artifact_facts(manifest))
     with named_failures(manifest.groups):
@@ -128,7 +122,7 @@ def _read(
     for each in sorted(left_out & wanted.keys()):
         if (actual := strides_of(stored[each])) != (expected := strides_of(wanted[each])):
             raise ArtifactError(
-                f"{directory / name} takes {each!r} with the strides {expected}, the program next to it has {actual}",
+                f"{files.folder} takes {each!r} with the strides {expected}, the program next to it has {actual}",
                 help=AGAIN,
             )
     for state in (exported.state_dict, exported.constants):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,26 +15,21 @@ from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 
 from tpcompiler._torch import tree_flatten, tree_names
 from tpcompiler.errors import ArtifactError
-from tpcompiler.runtime.artifact import Manifest, lacks_weights, open_checked
+from tpcompiler.runtime.artifact import VALUES, Manifest, lacks_weights
 from tpcompiler.runtime.model_file import load_opened, looked_into
 from tpcompiler.runtime.opened import Opened
+from tpcompiler.runtime.program_files import ProgramFiles
 from tpcompiler.runtime.records import PLACEMENT
-from tpcompiler.runtime.weights import read_weights
+from tpcompiler.runtime.weights import read_all, read_weights
 
-# Reads a rank's weights for a program: (artifact, manifest, rank, program) -> tensors by name.
-Weights = Callable[[str | os.PathLike[str], Manifest, int, ExportedProgram], dict[str, torch.Tensor]]
+Tensors = Mapping[str, torch.Tensor]
+# Reads the weights of a rank that are not cut yet: (manifest, tensors with values, rank, program) -> tensors by name.
+Weights = Callable[[Manifest, Tensors, int, ExportedProgram], dict[str, torch.Tensor]]
 AGAIN = "copy the artifact again, or convert the model again"
 NEUTRAL = {"P(sum)": 0, "P(product)": 1}
 
 
-def read_rank(
-    directory: str | os.PathLike[str],
-    manifest: Manifest,
-    rank: int,
-    *,
-    trust: bool = False,
-    weights: Weights | None = None,
-) -> ExportedProgram:
+def read_rank(files: ProgramFiles, rank: int, weights: Weights | None = None) -> ExportedProgram:
     """Read a rank's program; compare its hash, its tensors, and the names of its inputs and outputs.
 
     torch compares none of them: it would spread a bias of one element over all features, and the numbers would be
@@ -43,46 +37,60 @@ def read_rank(
 
     Raises:
         ArtifactError: as `open_rank`; a tensor is extra, missing, or of another shape or dtype; inputs or outputs
-            differ
-            from the manifest.
+            differ from the manifest.
     """
-    with open_rank(directory, manifest, rank, trust=trust) as file:
-        program = load_rank(file, manifest)
-    return fill_rank(program, directory, manifest, rank, file.path, weights)
+    with open_rank(files, rank) as file:
+        program = load_rank(file, files.manifest)
+    return fill_rank(program, files, rank, file.path, weights)
 
 
 def fill_rank(
-    program: ExportedProgram,
-    directory: str | os.PathLike[str],
-    manifest: Manifest,
-    rank: int,
-    path: Path,
-    weights: Weights | None = None,
+    program: ExportedProgram, files: ProgramFiles, rank: int, path: Path, weights: Weights | None = None
 ) -> ExportedProgram:
     """Put a rank's weights into a program, if they have a separate file, and compare it with the manifest.
 
     Raises:
         ArtifactError: as `read_rank`; `path` is the program's file.
     """
-    if manifest.programs:
-        elsewhere = weights if rank in lacks_weights(manifest) else None
-        put_state(program, (elsewhere or read_state)(directory, manifest, rank, program))
-    _check_tensors(program, manifest, rank, path)
-    _check_boundary(program, manifest, path)
+    if files.manifest.programs:
+        if weights is not None and rank in lacks_weights(files.manifest):
+            put_state(program, weights(files.manifest, read_values(files), rank, program))
+        else:
+            put_state(program, read_state(files, rank, program))
+    _check_tensors(program, files.manifest, rank, path)
+    _check_boundary(program, files.manifest, path)
     return program
 
 
 @contextlib.contextmanager
-def open_rank(
-    directory: str | os.PathLike[str], manifest: Manifest, rank: int, *, trust: bool = False
-) -> Iterator[Opened]:
-    """Open a rank's file, compare its hash and, without `trust`, inspect it.
+def open_rank(files: ProgramFiles, rank: int) -> Iterator[Opened]:
+    """Open the file with a rank's program, compare its hash and, without trust, inspect it.
 
     Raises:
-        ArtifactError: as `open_checked` and `open_model`.
+        ArtifactError: as `ProgramFiles.open_program` and `open_model`.
     """
-    with open_checked(directory, manifest, rank) as file, looked_into(file, trust=trust):
+    with files.open_program(rank) as file, looked_into(file, trust=files.trust):
         yield file
+
+
+def read_graph(files: ProgramFiles, rank: int) -> ExportedProgram:
+    """Read a rank's program; its weights may have no values.
+
+    Raises:
+        ArtifactError: as `open_rank` and `load_rank`.
+    """
+    with open_rank(files, rank) as file:
+        return load_rank(file, files.manifest)
+
+
+def read_original(files: ProgramFiles) -> ExportedProgram:
+    """Read the program that an artifact was made from, without its weights.
+
+    Raises:
+        ArtifactError: the artifact has none, the file has changed or, without trust, could run code.
+    """
+    with files.open_model() as file, looked_into(file, trust=files.trust):
+        return load_opened(file)
 
 
 def load_rank(file: Opened, manifest: Manifest) -> ExportedProgram:
@@ -113,20 +121,31 @@ def load_rank(file: Opened, manifest: Manifest) -> ExportedProgram:
     return program
 
 
-def read_state(
-    directory: str | os.PathLike[str], manifest: Manifest, rank: int, program: ExportedProgram
-) -> dict[str, torch.Tensor]:
+def read_state(files: ProgramFiles, rank: int, program: ExportedProgram) -> dict[str, torch.Tensor]:
     """Map the tensors of a rank from its weights file, by name.
 
     Raises:
-        ArtifactError: as `open_checked` and `read_weights`.
+        ArtifactError: as `ProgramFiles.open_weights` and `read_weights`.
     """
+    manifest = files.manifest
     here = [row.name for row in manifest.tensors if row.is_own]
     taken = taken_by(program)
-    with open_checked(directory, manifest, rank, weights=True) as file:
+    with files.open_weights(rank) as file:
         wanted = {name: value for name in (*here, *manifest.rank_numbers) if (value := taken.get(name)) is not None}
         state = read_weights(file, wanted)
     return with_tied(state, manifest)
+
+
+def read_values(files: ProgramFiles) -> dict[str, torch.Tensor]:
+    """Read the tensors that have values in a model that was exported without weights; empty for others.
+
+    Raises:
+        ArtifactError: as `ProgramFiles.open`.
+    """
+    if VALUES not in files.manifest.files:
+        return {}
+    with files.open(VALUES) as file:
+        return read_all(file)
 
 
 def with_tied(state: dict[str, torch.Tensor], manifest: Manifest) -> dict[str, torch.Tensor]:

@@ -204,6 +204,10 @@ class Package(Record, frozen=True, kw_only=True):
     capability: list[str]  # what it needs of the CPU, or of the GPU
     threads: Count  # of a rank's process, on the CPU
 
+    def models_of(self, program: str) -> dict[str, list[int]]:
+        """The models of a program: those of a lone artifact's are under an empty name."""
+        return self.models.get(program, self.models.get("", {}))
+
 
 class Manifest(Record, frozen=True, kw_only=True):
     """All that an artifact's `manifest.json` records."""

@@ -14,10 +14,11 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
 from tpcompiler.errors import ArtifactError, reason
-from tpcompiler.runtime.artifact import Manifest, open_known
+from tpcompiler.runtime.artifact import SINGLE, open_known
 from tpcompiler.runtime.inputs import check_tensor
 from tpcompiler.runtime.model_file import looked_into
 from tpcompiler.runtime.package import AGAIN, Package, called_file
+from tpcompiler.runtime.program_files import ProgramFiles
 from tpcompiler.runtime.rank_file import Weights, fill_rank, load_rank, read_rank
 from tpcompiler.runtime.target import COMPILED, RUNNER
 
@@ -25,28 +26,29 @@ _loaded: list[Path] = []
 
 
 def read_called(
-    directory: Path, package: Package, name: str, manifest: Manifest, rank: int, trust: bool, weights: Weights | None
+    directory: Path, package: Package, files: ProgramFiles, rank: int, weights: Weights | None
 ) -> ExportedProgram:
     """Read the parts of a rank's program that a model does not replace: inputs, outputs, and tensors with values.
 
     Raises:
         ArtifactError: as `read_rank`.
     """
-    if not manifest.programs:  # the weights are in the program's own file
-        return read_rank(directory / name, manifest, rank, trust=trust)
-    model = _model_of(directory, package, name, rank)
+    if not files.manifest.programs:  # the weights are in the program's own file
+        return read_rank(files, rank)
+    model = _model_of(directory, package, files.name, rank)
     again = AGAIN.format(directory)
-    with open_known(directory, package.files, called_file(model), again) as file, looked_into(file, trust=trust):
-        program = load_rank(file, manifest)
-    return fill_rank(program, directory / name, manifest, rank, file.path, weights)
+    with open_known(directory, package.files, called_file(model), again) as file, looked_into(file, trust=files.trust):
+        program = load_rank(file, files.manifest)
+    return fill_rank(program, files, rank, file.path, weights)
 
 
 def _model_of(directory: str | os.PathLike[str], package: Package, name: str, rank: int) -> str:
-    for model, ranks in package.models.get(name, {}).items():
+    for model, ranks in package.models_of(name).items():
         if rank in ranks:
             return model
+    program = "the program" if name == SINGLE else name
     raise ArtifactError(
-        f"the package in {os.fspath(directory)} has no model of {name or 'the program'} for rank {rank}",
+        f"the package in {os.fspath(directory)} has no model of {program} for rank {rank}",
         help=AGAIN.format(os.fspath(directory)),
     )
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import textwrap
 from html import escape
 
 import graphviz
 
+from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.errors import one_line
 from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.views.items import Item, color_of, seen_from
@@ -30,7 +30,7 @@ COLORS = {  # sharding -> fill, border
 }
 
 
-def artifact_dot(directory: str | os.PathLike[str], rank: int = 0, *, trust: bool = False) -> graphviz.Digraph:
+def artifact_dot(program: ArtifactProgram, rank: int = 0) -> graphviz.Digraph:
     """Draw the program of one rank: modules as frames, repeated layers once, ops coloured by sharding.
 
     Collectives are hexagons with their payload and wire bytes; those that the plan did not ask for (fallbacks) are
@@ -40,7 +40,7 @@ def artifact_dot(directory: str | os.PathLike[str], rank: int = 0, *, trust: boo
     Raises:
         ArtifactError: the artifact is missing or damaged, or the rank is outside its world.
     """
-    outline = outline_of(directory, rank, trust=trust)
+    outline = outline_of(program, rank)
     dot = graphviz.Digraph(
         "program",
         graph_attr={

@@ -12,6 +12,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.views.page_data import NO_ADVICE, page_data
 
 HERE = Path(__file__).parent
@@ -27,12 +28,11 @@ STYLE = "page/page.css"
 
 
 def artifact_html(
-    directory: str | os.PathLike[str],
+    program: ArtifactProgram,
     rank: int = 0,
     *,
     machine: str | os.PathLike[str] | None = None,
     advice: Mapping[str, str] = NO_ADVICE,
-    trust: bool = False,
 ) -> str:
     """Return the program of one rank as a page: the folded graph, slices of tensors, costs, predicted times.
 
@@ -48,11 +48,11 @@ def artifact_html(
         ArtifactError: the artifact is missing or damaged, or the rank is outside its world.
         MachineError: the description of the machine cannot be read.
     """
-    data = page_data(directory, rank, machine=machine, advice=advice, trust=trust)
+    data = page_data(program, rank, machine=machine, advice=advice)
     shown, others = set(data["ranks"]), []
     for other in range(data["world"]):
         if other not in shown:
-            others.append(page_data(directory, other, machine=machine, advice=advice, trust=trust))
+            others.append(page_data(program, other, machine=machine, advice=advice))
             shown.update(others[-1]["ranks"])
     return html_of({**data, "others": others})
 

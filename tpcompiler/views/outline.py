@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch.export import ExportedProgram
 
 from tpcompiler.artifact.counts import counted_kinds
+from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.checkpoint.leaves import dtype_of, held_per_rank
-from tpcompiler.ir.symm_mem import expand_collectives
-from tpcompiler.runtime.artifact import Manifest, read_manifest
-from tpcompiler.runtime.rank_file import read_rank
+from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.records import Collective
 from tpcompiler.views.before import with_before
 from tpcompiler.views.items import Item, Module, color_of, items_of, joined, seen_from
@@ -96,25 +93,18 @@ class Outline:
         return sum(math.prod(row.shape) * dtype_of(row.dtype).itemsize for row in rows)
 
 
-def outline_of(
-    directory: str | os.PathLike[str],
-    rank: int = 0,
-    *,
-    first: str | os.PathLike[str] | None = None,
-    trust: bool = False,
-) -> Outline:
-    """Read the outline of one rank's program from the files of an artifact, whose weights may still be uncut.
+def outline_of(program: ArtifactProgram, rank: int = 0, *, first: ArtifactProgram | None = None) -> Outline:
+    """Return the outline of one rank's program, whose weights may still be uncut.
 
     With `first`, another artifact of the same model, items have their counterparts in its rank 0.
 
     Raises:
-        ArtifactError: the artifact is missing, damaged or needs a module imported, or the rank is outside its world.
+        ArtifactError: a file is damaged or needs a module imported, or the rank is outside the world.
     """
-    manifest, exported = _read(directory, rank, trust)
+    manifest, exported = program.manifest, program.shown(rank)
     items = items_of(exported, manifest)
     if first is not None:
-        was, program = _read(first, 0, trust)
-        items = with_before(items, items_of(program, was))
+        items = with_before(items, items_of(first.shown(0), first.manifest))
     items = joined(items)
     stands: Stands = {}
     root = _folded(_tree(items), stands)
@@ -122,18 +112,6 @@ def outline_of(
     root = _flattened(_redirected(root, stands))
     drawn = {item.name: _stand(item.name, stands) for item in items}
     return Outline(manifest, rank, root, exported, tuple(items), drawn)
-
-
-def _read(directory: str | os.PathLike[str], rank: int, trust: bool) -> tuple[Manifest, ExportedProgram]:
-    manifest = read_manifest(directory)
-    return manifest, expand_collectives(read_rank(directory, manifest, rank, trust=trust, weights=_numbers))
-
-
-def _numbers(
-    directory: str | os.PathLike[str], manifest: Manifest, rank: int, program: ExportedProgram
-) -> dict[str, torch.Tensor]:
-    """Return the values that a view needs from a rank whose weights are not cut yet."""
-    return {name: torch.tensor([rows[rank]]) for name, rows in manifest.rank_numbers.items()}
 
 
 def legend_of(root: Group) -> dict[str, list[str]]:

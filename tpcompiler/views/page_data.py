@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -15,6 +14,7 @@ from msgspec import UNSET, Struct, UnsetType, to_builtins
 from msgspec.structs import asdict, replace
 
 from tpcompiler.artifact.counts import predict_call
+from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.checkpoint.leaves import held_per_rank
 from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.cost.timeline import Times
@@ -24,13 +24,12 @@ from tpcompiler.ir.names import fold_layers, layer_around
 from tpcompiler.ir.placement_words import describe_sharding
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import read_sharding, row_sharding
-from tpcompiler.runtime.artifact import Manifest, inside, rank_file, read_manifest
+from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.records import Collective, TensorRecord
 from tpcompiler.views.items import Item, color_of, seen_from
 from tpcompiler.views.outline import Group, Outline, counted, legend_of, numbered, outline_of, sent, wire
 from tpcompiler.views.slices import Slices, slices_of
 
-GRAPH = "/models/model.json"  # the entry of torch's archive with the graph, without values
 NO_ADVICE: Mapping[str, str] = MappingProxyType({})
 UNCOUNTED = "torch's counter does not know the op, or its sizes or rounds depend on values"
 
@@ -38,13 +37,12 @@ Row = TypeVar("Row")
 
 
 def page_data(
-    directory: str | os.PathLike[str],
+    program: ArtifactProgram,
     rank: int = 0,
     *,
-    first: str | os.PathLike[str] | None = None,
+    first: ArtifactProgram | None = None,
     machine: str | os.PathLike[str] | None = None,
     advice: Mapping[str, str] = NO_ADVICE,
-    trust: bool = False,
 ) -> dict[str, Any]:
     """Return the content of the page; rows refer to each other by index.
 
@@ -56,13 +54,13 @@ def page_data(
         ArtifactError: the artifact is missing or damaged, or the rank is outside its world.
         MachineError: the description of the machine cannot be read.
     """
-    outline = outline_of(directory, rank, first=first, trust=trust)
+    outline = outline_of(program, rank, first=first)
     described = machine_of(outline.manifest.asked, machine)
     manifest, mesh = outline.manifest, Mesh.of(outline.manifest.mesh)
     names = [item.name for item in outline.items if item.record is not None]
     times = predict_call(outline.program.graph, manifest, described)
-    graphs = _graphs_of(directory, manifest)
-    slices = _Slices(mesh, alike=len(set(graphs)) == 1)
+    classes = program.classes()
+    slices = _Slices(mesh, alike=len(classes) == 1)
     items = list(outline.root.items())
     place = {item.name: at for at, item in enumerate(items)}
     tensors = {row.name: at for at, row in enumerate(manifest.tensors)}
@@ -77,7 +75,7 @@ def page_data(
         )
         for name, record in zip(names, manifest.collectives, strict=True)
     ]
-    held = None if first is None else {row.name: row.sharding for row in read_manifest(first).tensors}
+    held = None if first is None else {row.name: row.sharding for row in first.manifest.tensors}
     drawn_tensors = [
         _DrawnTensor(
             **asdict(row),
@@ -92,10 +90,10 @@ def page_data(
     if first is not None:
         drawn_items = [_with_before(*pair, drawn_tensors) for pair in zip(drawn_items, items, strict=True)]
     data: dict[str, Any] = {
-        "name": os.path.basename(os.path.abspath(directory)),
+        "name": os.path.basename(os.path.abspath(program.title)),
         "mesh": outline.mesh,
         "rank": rank,
-        "ranks": [other for other, each in enumerate(graphs) if each == graphs[rank]],
+        "ranks": list(next(ranks for ranks in classes if rank in ranks)),
         "world": mesh.world_size,
         "device": manifest.device_type,
         "held": held_per_rank(manifest),
@@ -201,25 +199,6 @@ class _Slices:
             )
             shape.append(size if not by.axes else whole)
         return self.of(shape, sharding)
-
-
-def _graphs_of(directory: str | os.PathLike[str], manifest: Manifest) -> list[Any]:
-    """Return a key for each rank's graph; ranks with equal keys have equal local shapes."""
-    if manifest.programs:
-        return [next(name for name, ranks in manifest.programs.items() if rank in ranks) for rank in _ranks(manifest)]
-    keys: list[Any] = []
-    try:
-        for rank in _ranks(manifest):
-            with zipfile.ZipFile(inside(directory, rank_file(rank))) as archive:
-                entries = [(e.CRC, e.file_size) for e in archive.infolist() if e.filename.endswith(GRAPH)]
-                keys.append(tuple(entries))
-    except (OSError, zipfile.BadZipFile):
-        return list(_ranks(manifest))
-    return keys
-
-
-def _ranks(manifest: Manifest) -> range:
-    return range(manifest.world_size)
 
 
 def _alike(tensors: Sequence[_DrawnTensor]) -> Iterator[dict[str, Any]]:

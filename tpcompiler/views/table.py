@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Literal
 
+from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.errors import one_line
 from tpcompiler.runtime.records import Collective, Record
 from tpcompiler.terminal.printed import format_bytes
@@ -42,7 +42,7 @@ class RankProgram(Record, frozen=True, kw_only=True):
     items: list[ProgramItem]  # inputs, ops, collectives and outputs, in order
 
 
-def artifact_text(directory: str | os.PathLike[str], rank: int = 0, *, trust: bool = False) -> str:
+def artifact_text(program: ArtifactProgram, rank: int = 0) -> str:
     """Return ops, shardings and collectives by module, repeated layers once.
 
     Shapes of values are local, those of weights global.
@@ -50,7 +50,7 @@ def artifact_text(directory: str | os.PathLike[str], rank: int = 0, *, trust: bo
     Raises:
         ArtifactError: the artifact is missing or damaged, or the rank is outside its world.
     """
-    outline = outline_of(directory, rank, trust=trust)
+    outline = outline_of(program, rank)
     manifest, widest = outline.manifest, _widest(outline.root)
     lines = [
         f"mesh {outline.mesh}, rank {rank} of {manifest.world_size}",
@@ -62,13 +62,13 @@ def artifact_text(directory: str | os.PathLike[str], rank: int = 0, *, trust: bo
     return "\n".join(map(one_line, lines)) + "\n"
 
 
-def artifact_rows(directory: str | os.PathLike[str], rank: int = 0, *, trust: bool = False) -> RankProgram:
+def artifact_rows(program: ArtifactProgram, rank: int = 0) -> RankProgram:
     """Return the content of `artifact_text` as data: every op, input, output and collective in order, in all layers.
 
     Raises:
         ArtifactError: as `artifact_text`.
     """
-    outline = outline_of(directory, rank, trust=trust)
+    outline = outline_of(program, rank)
     return RankProgram(
         mesh=outline.manifest.mesh,
         rank=rank,

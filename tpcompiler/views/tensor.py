@@ -2,47 +2,26 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import leaf_of_module
-from tpcompiler.runtime.artifact import Manifest, read_manifest
+from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.terminal.printed import nearest_names
 from tpcompiler.views.slabs import WIDTH, Drawn, Slab, draw_tensors
 from tpcompiler.views.tensor_svg import svg_of
 
 
-class HasManifest(Protocol):
-    """A `ParallelProgram`, reduced to its manifest."""
+def draw_sharding(manifest: Manifest, name: str | None, where: str, *, is_svg: bool) -> str:
+    """Draw the slices of a tensor and the ranks that hold them (`ParallelProgram.show`); without a name of all.
 
-    def manifest(self) -> Manifest: ...
-
-
-def visualize_sharding(
-    thing: HasManifest | str | os.PathLike[str], name: str | None = None, *, format: Literal["text", "svg"] = "text"
-) -> str:
-    """Draw the slices of a tensor and the ranks that hold them.
-
-    A cell names the ranks that hold its elements; `0+1` is a pending reduction, of which each has a share. For more
-    than two dims, the last two are drawn for each slab. Slices of a dynamic size are shares (`0/2:1/2`).
-
-    Args:
-        thing: a `ParallelProgram`, or the directory of an artifact, whose manifest alone is read.
-        name: a parameter, a buffer, an input, a module with one weight, or `output NAME`; None: all, equal
-            ones once.
-        format: "text" of at most 80 columns, or "svg".
+    `where` names the artifact in errors.
 
     Raises:
-        ArtifactError: the artifact is missing or damaged, or has no tensor of that name.
+        ArtifactError: there is no tensor of that name.
     """
-    where, manifest = (
-        (os.fspath(thing), read_manifest(thing))
-        if isinstance(thing, (str, os.PathLike))
-        else ("the program", thing.manifest())
-    )
     mesh, alike = Mesh.of(manifest.mesh), dict[Any, list[str]]()
     rows = dict(manifest.placed())
     if name is not None and name not in rows:
@@ -56,7 +35,7 @@ def visualize_sharding(
         row = rows[each]
         alike.setdefault((row.dtype, tuple(row.shape), row.sharding), []).append(each)
     drawn = [draw_tensors(names, rows[names[0]], mesh) for names in alike.values()]
-    if format == "svg":
+    if is_svg:
         return svg_of(drawn)
     return "\n".join(map(_text, drawn))
 

@@ -30,6 +30,7 @@ from tpcompiler.judge.compare.promote import Promoted, promoted
 from tpcompiler.judge.compare.reference import WIDE, is_narrow, reference_of
 from tpcompiler.judge.compare.simulate import RankResult, simulate
 from tpcompiler.judge.compare.subject import Subject, deal
+from tpcompiler.runtime.artifact import is_single
 from tpcompiler.runtime.inputs import check_values, flatten_inputs
 from tpcompiler.runtime.records import Record
 from tpcompiler.terminal.tables import Shown
@@ -126,7 +127,8 @@ def compare_calls(
             elif first is None and not all(d.ok for d in results):
                 first = trial.first_diverging(flat, shares)
             trial.remember()
-            of = f"call {number + 1}{f' ({name})' if name else ''}: " if len(calls) > 1 else ""
+            program = "" if is_single(subjects) else f" ({name})"
+            of = f"call {number + 1}{program}: " if len(calls) > 1 else ""
             differences += [replace(d, name=f"{of}{d.name}") for d in results]
     nothing = Difference("", 0.0, 0.0, 0.0, True)
     furthest, worst = (max(own, key=key, default=nothing) for key in (_absolute, _relative))

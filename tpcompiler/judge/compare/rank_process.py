@@ -23,7 +23,7 @@ def main(directory: str, folder: str, trust: str, checkpoint: str | None = None)
     rank = dist.get_rank()
     answers = []
     for name, flat in torch.load(Path(folder) / f"{rank}.calls", weights_only=True):
-        module = loaded[name] if name else loaded
+        module = loaded[name] if isinstance(loaded, dict) else loaded
         answers.append(_call(module, module.exported_program, flat))
     torch.save(answers, Path(folder) / f"{rank}.answers")
     dist.destroy_process_group()

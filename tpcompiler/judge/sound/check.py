@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 from torch import fx
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import quiet_torch
-from tpcompiler.checkpoint.fill import read_original
+from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.errors import ArtifactError, one_line, reason
 from tpcompiler.ir import edit
 from tpcompiler.ir.collector import collector_rests
@@ -34,16 +32,11 @@ from tpcompiler.judge.sound.whole_text import cuts_of, whole_text
 from tpcompiler.judge.sound.written import WrittenRank, read_ranks
 from tpcompiler.runtime.artifact import (
     MODEL,
-    VALUES,
     Manifest,
     lacks_weights,
-    open_values,
-    programs_in,
     rank_file,
-    read_manifest,
 )
-from tpcompiler.runtime.beside import manifests_beside, misfit_of
-from tpcompiler.runtime.package import refuse_other_package
+from tpcompiler.runtime.beside import misfit_of
 from tpcompiler.runtime.records import Record
 from tpcompiler.terminal.tables import Shown
 
@@ -65,42 +58,28 @@ class CheckReport(Record, Shown, frozen=True, omit_defaults=False):
 
 @collector_rests()
 def check_artifact(
-    directory: str | os.PathLike[str],
+    artifact: Mapping[str, ArtifactProgram],
     *,
     original: ExportedProgram | None = None,
     prepare: Callable[[ExportedProgram], ExportedProgram],
     canonical: Callable[[ExportedProgram], CanonicalProgram],
-    trust: bool = False,
 ) -> CheckReport:
-    """Check the files of an artifact, or of each program in a set; `original` may belong to any of them.
+    """Check the programs of an artifact; `original` may belong to any of them.
 
     `prepare` turns a program for any device into one whose ops can be evaluated here. `canonical` brings the model in
     the artifact into the form that ranks fold to.
 
     Raises:
-        ArtifactError: the artifact is missing, damaged or, without `trust`, could run code.
+        ArtifactError: a file is missing, damaged or, without trust, could run code.
     """
-    names = programs_in(directory)
-    refuse_other_package(directory)
-
-    def model_of(folder: Path, manifest: Manifest) -> CanonicalProgram | None:
-        if VALUES in manifest.files:
-            open_values(folder, manifest).close()
-        return canonical(read_original(folder, manifest, trust=trust)) if MODEL in manifest.files else None
-
-    if not names:
-        manifest = read_manifest(directory)
-        siblings, model = manifests_beside(directory, manifest), model_of(Path(directory), manifest)
-        return check_programs(
-            read_ranks(directory, manifest, prepare, trust=trust), manifest, original, siblings, model
-        )
-    manifests = {name: read_manifest(Path(directory) / name) for name in names}
+    manifests = {name: program.manifest for name, program in artifact.items()}
     programs, reports = {}, {}
-    for name, manifest in manifests.items():
-        siblings = manifests_beside(Path(directory) / name, manifest)
-        programs[name] = read_ranks(Path(directory) / name, manifest, prepare, trust=trust)
-        model = model_of(Path(directory) / name, manifest)
-        reports[name] = check_programs(programs[name], manifest, original, siblings, model)
+    for name, program in artifact.items():
+        model = canonical(program.original()) if program.has_original else None
+        programs[name] = read_ranks(program, prepare)
+        reports[name] = check_programs(programs[name], manifests[name], original, program.beside(), model)
+    if len(artifact) == 1:
+        return reports.popitem()[1]
     findings = [f"{name}: {finding}" for name, report in reports.items() for finding in report.findings]
     if misfit := misfit_of(manifests):
         findings.append(misfit)
@@ -112,26 +91,23 @@ def check_artifact(
 
 
 def read_proved_model(
-    directory: str | os.PathLike[str],
-    manifest: Manifest,
+    program: ArtifactProgram,
     *,
     prepare: Callable[[ExportedProgram], ExportedProgram],
     canonical: Callable[[ExportedProgram], CanonicalProgram],
-    trust: bool = False,
 ) -> ExportedProgram:
-    """Read the model in an artifact, if it is the program that all ranks fold to.
+    """Return the single-device program, if it is the one that all ranks fold to.
 
     Raises:
         ArtifactError: as `check_artifact`; the ranks fold to another program, or to none.
     """
-    original = read_original(directory, manifest, trust=trust)
-    ranks = read_ranks(directory, manifest, prepare, trust=trust)
+    original, ranks = program.original(), read_ranks(program, prepare)
     findings: list[str] = []
     with quiet_torch():
-        _check_folds(ranks, manifest, canonical(original), findings, Counter())
+        _check_folds(ranks, program.manifest, canonical(original), findings, Counter())
     if findings:
         raise ArtifactError(
-            f"{os.fspath(directory)}: {MODEL} is not what the ranks run: {findings[0]}",
+            f"{program.title}: {MODEL} is not what the ranks run: {findings[0]}",
             help="copy the artifact again, or convert the model again",
         )
     return original

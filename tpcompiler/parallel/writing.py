@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from msgspec import structs
@@ -15,13 +15,14 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import forget_index, save_program, with_state
-from tpcompiler.artifact.manifest import Converted, manifest_of
+from tpcompiler.artifact.program import Layout, Stored
 from tpcompiler.errors import TpCompilerWarning, UnsupportedError, option
 from tpcompiler.frontend.refused import refuse_hollow, refuse_unwritable
 from tpcompiler.ir.calling import tree_text
 from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.devices import values
 from tpcompiler.ir.plain_outputs import odd_keys, plain_outputs
+from tpcompiler.parallel.partition import Partition
 from tpcompiler.runtime.archive import has_pickled_examples, why_not_read
 from tpcompiler.runtime.artifact import Manifest, Writer
 from tpcompiler.runtime.place import leave_out, memory_of, place_state
@@ -31,41 +32,44 @@ from tpcompiler.runtime.weights import TensorEntry, lay_out, write_weights
 
 FEW, MOST_PLACES = 64, 1 << 20  # elements of a literal; of one that holds positions in a dim
 NODE_BYTES, FILE_BYTES = 4_000, 1 << 16  # upper bounds of a node's text, and of an archive without nodes
-Files = Literal["ranks", "shared"]  # a self-contained file per rank, or shared programs and separate weights
 
 
 class _WriterInput(NamedTuple):
     """The arguments of `writer_of`, and facts derived from them."""
 
-    converted: Converted
+    original: ExportedProgram
+    partition: Partition
     manifest: Manifest
     own: list[str]  # the tensors stored in these files, once each
-    elsewhere: Mapping[str, str]
+    elsewhere: Stored
     plain: bool  # True if an output class becomes a dict
 
 
 def writer_of(
-    converted: Converted,
+    original: ExportedProgram,
+    partition: Partition,
+    manifest: Manifest,
     *,
     keep_output_types: bool = False,
-    elsewhere: Mapping[str, str] | None = None,
-    layout: Files | None = None,
+    elsewhere: Stored,
+    layout: Layout | None = None,
 ) -> Writer:
     """Return the manifest and the functions that write the files.
 
     Args:
+        manifest: the description of the program in memory.
         elsewhere: leaf -> the program that stores it; in these files it has a shape but no values.
         layout: by default "shared" if the model was exported without weights, else "ranks".
 
     Raises:
         UnsupportedError, ProgramError: torch's file format, or this layout, cannot store the program.
     """
-    elsewhere, hollow = elsewhere or {}, weightless_names(converted.original)
+    hollow = weightless_names(original)
     if layout == "ranks":
-        refuse_hollow(converted.original, "written in self-contained files")
+        refuse_hollow(original, "written in self-contained files")
     layout = layout or ("shared" if hollow else "ranks")
-    _refuse_unwritable(converted)
-    manifest, spec = manifest_of(converted), converted.original.call_spec.out_spec
+    _refuse_unwritable(original, partition)
+    spec = original.call_spec.out_spec
     replaced = plain_outputs(spec)[1] if not keep_output_types and spec is not None else None
     tensors = [structs.replace(row, stored_in=elsewhere.get(row.name)) for row in manifest.tensors]
     calling = manifest.calling
@@ -73,12 +77,12 @@ def writer_of(
         calling = structs.replace(calling, returns=tree_text(plain_outputs(spec)[0]))
     manifest = structs.replace(manifest, output_type=replaced, tensors=tensors, calling=calling)
     own = [row.name for row in tensors if row.is_own]
-    written = _WriterInput(converted, manifest, own, elsewhere, replaced is not None)
+    written = _WriterInput(original, partition, manifest, own, elsewhere, replaced is not None)
     if layout == "ranks":
         return Writer(manifest, lambda rank, path: _write_rank(written, rank, path), model=_model_writer(written))
-    count = len(converted.partition.classes)
+    count = len(partition.classes)
     names = [f"program_{i}.pt2" if count > 1 else "program.pt2" for i in range(count)]
-    manifest = structs.replace(manifest, programs=dict(zip(names, map(list, converted.partition.classes), strict=True)))
+    manifest = structs.replace(manifest, programs=dict(zip(names, map(list, partition.classes), strict=True)))
     return Writer(
         manifest,
         lambda rank, path: _write_weights(written, rank, path),
@@ -88,17 +92,17 @@ def writer_of(
     )
 
 
-def _refuse_unwritable(converted: Converted) -> None:
-    refuse_unwritable(converted.partition.program.graph)
-    outputs: Any = converted.partition.program.output.args[0]
-    names = converted.partition.program.output_names()
+def _refuse_unwritable(original: ExportedProgram, partition: Partition) -> None:
+    refuse_unwritable(partition.program.graph)
+    outputs: Any = partition.program.output.args[0]
+    names = partition.program.output_names()
     for name, value in zip(names, list(outputs)[len(outputs) - len(names) :], strict=True):
         if isinstance(value, str):
             raise UnsupportedError(
                 f"output '{name}' is the text {value!r}, which torch.export.load cannot read back",
                 help="return tensors and numbers only",
             )
-    for spec in (converted.original.call_spec.in_spec, converted.original.call_spec.out_spec):
+    for spec in (original.call_spec.in_spec, original.call_spec.out_spec):
         for key in odd_keys(spec) if spec is not None else ():
             raise UnsupportedError(
                 f"a dict that the program takes or returns has the key {key!r}, which torch's file does not keep",
@@ -107,7 +111,7 @@ def _refuse_unwritable(converted: Converted) -> None:
 
 
 def _write_rank(written: _WriterInput, rank: int, path: Path, *, shared: bool = False) -> None:
-    program = written.converted.partition.rank_program(rank)
+    program = written.partition.rank_program(rank)
     all_of = [name for name, v in {**program.constants, **program.state_dict}.items() if _has_room(v)]
     for fqn in all_of if shared else (*written.elsewhere, *written.manifest.symm_mem):
         leave_out(program, fqn)
@@ -136,7 +140,7 @@ def _write_rank(written: _WriterInput, rank: int, path: Path, *, shared: bool = 
 
 
 def _write_weights(written: _WriterInput, rank: int, path: Path) -> str:
-    state = written.converted.partition.share(rank).local_state
+    state = written.partition.share(rank).local_state
     names = (*written.own, *written.manifest.rank_numbers)
     entries = lay_out(TensorEntry(name, state[name].dtype, tuple(state[name].shape)) for name in names)
     refuse_full_disk(path, sum(entry.nbytes for entry in entries))
@@ -144,7 +148,7 @@ def _write_weights(written: _WriterInput, rank: int, path: Path) -> str:
 
 
 def _write_values(written: _WriterInput, hollow: set[str], path: Path) -> str:
-    kept = {name: written.converted.partition.program.state(name) for name in written.own if name not in hollow}
+    kept = {name: written.partition.program.state(name) for name in written.own if name not in hollow}
     entries = lay_out(TensorEntry(name, value.dtype, tuple(value.shape)) for name, value in kept.items())
     return write_weights(path, entries, (kept[entry.name] for entry in entries))
 
@@ -153,7 +157,7 @@ def _model_writer(written: _WriterInput) -> Callable[[Path], None]:
     """Return a function that writes the single-device program without its weights, for conversion to other ranks."""
 
     def write(path: Path) -> None:
-        original = written.converted.original
+        original = written.original
         held = {**original.constants, **original.state_dict}
         tied = {row.name: row.holder for row in written.manifest.tensors}
         # torch keeps a tied weight under all its names, even those that no input takes.

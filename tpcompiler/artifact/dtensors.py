@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.checkpoint.leaves import entries_of, leaves_of, shardings_of
 from tpcompiler.checkpoint.ranks import RankShares
 from tpcompiler.errors import ArtifactError, LaunchError, MeshError, TpCompilerWarning, reason
@@ -24,32 +25,24 @@ from tpcompiler.ir.placements import format_placement
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut
 from tpcompiler.runtime.agree import WAIT, agreeing
-from tpcompiler.runtime.artifact import Manifest, read_manifest, say_files, weights_file
+from tpcompiler.runtime.artifact import Manifest, say_files, weights_file
+from tpcompiler.runtime.program_files import ProgramFiles
 from tpcompiler.runtime.target import refuse_full_disk
 from tpcompiler.runtime.weights import write_weights
 
 SHOWN = 3
 
 
-def state_dict(directory: str | os.PathLike[str], mesh: DeviceMesh, *, trust: bool = False) -> dict[str, Any]:
-    """Return the parameters and persistent buffers of an artifact as DTensors, in the process of each rank.
-
-    Every rank's local tensor is its own share, mapped from its file: writes to it stay in the process. A weight is
-    whole on all ranks, with a warning, if torch's placements cannot express its sharding (parts, blocks, whole
-    heads) or it is pending.
-
-    Args:
-        directory: an artifact with weights; one program of a set.
-        mesh: a mesh with the artifact's sizes and its ranks in order.
-        trust: also read files that need a pickle or could run code (docs/security.md).
+def as_dtensors(program: ArtifactProgram, mesh: DeviceMesh) -> dict[str, Any]:
+    """Return a program's parameters and persistent buffers as DTensors (`ParallelProgram.state_dict`).
 
     Raises:
-        ArtifactError: there is no artifact with weights, or it is damaged.
+        ArtifactError: there are no weights, or a file is damaged.
         MeshError: the mesh has other sizes.
     """
-    manifest = read_manifest(directory)
+    manifest = program.manifest
     rank = _rank_in(mesh, manifest)
-    source, shardings, own = RankShares(directory, trust=trust), shardings_of(manifest), Mesh.of(manifest.mesh)
+    shardings, own = shardings_of(manifest), Mesh.of(manifest.mesh)
     stored = {row.name: row for row in manifest.tensors if row.kind != "constant_tensor" and row.persistent}
     state: dict[str, Any] = {}
     whole = []
@@ -61,9 +54,9 @@ def state_dict(directory: str | os.PathLike[str], mesh: DeviceMesh, *, trust: bo
         placements = _placements(shardings[first], own)
         if placements is None:
             whole.append(first)
-            local, placements = source.read(first), [Replicate()] * mesh.ndim
+            local, placements = program.read(first), [Replicate()] * mesh.ndim
         else:
-            local = source.share(first, rank)
+            local = program.share(first, rank)
         shape = torch.Size(row.shape)
         state[name] = DTensor.from_local(
             local, mesh, placements, run_check=False, shape=shape, stride=tuple(local_strides(local, shape))
@@ -78,13 +71,8 @@ def state_dict(directory: str | os.PathLike[str], mesh: DeviceMesh, *, trust: bo
     return state
 
 
-def load_state_dict(directory: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
-    """Write weights back into an artifact of the shared layout, each rank its own file; all ranks must call it.
-
-    Args:
-        directory: the artifact, on a disk that all ranks see.
-        state: DTensors with any placements, or whole tensors, by name, the same on all ranks; other weights
-            stay unchanged.
+def write_dtensors(files: ProgramFiles, state: Mapping[str, Any]) -> None:
+    """Write weights back into a program's files, each rank its own (`ParallelProgram.load_state_dict`).
 
     Raises:
         ArtifactError: names, shapes or dtypes differ from the artifact's, the layout is not shared, placements or
@@ -92,8 +80,8 @@ def load_state_dict(directory: str | os.PathLike[str], state: Mapping[str, Any])
             written. All ranks raise, and the artifact stays unchanged.
         MeshError: the world has another number of ranks than the artifact.
     """
-    manifest = read_manifest(directory)
-    mesh, rank, path = Mesh.of(manifest.mesh), dist.get_rank(), Path(directory)
+    manifest, path = files.manifest, files.folder
+    mesh, rank = Mesh.of(manifest.mesh), dist.get_rank()
     if dist.get_world_size() != mesh.world_size:
         raise MeshError(
             f"the artifact has {mesh.world_size} ranks, this world has {dist.get_world_size()}",
@@ -102,7 +90,7 @@ def load_state_dict(directory: str | os.PathLike[str], state: Mapping[str, Any])
     with _in_agreement() as mine:  # before the collectives below, which would hang
         _refuse_misfit(manifest, state, path)
         mine.update({repr(name): _form(value) for name, value in state.items()})
-    source, shardings = RankShares(path), shardings_of(manifest)
+    source, shardings = RankShares(files), shardings_of(manifest)
     tied = {row.name: row.holder for row in manifest.tensors}
     given: dict[str, list[str]] = {}
     for name in sorted(state):

@@ -3,65 +3,29 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
-from torch.export import ExportedProgram
 
 from tpcompiler._torch import guards_of
 from tpcompiler.ir import edit
 from tpcompiler.ir.calling import calling_of
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.node_placement import placement_of
-from tpcompiler.ir.program import Note, PlacedProgram, ShardedProgram, tied
+from tpcompiler.ir.program import Note, PlacedProgram, tied
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.symm_mem import rooms_of
 from tpcompiler.ir.text import DTYPES
+from tpcompiler.parallel.partition import Partition
 from tpcompiler.plan import Plan
 from tpcompiler.rules.index_range import door_ranges
 from tpcompiler.runtime.artifact import FORMAT, VERSION, Manifest
-from tpcompiler.runtime.records import Asked, BoundaryRecord, Collective, TensorRecord
+from tpcompiler.runtime.records import Asked, BoundaryRecord, TensorRecord
 
 
-class Partitioned(Protocol):
-    """A `Partition`, as far as it is written."""
-
-    program: PlacedProgram
-    device_type: str
-
-    @property
-    def classes(self) -> list[tuple[int, ...]]: ...
-
-    @property
-    def rank_numbers(self) -> dict[str, list[list[int]]]: ...
-
-    def collectives(self) -> list[Collective]: ...
-
-    def groups(self) -> dict[str, list[list[int]]]: ...
-
-    def rank_program(self, rank: int) -> ExportedProgram: ...
-
-    def share(self, rank: int) -> ShardedProgram: ...
-
-
-class Converted(Protocol):
-    """A `ParallelProgram`, as far as it is written."""
-
-    original: ExportedProgram
-    plan: Plan
-    asked: Asked
-
-    @property
-    def partition(self) -> Partitioned: ...
-
-    @property
-    def notes(self) -> tuple[Note, ...]: ...
-
-
-def manifest_of(converted: Converted) -> Manifest:
-    """The manifest without the files' hashes."""
-    partition = converted.partition
+def manifest_of(partition: Partition, plan: Plan, asked: Asked, notes: Iterable[Note]) -> Manifest:
+    """Return the manifest without the files' hashes."""
     program, mesh = partition.program, partition.program.mesh
     ranges = door_ranges(program, {node.name: placement_of(node).shardings[0] for node in program.user_inputs()})
     inputs = [
@@ -81,31 +45,23 @@ def manifest_of(converted: Converted) -> Manifest:
         mesh=dict(mesh.axes),
         groups=partition.groups(),
         device_type="cuda" if partition.device_type == "cuda" else "cpu",
-        plan=converted.plan.to_data(),
+        plan=plan.to_data(),
         tensors=_tensors(program),
         inputs=inputs,
         outputs=outputs,
         collectives=partition.collectives(),
-        notes=list(converted.notes),
+        notes=list(notes),
         output_type=None,
         versions={"tpcompiler": VERSION, "torch": str(torch.__version__), "python": platform.python_version()},
         calling=calling_of(first, guards_of(first)),
         rank_numbers=partition.rank_numbers,
-        asked=converted.asked,
+        asked=asked,
         symm_mem={name: room.group for name, room in rooms_of(first).items()},
         files={},
         programs={},
         compiled=None,
         format=FORMAT,
     )
-
-
-def shardings_of(program: PlacedProgram) -> dict[str, Sharding]:
-    """Sharding by name, of inputs, outputs and leaves."""
-    named = [(fqn, node) for node, fqn in program.leaves()]
-    named += [(node.name, node) for node in program.user_inputs()]
-    named += [(f"output {name}", value) for name, value in _outputs(program)]
-    return {name: placement_of(node).shardings[0] for name, node in named}
 
 
 def _tensors(program: PlacedProgram) -> list[TensorRecord]:

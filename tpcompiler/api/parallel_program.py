@@ -1,0 +1,590 @@
+"""The artifact: the programs of all ranks, in memory or on disk, and the methods that users call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.export import ExportedProgram
+
+from tpcompiler.api import elastic
+from tpcompiler.api.packaging import package_programs
+from tpcompiler.api.verify import verify_package, verify_programs
+from tpcompiler.artifact.budget import Budget
+from tpcompiler.artifact.counts import counted_kinds
+from tpcompiler.artifact.dtensors import as_dtensors, write_dtensors
+from tpcompiler.artifact.program import ArtifactProgram, Layout
+from tpcompiler.artifact.stored import StoredProgram
+from tpcompiler.artifact.summary import summarize, summary_parts
+from tpcompiler.ask.again import advise
+from tpcompiler.ask.costs import CostTable, count_costs
+from tpcompiler.ask.difference import ArtifactDifference, find_differences
+from tpcompiler.ask.explanation import Explanation, explain
+from tpcompiler.checkpoint.cut import TELL, Progress, cut_programs
+from tpcompiler.checkpoint.leaves import held_per_rank
+from tpcompiler.checkpoint.ranks import Source
+from tpcompiler.errors import ArtifactError, InternalError, option
+from tpcompiler.frontend.plain_weights import with_plain_weights
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.judge.compare.compare import VerifyReport
+from tpcompiler.judge.compare.processes import LONGEST
+from tpcompiler.judge.sound.check import CheckReport, check_artifact
+from tpcompiler.parallel.compared import on_cpu
+from tpcompiler.parallel.converted import ConvertedProgram
+from tpcompiler.passes.canonicalize import canonicalize
+from tpcompiler.runtime.artifact import Manifest, is_single, write_artifact
+from tpcompiler.runtime.package import read_package, refuse_other_package
+from tpcompiler.runtime.program_files import ProgramFiles, copy_files, open_programs
+from tpcompiler.runtime.records import Collective, Package
+from tpcompiler.terminal.printed import format_bytes
+from tpcompiler.terminal.tables import Part, Report, Shown, text_of
+from tpcompiler.views.dot import artifact_dot
+from tpcompiler.views.html import artifact_html
+from tpcompiler.views.table import artifact_text
+from tpcompiler.views.tensor import draw_sharding
+
+Format = Literal["text", "svg", "html", "dot"]
+
+
+class ParallelProgram(Shown, Mapping[str, "ParallelProgram"]):
+    """The tensor-parallel programs of one model: one or more, by name, with one set of weights.
+
+    `tpcompiler.parallelize` makes it in memory, and `tpcompiler.open` reads it back from the files that `save` writes;
+    all methods work with both, except those that change files.
+
+    A program that was given without a name is called `model`. If it is the only one, the artifact's directory itself
+    has its files; if not, each program has a folder with its name. `program["decode"]` is the artifact reduced to one
+    of its programs: methods that answer about one program need it if there are several.
+    """
+
+    def __init__(self, programs: Mapping[str, ArtifactProgram], directory: Path | None = None) -> None:
+        """`directory`: where the files are, if there are any."""
+        self._programs = dict(programs)
+        self._directory = directory
+
+    def __getitem__(self, name: str) -> ParallelProgram:
+        program = self._programs[name]
+        folder = program.files.folder if isinstance(program, StoredProgram) else None
+        return self if len(self) == 1 else ParallelProgram({name: program}, folder)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._programs)
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        own = [_described(program.manifest) for program in self._programs.values()]
+        named = own if is_single(self) else [f"{name}: {text}" for name, text in zip(self, own, strict=True)]
+        return f"ParallelProgram({', '.join(named)})"
+
+    @property
+    def only(self) -> ArtifactProgram:
+        """The one program.
+
+        Raises:
+            ArtifactError: there are several.
+        """
+        if len(self) > 1:
+            first = next(iter(self))
+            raise ArtifactError(
+                f"{self._directory or 'the artifact'} holds the programs {', '.join(self)}",
+                help=option(f"give one of them: {self._directory}/{first}", f"take one of them, as in [{first!r}]"),
+            )
+        return next(iter(self._programs.values()))
+
+    @property
+    def converted(self) -> ConvertedProgram:
+        """The one program with the compiler's own records of its conversion.
+
+        Raises:
+            TypeError: it was read from files, which have none.
+        """
+        if not isinstance(self.only, ConvertedProgram):
+            raise TypeError(f"{self.only.title} was read from files")
+        return self.only
+
+    @property
+    def mesh(self) -> Mesh:
+        return next(iter(self._programs.values())).mesh
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.world_size
+
+    @property
+    def device_type(self) -> str:
+        return next(iter(self._programs.values())).manifest.device_type
+
+    def manifest(self) -> Manifest:
+        """Return the description that `manifest.json` has; without the hashes of files if it is in memory."""
+        return self.only.manifest
+
+    def collectives(self) -> list[Collective]:
+        """Return every collective that a rank's program calls, in order."""
+        return self.manifest().collectives
+
+    def parameter_bytes(self) -> tuple[int, list[int]]:
+        """Return (bytes of all leaves on one device, bytes of the leaves of each rank); a tied tensor counts once."""
+        return summarize(self.manifest()).bytes, held_per_rank(self.manifest())
+
+    def rank_program(self, rank: int) -> ExportedProgram:
+        """Return the ordinary exported program of one rank, with that rank's share of the weights.
+
+        The program runs on `device_type`. Its weights are on the device of the model that was converted; those that are
+        read from files are on the CPU (`tpcompiler.load` puts them on the rank's own device).
+
+        Raises:
+            MeshError, ArtifactError: `rank` is outside the world; or the weights are not cut yet.
+        """
+        return self.only.rank_program(rank)
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        force: bool = False,
+        keep_output_types: bool = False,
+        layout: Layout | None = None,
+    ) -> None:
+        """Write an artifact, all or nothing: `manifest.json` and one `rank_N.pt2` per rank, which torch alone can load.
+
+        With `layout="shared"` the program is written once for all ranks with the same graph, and the weights of
+        every rank as `rank_N.safetensors`, which `tpcompiler.load` maps into memory. A model that was exported
+        without weights always has this layout; cut its weights later with `cut`. Files that were opened are copied.
+
+        Several programs have a folder each. Tensors in an earlier program's files are left out of later ones: a rank
+        loads them once, for all.
+
+        An output class that is not plain Python (HF's ModelOutput) is written as a dict and named in the manifest, so
+        that the files need torch alone; `keep_output_types` keeps it.
+
+        Raises:
+            ArtifactError: the directory exists (without `force`), or cannot be written; or the files to copy are
+                damaged, or have another layout.
+            UnsupportedError: torch's file format cannot store an output (text, or a dict with a tuple as key); or a
+                weight has a dtype that safetensors lacks.
+            ProgramError: the program was exported without weights.
+            InternalError: the written programs, read back and checked, are not sound.
+        """
+        first: dict[str, str] = {}
+        writers = {}
+        for name, program in self._programs.items():
+            leaves = [row.name for row in program.manifest.tensors]
+            elsewhere = {leaf: first[leaf] for leaf in leaves if leaf in first}
+            first = {**dict.fromkeys(leaves, name), **first}
+            writers[name] = program.writer(keep_output_types=keep_output_types, layout=layout, elsewhere=elsewhere)
+        package = read_package(self._directory) if self._directory is not None and not is_single(self) else None
+
+        def finish(folder: Path) -> None:
+            if package is not None and self._directory is not None:
+                copy_files(self._directory, package.files, folder)
+            self.inspect(folder)
+
+        write_artifact(directory, writers, force=force, inspect=finish, compiled=package)
+
+    def inspect(self, directory: Path) -> None:
+        """Check files that were just written of programs in memory (`check`).
+
+        Raises:
+            InternalError: they are not sound.
+        """
+        for name, program in self._programs.items():
+            if isinstance(program, ConvertedProgram):
+                written = open(directory if is_single(self) else directory / name, trust=True)
+                report = written.check(program.original())
+                if not report.ok:
+                    raise InternalError(
+                        f"the written programs are not sound: {report.findings[0]}",
+                        help="report this with the model and plan",
+                    )
+
+    def verify(
+        self,
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        then: Sequence[Any] = (),
+        original: ExportedProgram | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+    ) -> VerifyReport:
+        """Run all ranks in lock step in this process and compare them with the single-device program.
+
+        They run on the device of the original's tensors. Programs for another kind of device are renamed for it
+        (`passes/move_device.py`), which the report notes. Mapped weights (the shared layout, a checkpoint) are read
+        layer by layer, and not kept in memory.
+
+        Args:
+            args: global inputs, as for the original program; by default those that it was exported with. For several
+                programs, calls: (name, args) or (name, args, kwargs), each on the buffers (a cache) that earlier calls
+                have written, in any program.
+            kwargs: global keyword inputs.
+            then: args, or (args, kwargs), of further calls, each on the buffers (a cache, statistics) that earlier
+                calls have written.
+            original: the program that was converted; by default the artifact's own. One that was exported without
+                weights uses the checkpoint's or, without one, the ranks' own, which are then not verified.
+            checkpoint: a directory of safetensors files; ranks whose weights are not cut yet read theirs from it, too.
+
+        Raises:
+            InputsError: the program rejects the arguments or has no example inputs, or no program has the name.
+            ArtifactError: the files are damaged or were made from another program.
+        """
+        if original is not None:
+            self.only  # noqa: B018  (raises for several)
+        return verify_programs(self._programs, args, kwargs or {}, then, original, checkpoint)
+
+    def check(
+        self, original: ExportedProgram | None = None, *, checkpoint: str | os.PathLike[str] | None = None
+    ) -> CheckReport:
+        """Check the programs against their claims, without running the model (`docs/trust.md`).
+
+        Each rank's program must be a sound share of the same single-device program, all ranks must issue the same
+        collectives, and the tensors must match the manifest. Use `verify` to check that the program is the user's.
+
+        Args:
+            original: the single-device program, whose weights are compared with the ranks' shares.
+            checkpoint: a directory of safetensors files with the weights of a model that was exported without them; for
+                the model in the artifact by default.
+
+        Raises:
+            ArtifactError: a file is missing, damaged or, without trust, could run code.
+        """
+        if checkpoint is not None:
+            original = self.only.fill(original or self.only.original(), checkpoint)
+        plain = original and with_plain_weights(original)
+        if self._directory is not None:
+            refuse_other_package(self._directory)
+        return check_artifact(self._programs, original=plain, prepare=on_cpu, canonical=canonicalize)
+
+    def check_budget(
+        self,
+        limits: Sequence[str] = (),
+        *,
+        max_wire_bytes: int | None = None,
+        max_memory: int | str | None = None,
+    ) -> None:
+        """Check every program against limits on communication and memory.
+
+        Args:
+            limits: limits such as "2 all_reduce/layer" (in each repeated module), "1 all_gather" (in all) or
+                "0 fallbacks".
+            max_wire_bytes: limit on the bytes that a rank sends in one call.
+            max_memory: limit on a rank's bytes (or "24GB") of parameters, buffers and constants. Unlike `memory=` of
+                `parallelize` it does not limit the search, and excludes activations, which are estimated.
+
+        Raises:
+            BudgetError: a limit is exceeded, with the place and the amount; or a limit has an unknown form.
+        """
+        budget = Budget.read(limits, max_wire_bytes, max_memory)
+        for name, program in self._programs.items():
+            budget.check(program.manifest, "the program" if is_single(self) else name)
+
+    def advice(self) -> dict[str, str]:
+        """Search for the change of the plan that avoids each fallback; return it by the name of its reshard."""
+        return advise(self.only)
+
+    def report(self) -> Report:
+        """Return the text that `tpcompiler convert` prints: bytes, collectives, fallbacks with advice, notes."""
+        return Report(text_of(self.parts()).rstrip())
+
+    def parts(self) -> Iterator[Part]:
+        """Return the same as lines and tables, which a notebook shows."""
+        for at, (name, program) in enumerate(self._programs.items()):
+            if not is_single(self):
+                yield from ([""] if at else [])
+                yield name
+            yield from summary_parts(summarize(program.manifest), advise(program))
+            if isinstance(program, ConvertedProgram) and program.searches:
+                yield program.searches
+
+    def explain(self, name: str, *, machine: str | os.PathLike[str] | None = None) -> Explanation:
+        """Explain the placement of a value, a parameter or a collective, and price what else it could be.
+
+        Facts are the program's. Prices come from the search, repeated with every choice of this op or parameter in
+        turn, and everything else free to follow. Pins of a plan hold, except on the layer whose weights are asked about
+        (directly or by their op). A price is the least total with that choice minus the least of all; the artifact's
+        own is above 0 if a plan, another machine or a memory limit decided. Every axis of a mesh has its own choices,
+        in the order of solving: axes before it keep their solution, axes after it follow.
+
+        Args:
+            name: of a node of the single-device program (`show()` names them), of a parameter, a buffer or an input, or
+                of a module that has one weight; or of a collective: its node's, or its kind's (`all_gather`,
+                `all_gather_1`).
+            machine: the devices and links that prices are for, as of `parallelize`; by default those that it was
+                converted for, if they come with the package.
+
+        Raises:
+            ArtifactError: a file is damaged or, without trust, could run code; or nothing has this name.
+            MachineError: the description of the machine cannot be read.
+        """
+        return explain(self.only, name, machine)
+
+    def cost(self, at: Mapping[str, int] | None = None, *, machine: str | os.PathLike[str] | None = None) -> CostTable:
+        """Count what a rank sends, as formulas in the dynamic sizes and as numbers.
+
+        A size is called by the input that has it: `batch` and `sequence` are dims 0 and 1 of the first input that is
+        dynamic there; any other is `INPUT.DIM`, such as `image.2`. A file does not keep the names given at export.
+
+        Args:
+            at: the sizes that numbers are for, by name; those left out are as in the example inputs.
+            machine: the links that seconds are for, as in `explain`.
+
+        Raises:
+            ArtifactError: a file is damaged or, without trust, could run code.
+            InputsError: a name of no size, or a value that it cannot have.
+            MachineError: the description of the machine cannot be read.
+        """
+        return count_costs(self.only, at, machine)
+
+    def diff(
+        self,
+        other: ParallelProgram | str | os.PathLike[str],
+        *,
+        machine: str | os.PathLike[str] | None = None,
+    ) -> ArtifactDifference:
+        """Compare placements, collectives and bytes with another artifact of the same model. Weights are not compared.
+
+        Args:
+            other: the second artifact, or its directory.
+            machine: the links that seconds are for, as in `explain`.
+
+        Raises:
+            ArtifactError: a file is damaged or, without trust, could run code; or the artifacts are of two models.
+            MachineError: the description of the machine cannot be read.
+        """
+        second = other if isinstance(other, ParallelProgram) else open(other)
+        return find_differences(self.only, second.only, machine)
+
+    def show(
+        self,
+        name: str | None = None,
+        *,
+        rank: int = 0,
+        format: Format = "text",
+        machine: str | os.PathLike[str] | None = None,
+    ) -> str:
+        """Return the program of a rank as text, a page or a graph; or with a name, a drawing of a tensor's slices.
+
+        In the drawing a cell names the ranks that hold its elements; `0+1` is a pending reduction, of which each has a
+        share. For more than two dims, the last two are drawn for each slab. Slices of a dynamic size are shares
+        (`0/2:1/2`).
+
+        Args:
+            name: a parameter, a buffer, an input, a module with one weight, or `output NAME`; "*": all, equal ones
+                once.
+            format: "text" (a drawing's has at most 80 columns), "html" or Graphviz's "dot"; of a drawing "text" or
+                "svg".
+            machine: whose times the page predicts, as in `explain`.
+
+        Raises:
+            ArtifactError: a file is damaged or, without trust, could run code; no tensor has that name; or there is no
+                such format.
+            MachineError: the description of the machine cannot be read.
+        """
+        program = self.only
+        if format not in (("text", "svg") if name is not None else ("text", "html", "dot")):
+            raise ArtifactError(f"{format!r} is no format of {'a tensor' if name else 'a program'}", help="use text")
+        if name is not None:
+            is_svg, every = format == "svg", name == "*"
+            return draw_sharding(program.manifest, None if every else name, program.title, is_svg=is_svg)
+        if format == "html":
+            return artifact_html(program, rank, machine=machine, advice=advise(program, machine))
+        return artifact_text(program, rank) if format == "text" else str(artifact_dot(program, rank).source)
+
+    def reshard(
+        self,
+        mesh: int | Mapping[str, int] | Mesh,
+        directory: str | os.PathLike[str],
+        *,
+        force: bool = False,
+        progress: Progress = TELL,
+    ) -> ParallelProgram:
+        """Write an artifact for another mesh, with the same plan, and open it.
+
+        The programs are converted again. The weights, joined from the ranks' shares, are cut one tensor at a time
+        (docs/scale.md lists the memory needed), and are the same bits. The result has the shared layout.
+
+        Args:
+            mesh: the degree of a single axis `tp`, or `{axis: degree}`.
+            directory: the directory to write.
+            force: replace an earlier artifact there.
+            progress: called with (bytes written, total).
+
+        Raises:
+            ArtifactError: there are no weights, or the directory cannot be written.
+            MeshError, ShardingError, ...: as `parallelize`, if the plan does not suit the mesh.
+        """
+        elastic.reshard(self._programs, self._write, Mesh.of(mesh), directory, force=force, progress=progress)
+        return open(directory)
+
+    @staticmethod
+    def _write(programs: Mapping[str, ArtifactProgram], directory: Path) -> None:
+        ParallelProgram(programs).save(directory, layout="shared")
+
+    def merge(self, path: str | os.PathLike[str], *, safetensors: bool = False) -> None:
+        """Write the single-device program with its weights.
+
+        Weights are joined one at a time, and are the same bits. From files, a class that the model returned is a plain
+        dict, as in the artifact.
+
+        Args:
+            path: the .pt2 to write.
+            safetensors: write a checkpoint instead: the parameters and persistent buffers by name, tied ones once.
+
+        Raises:
+            ArtifactError: there are no weights, or the file cannot be written.
+        """
+        elastic.merge(self.only, path, safetensors=safetensors)
+
+    def state_dict(self, mesh: DeviceMesh) -> dict[str, Any]:
+        """Return the parameters and persistent buffers as DTensors, in the process of each rank.
+
+        Every rank's local tensor is its own share; from files it is mapped: writes to it stay in the process. A weight
+        is whole on all ranks, with a warning, if torch's placements cannot express its sharding (parts, blocks, whole
+        heads) or it is pending.
+
+        Args:
+            mesh: a mesh with the artifact's sizes and its ranks in order.
+
+        Raises:
+            ArtifactError: there are no weights, or a file is damaged.
+            MeshError: the mesh has other sizes.
+        """
+        return as_dtensors(self.only, mesh)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Write weights back into files of the shared layout, each rank its own; all ranks must call it.
+
+        Args:
+            state: DTensors with any placements, or whole tensors, by name, the same on all ranks; other weights
+                stay unchanged. The files must be on a disk that all ranks see.
+
+        Raises:
+            ArtifactError: names, shapes or dtypes differ from the artifact's, the layout is not shared, placements or
+                replicated values differ between ranks, tied names have different values, or a file cannot be
+                written. All ranks raise, and the artifact stays unchanged. Or the program is not in files.
+            MeshError: the world has another number of ranks than the artifact.
+        """
+        self.only  # noqa: B018  (raises for several)
+        write_dtensors(self._files()[0], state)
+        self._reopen()
+
+    def cut(
+        self,
+        checkpoint: str | os.PathLike[str] | Source,
+        ranks: Sequence[int] | None = None,
+        *,
+        partial: bool = False,
+        force: bool = False,
+        progress: Progress = TELL,
+    ) -> None:
+        """Write `rank_N.safetensors` next to programs that were converted without weights.
+
+        Every tensor of the checkpoint is mapped, cut for all ranks and released before the next one; two small ones may
+        be held at once. A repeated call continues an interrupted cut, after comparing its files with the checkpoint.
+
+        Args:
+            checkpoint: a directory of safetensors files, or one file; or an artifact with weights, of any degree.
+            ranks: the ranks to write weights for; all by default.
+            partial: ignore checkpoint tensors that the program does not use.
+            force: overwrite weights, and replace an interrupted cut of another checkpoint.
+            progress: called with (bytes written, total); reports to the progress listener by default.
+
+        Raises:
+            ArtifactError: the program is not in files, or has its weights; the checkpoint does not fit it (all faults
+                at once), an interrupted cut of another checkpoint exists, or a file cannot be written.
+        """
+        cut_programs(self._files(), checkpoint, ranks, partial=partial, force=force, progress=progress)
+        self._reopen()
+
+    def package(
+        self, *, threads: int = 1, check: bool = True, checkpoint: str | os.PathLike[str] | None = None
+    ) -> tuple[Package, VerifyReport | None]:
+        """Compile every program into one package `compiled.pt2` next to its files, once for all equal ranks.
+
+        Compiling reads no weights. The package is for this version of torch and for CPUs or GPUs with the features of
+        this one; `tpcompiler.load` runs it. It is then checked by `verify_package`, and deleted if it is wrong.
+
+        Args:
+            threads: threads of a rank's process on the CPU; torchrun sets one.
+            check: False skips the check.
+            checkpoint: weights for the check, if none are cut yet.
+
+        Returns:
+            The package, and its comparison with the model.
+
+        Raises:
+            ArtifactError: the program is not in files, or the package cannot be written.
+            UnsupportedError: no compiler fits torch, or AOTInductor rejects a program.
+            LaunchError, InputsError: as `verify_package`.
+        """
+        files, directory = self._files(), self._stored_in()
+        try:
+            return package_programs(files, directory, threads=threads, check=check, checkpoint=checkpoint)
+        finally:
+            self._reopen()
+
+    def verify_package(
+        self, *, checkpoint: str | os.PathLike[str] | None = None, timeout: timedelta = LONGEST
+    ) -> VerifyReport:
+        """Compare the package with the model, both on the example inputs that the model was exported with.
+
+        All ranks run the package in separate processes, started here; several programs are called once each, in
+        order, on the buffers (a cache) that earlier ones have written. The model is the artifact's own, with the
+        weights of the checkpoint or, without one, the ranks'.
+
+        Args:
+            checkpoint: a directory of safetensors files; ranks whose weights are not cut yet read theirs from it, too.
+            timeout: limit for all calls, including the start of the ranks.
+
+        Raises:
+            ArtifactError: the package is missing, damaged or for another machine, or there are no weights for it.
+            InputsError: the model was saved without example inputs.
+            LaunchError: a rank fails, or does not end in time.
+        """
+        return verify_package(self._files(), self._stored_in(), checkpoint=checkpoint, timeout=timeout)
+
+    def _files(self) -> list[ProgramFiles]:
+        stored = [each.files for each in self._programs.values() if isinstance(each, StoredProgram)]
+        if len(stored) < len(self):
+            raise ArtifactError("the program is in memory, and has no files to change", help="save it, and open that")
+        return stored
+
+    def _stored_in(self) -> Path:
+        assert self._directory is not None
+        return self._directory
+
+    def _reopen(self) -> None:
+        """Read the manifests again, which this process has changed."""
+        files = {each.name: StoredProgram(each.reopened()) for each in self._files()}
+        self._programs = dict(files)
+
+
+def open(directory: str | os.PathLike[str], trust: bool = False) -> ParallelProgram:
+    """Open the files of an artifact: manifests now, programs and weights when they are needed.
+
+    Args:
+        directory: an artifact of `ParallelProgram.save` or `tpcompiler convert`, or the folder of one of its programs.
+        trust: also read files that need a pickle or could run code (docs/security.md).
+
+    Raises:
+        ArtifactError: there is no artifact, or its manifest is unreadable, damaged, or of another format version.
+    """
+    programs = {name: StoredProgram(files) for name, files in open_programs(directory, trust=trust).items()}
+    return ParallelProgram(programs, Path(directory))
+
+
+def _described(manifest: Manifest) -> str:
+    whole, per_rank, sent = summarize(manifest).bytes, held_per_rank(manifest), manifest.collectives
+    return (
+        f"mesh {Mesh.of(manifest.mesh)} on {manifest.device_type}: {format_bytes(max(per_rank))} of "
+        f"{format_bytes(whole)} of weights on a rank; {counted_kinds(each.kind for each in sent)}, "
+        f"{format_bytes(sum(each.wire_bytes for each in sent))} sent per rank and call"
+    )

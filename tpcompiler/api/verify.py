@@ -1,0 +1,113 @@
+"""Compare an artifact's programs, or its package, with the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from msgspec import structs
+from torch.export import ExportedProgram
+
+from tpcompiler.artifact.program import ArtifactProgram
+from tpcompiler.artifact.stored import StoredProgram
+from tpcompiler.errors import InputsError, option
+from tpcompiler.judge.compare.compare import VerifyReport, compare_calls, read_call
+from tpcompiler.judge.compare.processes import LONGEST, answers_of_ranks
+from tpcompiler.judge.compare.subject import Run, Subject, shares_of
+from tpcompiler.judge.sound.check import read_proved_model
+from tpcompiler.parallel.compared import compared_calls, on_cpu, subject_of
+from tpcompiler.passes.canonicalize import canonicalize
+from tpcompiler.runtime.artifact import MODEL, SINGLE, is_single
+from tpcompiler.runtime.package import read_package
+from tpcompiler.runtime.program_files import ProgramFiles
+from tpcompiler.runtime.weightless import weightless_names
+
+OWN = "the weights are the ranks' own: whether they are the model's, --checkpoint or --against would show"
+Call = tuple[str, Sequence[Any], Mapping[str, Any]]
+
+
+def verify_programs(
+    programs: Mapping[str, ArtifactProgram],
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any],
+    then: Sequence[Any],
+    original: ExportedProgram | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+) -> VerifyReport:
+    """Run all ranks of an artifact's programs and compare them with the model (`ParallelProgram.verify`).
+
+    Raises:
+        ArtifactError: a file is damaged, or was made from another program.
+        InputsError: a program rejects the arguments, or no program has the name.
+    """
+    alone = len(programs) == 1
+    own, subjects = False, dict[str, Subject]()
+    for name, program in programs.items():
+        model = original if original is not None or not program.manifest.files else program.original()
+        own |= model is not None and checkpoint is None and bool(weightless_names(model))
+        subjects[SINGLE if alone else name] = subject_of(program, model, checkpoint)
+    calls = _read_calls(subjects, args, kwargs, then)
+    report = compared_calls(subjects, calls)
+    for program in programs.values():
+        if report.ok and MODEL in program.manifest.files:  # an artifact for other ranks would be made from it
+            read_proved_model(program, prepare=on_cpu, canonical=canonicalize)
+    return structs.replace(report, note=OWN if not report.note else f"{report.note}; {OWN}") if own else report
+
+
+def _read_calls(
+    subjects: Mapping[str, Subject], args: Sequence[Any] | None, kwargs: Mapping[str, Any], then: Sequence[Any]
+) -> list[Call]:
+    if args is None:
+        return [(name, *examples_of(subject.reference, name, "give inputs")) for name, subject in subjects.items()]
+    if is_single(subjects):
+        return [(SINGLE, args, kwargs), *((SINGLE, *read_call(call)) for call in then)]
+    calls = [(name, own, rest[0] if rest else {}) for name, own, *rest in args]
+    for name, *_ in calls:
+        if name not in subjects:
+            raise InputsError(f"there is no program {name!r}", help=f"call one of {', '.join(subjects)}")
+    return calls
+
+
+def examples_of(program: ExportedProgram, title: str, help: str) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return the example inputs that a program was exported with.
+
+    Raises:
+        InputsError: it was saved without; `title` names it.
+    """
+    examples: tuple[Sequence[Any], Mapping[str, Any]] | None = program.example_inputs
+    if examples is None:
+        raise InputsError(f"{title} was saved without example inputs", help=help)
+    return examples
+
+
+def verify_package(
+    files: Sequence[ProgramFiles],
+    directory: Path,
+    *,
+    checkpoint: str | os.PathLike[str] | None = None,
+    timeout: timedelta = LONGEST,
+) -> VerifyReport:
+    """Compare a package with the model, both on the example inputs (`ParallelProgram.verify_package`).
+
+    Raises:
+        ArtifactError: the package is missing, damaged or for another machine, or there are no weights for it.
+        InputsError: the model was saved without example inputs.
+        LaunchError: a rank fails, or does not end in time.
+    """
+    subjects, calls = dict[str, Subject](), list[Call]()
+    without = f"package it with {option('--no-check', 'check=False')}"
+    for each in files:
+        program = StoredProgram(each)
+        original = program.original()
+        calls.append((each.name, *examples_of(original, program.title, without)))
+        subjects[each.name] = subject_of(program, original, checkpoint)
+    shares = [(name, shares_of(subjects[name], args, kwargs)) for name, args, kwargs in calls]
+    package = read_package(directory)
+    threads = package.threads if package else 1
+    answers = iter(answers_of_ranks(directory, shares, checkpoint, files[0].trust, threads, timeout))
+    run: Run = lambda _: next(answers)  # noqa: E731  (called in the order of the calls)
+    return compare_calls({name: replace(each, run=run) for name, each in subjects.items()}, calls)

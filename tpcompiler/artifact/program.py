@@ -1,0 +1,129 @@
+"""One named program of an artifact, which is in memory or in files: the interface that questions and judges use."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.export import ExportedProgram
+
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.symm_mem import expand_collectives
+from tpcompiler.runtime.artifact import Manifest
+from tpcompiler.runtime.rank_file import Weights
+
+Layout = Literal["ranks", "shared"]  # a self-contained file per rank, or shared programs and separate weights
+Stored = Mapping[str, str]  # leaf -> the program whose files have it
+
+
+class ArtifactProgram(ABC):
+    """A program of an artifact: converted in memory (`ConvertedProgram`), or stored in files (`StoredProgram`).
+
+    Attributes:
+        name: its name in the artifact; `model` for one that was given without a name.
+        title: what messages call it.
+    """
+
+    name: str
+    title: str
+
+    @property
+    @abstractmethod
+    def manifest(self) -> Manifest:
+        """The description of the program; without `files` if it is in memory."""
+
+    @abstractmethod
+    def together(self) -> Sequence[ArtifactProgram]:
+        """Return all programs of the artifact in order, this one included; they share weights."""
+
+    @abstractmethod
+    def beside(self) -> Mapping[str, Manifest]:
+        """Return the manifests of other programs that store tensors of this one, by name."""
+
+    @abstractmethod
+    def original(self) -> ExportedProgram:
+        """Return the single-device program; its weights may have no values.
+
+        Raises:
+            ArtifactError: the file is missing, damaged or, without trust, could run code.
+        """
+
+    @abstractmethod
+    def fill(self, original: ExportedProgram, checkpoint: str | os.PathLike[str] | None = None) -> ExportedProgram:
+        """Return a single-device program with its weights: its own, the checkpoint's or, without one, the ranks'.
+
+        Raises:
+            ArtifactError: there are no weights, or the checkpoint does not fit or is not needed.
+        """
+
+    @abstractmethod
+    def graph(self, rank: int) -> ExportedProgram:
+        """Return a rank's program; its weights may have no values.
+
+        Raises:
+            ArtifactError: as `original`; MeshError or ArtifactError: the rank is outside the world.
+        """
+
+    @abstractmethod
+    def rank_program(self, rank: int, weights: Weights | None = None) -> ExportedProgram:
+        """Return a rank's complete program; `weights` reads weights that are not cut yet.
+
+        Raises:
+            ArtifactError: as `graph`; or there are no weights.
+        """
+
+    @abstractmethod
+    def ranks(self) -> Iterator[tuple[ExportedProgram, Mapping[str, Any]]]:
+        """Yield every rank's program and tensors; ranks with equal graphs may share a program."""
+
+    @abstractmethod
+    def classes(self) -> Sequence[Sequence[int]]:
+        """Return the groups of ranks that run one graph: they have equal local shapes."""
+
+    @abstractmethod
+    def share(self, name: str, rank: int) -> torch.Tensor:
+        """Return a rank's share of a parameter, buffer or constant."""
+
+    @abstractmethod
+    def read(self, name: str) -> torch.Tensor:
+        """Return a whole parameter, buffer or constant."""
+
+    @abstractmethod
+    def writer(
+        self, *, keep_output_types: bool = False, layout: Layout | None = None, elsewhere: Stored
+    ) -> Callable[[Path], None]:
+        """Return the function that writes the program's files into a folder, without tensors that are elsewhere.
+
+        Raises:
+            UnsupportedError, ProgramError, ArtifactError: the files cannot have this form.
+        """
+
+    @property
+    def has_original(self) -> bool:
+        """True if the single-device program is there; old artifacts have none."""
+        return True
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh.of(self.manifest.mesh)
+
+    @property
+    def world_size(self) -> int:
+        return self.manifest.world_size
+
+    def shown(self, rank: int) -> ExportedProgram:
+        """Return a rank's program as people see it, with ordinary collectives; weights need not be cut yet.
+
+        Raises:
+            ArtifactError: as `graph`.
+        """
+        return expand_collectives(self.rank_program(rank))
+
+
+def tensors_of(program: ExportedProgram) -> dict[str, Any]:
+    """Return the parameters, buffers and constants that a program holds, by name."""
+    return {**program.constants, **program.state_dict}

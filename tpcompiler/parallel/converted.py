@@ -1,0 +1,177 @@
+"""A program of an artifact that `parallelize` has converted, in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec import structs
+from torch.export import ExportedProgram
+
+from tpcompiler._torch import with_state
+from tpcompiler.artifact.program import ArtifactProgram, Layout, Stored, tensors_of
+from tpcompiler.checkpoint.fill import fill_weights, refuse_needless
+from tpcompiler.checkpoint.ranks import open_source
+from tpcompiler.cost.machine import Machine
+from tpcompiler.cost.timeline import Times, predict_times
+from tpcompiler.ir import edit
+from tpcompiler.ir.node_placement import reshard_of
+from tpcompiler.ir.program import Note, PlacedProgram, reshard
+from tpcompiler.parallel.manifest import manifest_of
+from tpcompiler.parallel.partition import Partition
+from tpcompiler.parallel.writing import writer_of
+from tpcompiler.plan import Plan
+from tpcompiler.runtime.artifact import Manifest, write_program
+from tpcompiler.runtime.rank_file import Weights, put_state
+from tpcompiler.runtime.records import Asked
+from tpcompiler.runtime.weightless import weightless_names
+
+
+class ConvertedProgram(ArtifactProgram):
+    """The programs of all ranks, made on demand from one program in which every change of sharding is a node.
+
+    Attributes:
+        plan: with the styles that the search found.
+        asked: the caller's other arguments.
+        siblings: all programs that were converted together, by name.
+        searches: their number in words; empty if a plan names all layers.
+    """
+
+    title = "the program"
+
+    def __init__(
+        self,
+        name: str,
+        original: ExportedProgram,
+        partition: Partition,
+        plan: Plan,
+        asked: Asked,
+        siblings: Mapping[str, ConvertedProgram],
+        advice: Callable[[str], str],
+        remarks: Callable[[ConvertedProgram], Iterable[Note]],
+        searches: str = "",
+    ) -> None:
+        """`advice` names the change of the plan that leaves out the gathers of a value, or nothing.
+
+        `remarks` makes the notes that take a search or the finished program.
+        """
+        self.name = name
+        self.partition = partition
+        self.plan = plan
+        self.asked = asked
+        self.searches = searches
+        self._original = original
+        self._siblings = siblings
+        self._advice = advice
+        self._remarks = remarks
+
+    @property
+    def resharded(self) -> PlacedProgram:
+        """The one program for all ranks, in which every change of sharding is a node."""
+        return self.partition.program
+
+    @cached_property
+    def notes(self) -> tuple[Note, ...]:
+        """The requests that the compiler declined or could not use, and its deviations from the default."""
+        notes = (*self._remarks(self), *self.resharded.notes)
+        if self.partition.fitted == "nccl":
+            return notes
+        return (*notes, Note("collectives", self.partition.fitted_text()))
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        manifest = manifest_of(self.partition, self.plan, self.asked, self.notes)
+        first = {fqn: each.name for each in reversed(self.together()) for _, fqn in each.resharded.leaves()}
+        stored = {fqn: name for fqn, name in first.items() if name != self.name}
+        return structs.replace(
+            manifest, tensors=[structs.replace(row, stored_in=stored.get(row.name)) for row in manifest.tensors]
+        )
+
+    def predict(self, machine: Machine) -> Times:
+        """Predict the time of a call on rank 0, which does most, on a machine, with the sizes of the example."""
+        sent = {
+            each.node: machine.collective_seconds(each.kind, each.axis.split("."), each.wire_bytes, self.resharded.mesh)
+            for each in self.partition.collectives()
+        }
+        return predict_times(self.partition.local_program(0).graph, sent, machine, self.resharded.mesh)
+
+    def advice(self) -> dict[str, str]:
+        """Search for the change of the plan that avoids each fallback; return it by the name of its reshard."""
+        return {
+            reshard_of(node).name: self._advice(edit.operands(node)[0].name)
+            for node in edit.calls(self.resharded.graph)
+            if node.target is reshard and reshard_of(node).why == "fallback"
+        }
+
+    def together(self) -> Sequence[ConvertedProgram]:
+        return list(self._siblings.values())
+
+    def beside(self) -> dict[str, Manifest]:
+        return {name: each.manifest for name, each in self._siblings.items() if name != self.name}
+
+    def original(self) -> ExportedProgram:
+        return self._original
+
+    def fill(self, original: ExportedProgram, checkpoint: str | os.PathLike[str] | None = None) -> ExportedProgram:
+        lacking = weightless_names(original)
+        refuse_needless(lacking, checkpoint)
+        own = tensors_of(self._original)
+        state, constants = (
+            {name: own.get(name, value) if name in lacking else value for name, value in held.items()}
+            for held in (original.state_dict, original.constants)
+        )
+        filled = with_state(original, state, constants, original.module_call_graph, original.example_inputs)
+        if checkpoint is not None:
+            fill_weights(filled, open_source(checkpoint), partial=True)
+        return filled
+
+    def graph(self, rank: int) -> ExportedProgram:
+        return self.partition.rank_program(rank)
+
+    def rank_program(self, rank: int, weights: Weights | None = None) -> ExportedProgram:
+        program = self.partition.rank_program(rank)
+        lacking = weightless_names(self._original)
+        if weights is not None and lacking:
+            values = {name: value for name, value in tensors_of(self._original).items() if name not in lacking}
+            alone = structs.replace(
+                self.manifest, tensors=[structs.replace(row, stored_in=None) for row in self.manifest.tensors]
+            )
+            put_state(program, weights(alone, values, rank, program))
+        return program
+
+    def ranks(self) -> Iterator[tuple[ExportedProgram, Mapping[str, Any]]]:
+        first: dict[tuple[int, ...], ExportedProgram] = {}
+        for rank in range(self.world_size):
+            own = next(ranks for ranks in self.partition.classes if rank in ranks)
+            program = self.rank_program(rank)
+            yield first.setdefault(own, program), tensors_of(program)
+
+    def classes(self) -> Sequence[Sequence[int]]:
+        return self.partition.classes
+
+    def share(self, name: str, rank: int) -> torch.Tensor:
+        if self._shares[0] != rank:
+            self._shares = rank, self.partition.share(rank).local_state
+        return self._shares[1][name].detach()
+
+    _shares: tuple[int, Mapping[str, torch.Tensor]] = -1, {}  # those of the rank that was asked for last
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.resharded.state(name).detach()
+
+    def writer(
+        self, *, keep_output_types: bool = False, layout: Layout | None = None, elsewhere: Stored
+    ) -> Callable[[Path], None]:
+        writer = writer_of(
+            self._original,
+            self.partition,
+            self.manifest,
+            keep_output_types=keep_output_types,
+            elsewhere=elsewhere,
+            layout=layout,
+        )
+        return partial(write_program, writer=writer)
