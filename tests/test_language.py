@@ -1,4 +1,4 @@
-"""Docstrings name things and give orders; no text of the source, messages included, has words borrowed from German."""
+"""Docstrings name things and give orders; no text of the source, messages included, has borrowed words."""
 
 from __future__ import annotations
 

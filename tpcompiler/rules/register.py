@@ -24,7 +24,7 @@ def resolve_op(op: object) -> OpOverload:
     if target is None:
         help = "give an op, or a name such as 'mylib::f' or 'mylib::f.out'"
         if callable(op):
-            help = "give the op that an exported program has for this function, such as torch.ops.aten.mm.default"
+            help = "give the op that an exported program has for this function, such as aten.mm.default"
         raise RuleError(f"{op!r} is not an op of torch", help=help)
     return target
 
