@@ -20,7 +20,7 @@ from tpcompiler.api import conversions_of
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.timeline import StepTime
 from tpcompiler.errors import MeshError, ShardingError, UnsupportedError
-from tpcompiler.pipeline import convert_programs
+from tpcompiler.parallel.pipeline import convert_programs
 from tpcompiler.solver.memory import measure_memory
 from tpcompiler.solver.obstacles import find_obstacles
 from tpcompiler.solver.task import Aim

@@ -16,7 +16,7 @@ from tests.zoo.index import CASES
 from tpcompiler.api import conversions_of, read_plan
 from tpcompiler.ask.plan_text import plan_text
 from tpcompiler.cost.machine_file import read_machine
-from tpcompiler.pipeline import find_placements
+from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.solver.step_time import measure_step_time
 from tpcompiler.solver.task import Aim
 

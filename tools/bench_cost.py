@@ -38,7 +38,7 @@ from tpcompiler.api.calibrate import measure_machine
 from tpcompiler.api.parallel_program import ParallelProgram
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import read_machine
-from tpcompiler.pipeline import convert_programs
+from tpcompiler.parallel.pipeline import convert_programs
 from tpcompiler.runtime.artifact import SINGLE
 from tpcompiler.runtime.inputs import read_inputs, write_tensors
 from tpcompiler.solver.task import Aim

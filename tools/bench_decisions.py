@@ -28,7 +28,7 @@ from tpcompiler.cost.machine_file import read_machine, shipped_machines
 from tpcompiler.cost.timeline import duration
 from tpcompiler.ir.edit import module_path
 from tpcompiler.parallel.conversion import Conversion
-from tpcompiler.pipeline import find_placements
+from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.step_time import measure_step_time, sends_of
 from tpcompiler.solver.task import Aim

@@ -31,7 +31,7 @@ from tools.published.model import Dims, export_decoder, megatron_plan
 from tpcompiler.api import conversions_of, read_plan
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.timeline import StepTime
-from tpcompiler.pipeline import find_placements
+from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.solver.step_time import measure_step_time
 from tpcompiler.solver.task import Aim
 

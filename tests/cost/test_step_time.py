@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from tpcompiler.api import conversions_of, read_plan
 from tpcompiler.cost.machine import Machine
-from tpcompiler.pipeline import find_placements
+from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.solver.step_time import StepTime, collectives_of, measure_step_time
 from tpcompiler.solver.task import Aim
 

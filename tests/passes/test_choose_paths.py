@@ -16,7 +16,7 @@ from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.ir import edit
 from tpcompiler.ir.node_placement import read_claim
 from tpcompiler.judge.sound.check import check_programs
-from tpcompiler.pipeline import find_placements
+from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.solver.step_time import collectives_of
 from tpcompiler.solver.task import Aim
 

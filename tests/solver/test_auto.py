@@ -20,9 +20,9 @@ from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.objective import STEP, TIE, Objective
 from tpcompiler.errors import ShardingError
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize
-from tpcompiler.pipeline import find_placements
 from tpcompiler.plan import Plan
 from tpcompiler.runtime.inputs import write_tensors
 from tpcompiler.solver.drive import PLACING, solve

@@ -22,7 +22,7 @@ from tpcompiler.cost.objective import Objective, local_bytes, local_work
 from tpcompiler.ir.constraints import AnyStyle, AsUsed
 from tpcompiler.ir.program import PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.pipeline import plan_program
+from tpcompiler.parallel.pipeline import plan_program
 from tpcompiler.solver import together
 from tpcompiler.solver.domain import shardings_of_pin
 from tpcompiler.solver.drive import PLACING, solve

@@ -22,7 +22,7 @@ from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.errors import PlanError
 from tpcompiler.ir import edit
-from tpcompiler.pipeline import find_placements
+from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.step_time import collectives_of, measure_step_time
 from tpcompiler.solver.task import Aim

@@ -22,8 +22,8 @@ from tpcompiler.cost.kernels import find_kernels
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.errors import ShardingError
 from tpcompiler.ir.text import op_name
+from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.passes._forms import find_forms
-from tpcompiler.pipeline import find_placements
 from tpcompiler.rules.experts import BY_BLOCK
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.step_time import collectives_of, measure_step_time, seconds_of_ops

@@ -16,9 +16,9 @@ from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.objective import Objective
 from tpcompiler.errors import ShardingError
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.parallel.pipeline import convert_programs
 from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize
-from tpcompiler.pipeline import convert_programs
 from tpcompiler.plan import Plan
 from tpcompiler.solver.memory import measure_memory
 from tpcompiler.solver.search import search

@@ -24,8 +24,8 @@ from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import PlacementSpec, parse_placement
 from tpcompiler.parallel.conversion import Conversion, share_conversions
+from tpcompiler.parallel.pipeline import convert_programs, find_placements
 from tpcompiler.passes.apply_plan import names_of
-from tpcompiler.pipeline import convert_programs, find_placements
 from tpcompiler.plan import SEARCHES, Plan, join_plans
 from tpcompiler.runtime.artifact import SINGLE, is_single
 from tpcompiler.runtime.place import place_state

@@ -25,7 +25,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import fold_layers
 from tpcompiler.ir.program import PlannedProgram, tied
 from tpcompiler.parallel.conversion import Conversion
-from tpcompiler.pipeline import convert_programs
+from tpcompiler.parallel.pipeline import convert_programs
 from tpcompiler.runtime.artifact import is_single
 from tpcompiler.runtime.records import Collective, Record
 from tpcompiler.solver.memory import Memory, measure_memory

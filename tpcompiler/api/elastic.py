@@ -27,8 +27,8 @@ from tpcompiler.ir.shares import same_bits
 from tpcompiler.judge.sound.check import read_proved_model
 from tpcompiler.parallel.compared import on_cpu
 from tpcompiler.parallel.conversion import Conversion, asked_boundary, share_conversions
+from tpcompiler.parallel.pipeline import convert_programs
 from tpcompiler.passes.canonicalize import canonicalize
-from tpcompiler.pipeline import convert_programs
 from tpcompiler.plan import Plan, join_plans
 from tpcompiler.runtime.artifact import MODEL, Manifest, is_single
 from tpcompiler.runtime.program_files import ProgramFiles, open_programs

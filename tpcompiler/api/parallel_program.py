@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.export import ExportedProgram
 
 from tpcompiler.api import elastic
 from tpcompiler.api.packaging import package_programs
+from tpcompiler.api.programs import Programs
 from tpcompiler.api.verify import verify_package, verify_programs
-from tpcompiler.artifact.budget import Budget
-from tpcompiler.artifact.counts import counted_kinds
 from tpcompiler.artifact.dtensors import as_dtensors, write_dtensors
 from tpcompiler.artifact.program import ArtifactProgram, Layout
 from tpcompiler.artifact.stored import StoredProgram
-from tpcompiler.artifact.summary import summarize, summary_parts
-from tpcompiler.ask.again import advise
-from tpcompiler.ask.costs import CostTable, count_costs
-from tpcompiler.ask.difference import ArtifactDifference, find_differences
-from tpcompiler.ask.explanation import Explanation, explain
 from tpcompiler.checkpoint.cut import TELL, Progress, cut_programs
-from tpcompiler.checkpoint.leaves import held_per_rank
 from tpcompiler.checkpoint.ranks import Source
-from tpcompiler.errors import ArtifactError, InternalError, option
+from tpcompiler.errors import ArtifactError, InternalError
 from tpcompiler.frontend.plain_weights import with_plain_weights
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.judge.compare.compare import VerifyReport
@@ -36,115 +29,18 @@ from tpcompiler.judge.sound.check import CheckReport, check_artifact
 from tpcompiler.parallel.compared import on_cpu
 from tpcompiler.parallel.converted import ConvertedProgram
 from tpcompiler.passes.canonicalize import canonicalize
-from tpcompiler.runtime.artifact import Manifest, is_single, write_artifact
+from tpcompiler.runtime.artifact import is_single, write_artifact
 from tpcompiler.runtime.package import read_package, refuse_other_package
 from tpcompiler.runtime.program_files import ProgramFiles, copy_files, open_programs
-from tpcompiler.runtime.records import Collective, Package
-from tpcompiler.terminal.printed import format_bytes
-from tpcompiler.terminal.tables import Part, Report, Shown, text_of
-from tpcompiler.views.dot import artifact_dot
-from tpcompiler.views.html import artifact_html
-from tpcompiler.views.table import artifact_text
-from tpcompiler.views.tensor import draw_sharding
-
-Format = Literal["text", "svg", "html", "dot"]
+from tpcompiler.runtime.records import Package
 
 
-class ParallelProgram(Shown, Mapping[str, "ParallelProgram"]):
+class ParallelProgram(Programs["ParallelProgram"]):
     """The tensor-parallel programs of one model: one or more, by name, with one set of weights.
 
     `tpcompiler.parallelize` makes it in memory, and `tpcompiler.open` reads it back from the files that `save` writes;
     all methods work with both, except those that change files.
-
-    A program that was given without a name is called `model`. If it is the only one, the artifact's directory itself
-    has its files; if not, each program has a folder with its name. `program["decode"]` is the artifact reduced to one
-    of its programs: methods that answer about one program need it if there are several.
     """
-
-    def __init__(self, programs: Mapping[str, ArtifactProgram], directory: Path | None = None) -> None:
-        """`directory`: where the files are, if there are any."""
-        self._programs = dict(programs)
-        self._directory = directory
-
-    def __getitem__(self, name: str) -> ParallelProgram:
-        program = self._programs[name]
-        folder = program.files.folder if isinstance(program, StoredProgram) else None
-        return self if len(self) == 1 else ParallelProgram({name: program}, folder)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._programs)
-
-    def __len__(self) -> int:
-        return len(self._programs)
-
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
-
-    def __repr__(self) -> str:
-        own = [_described(program.manifest) for program in self._programs.values()]
-        named = own if is_single(self) else [f"{name}: {text}" for name, text in zip(self, own, strict=True)]
-        return f"ParallelProgram({', '.join(named)})"
-
-    @property
-    def only(self) -> ArtifactProgram:
-        """The one program.
-
-        Raises:
-            ArtifactError: there are several.
-        """
-        if len(self) > 1:
-            first = next(iter(self))
-            raise ArtifactError(
-                f"{self._directory or 'the artifact'} holds the programs {', '.join(self)}",
-                help=option(f"give one of them: {self._directory}/{first}", f"take one of them, as in [{first!r}]"),
-            )
-        return next(iter(self._programs.values()))
-
-    @property
-    def converted(self) -> ConvertedProgram:
-        """The one program with the compiler's own records of its conversion.
-
-        Raises:
-            TypeError: it was read from files, which have none.
-        """
-        if not isinstance(self.only, ConvertedProgram):
-            raise TypeError(f"{self.only.title} was read from files")
-        return self.only
-
-    @property
-    def mesh(self) -> Mesh:
-        return next(iter(self._programs.values())).mesh
-
-    @property
-    def world_size(self) -> int:
-        return self.mesh.world_size
-
-    @property
-    def device_type(self) -> str:
-        return next(iter(self._programs.values())).manifest.device_type
-
-    def manifest(self) -> Manifest:
-        """Return the description that `manifest.json` has; without the hashes of files if it is in memory."""
-        return self.only.manifest
-
-    def collectives(self) -> list[Collective]:
-        """Return every collective that a rank's program calls, in order."""
-        return self.manifest().collectives
-
-    def parameter_bytes(self) -> tuple[int, list[int]]:
-        """Return (bytes of all leaves on one device, bytes of the leaves of each rank); a tied tensor counts once."""
-        return summarize(self.manifest()).bytes, held_per_rank(self.manifest())
-
-    def rank_program(self, rank: int) -> ExportedProgram:
-        """Return the ordinary exported program of one rank, with that rank's share of the weights.
-
-        The program runs on `device_type`. Its weights are on the device of the model that was converted; those that are
-        read from files are on the CPU (`tpcompiler.load` puts them on the rank's own device).
-
-        Raises:
-            MeshError, ArtifactError: `rank` is outside the world; or the weights are not cut yet.
-        """
-        return self.only.rank_program(rank)
 
     def save(
         self,
@@ -262,141 +158,6 @@ class ParallelProgram(Shown, Mapping[str, "ParallelProgram"]):
         if self._directory is not None:
             refuse_other_package(self._directory)
         return check_artifact(self._programs, original=plain, prepare=on_cpu, canonical=canonicalize)
-
-    def check_budget(
-        self,
-        limits: Sequence[str] = (),
-        *,
-        max_wire_bytes: int | None = None,
-        max_memory: int | str | None = None,
-    ) -> None:
-        """Check every program against limits on communication and memory.
-
-        Args:
-            limits: limits such as "2 all_reduce/layer" (in each repeated module), "1 all_gather" (in all) or
-                "0 fallbacks".
-            max_wire_bytes: limit on the bytes that a rank sends in one call.
-            max_memory: limit on a rank's bytes (or "24GB") of parameters, buffers and constants. Unlike `memory=` of
-                `parallelize` it does not limit the search, and excludes activations, which are estimated.
-
-        Raises:
-            BudgetError: a limit is exceeded, with the place and the amount; or a limit has an unknown form.
-        """
-        budget = Budget.read(limits, max_wire_bytes, max_memory)
-        for name, program in self._programs.items():
-            budget.check(program.manifest, "the program" if is_single(self) else name)
-
-    def advice(self) -> dict[str, str]:
-        """Search for the change of the plan that avoids each fallback; return it by the name of its reshard."""
-        return advise(self.only)
-
-    def report(self) -> Report:
-        """Return the text that `tpcompiler convert` prints: bytes, collectives, fallbacks with advice, notes."""
-        return Report(text_of(self.parts()).rstrip())
-
-    def parts(self) -> Iterator[Part]:
-        """Return the same as lines and tables, which a notebook shows."""
-        for at, (name, program) in enumerate(self._programs.items()):
-            if not is_single(self):
-                yield from ([""] if at else [])
-                yield name
-            yield from summary_parts(summarize(program.manifest), advise(program))
-            if isinstance(program, ConvertedProgram) and program.searches:
-                yield program.searches
-
-    def explain(self, name: str, *, machine: str | os.PathLike[str] | None = None) -> Explanation:
-        """Explain the placement of a value, a parameter or a collective, and price what else it could be.
-
-        Facts are the program's. Prices come from the search, repeated with every choice of this op or parameter in
-        turn, and everything else free to follow. Pins of a plan hold, except on the layer whose weights are asked about
-        (directly or by their op). A price is the least total with that choice minus the least of all; the artifact's
-        own is above 0 if a plan, another machine or a memory limit decided. Every axis of a mesh has its own choices,
-        in the order of solving: axes before it keep their solution, axes after it follow.
-
-        Args:
-            name: of a node of the single-device program (`show()` names them), of a parameter, a buffer or an input, or
-                of a module that has one weight; or of a collective: its node's, or its kind's (`all_gather`,
-                `all_gather_1`).
-            machine: the devices and links that prices are for, as of `parallelize`; by default those that it was
-                converted for, if they come with the package.
-
-        Raises:
-            ArtifactError: a file is damaged or, without trust, could run code; or nothing has this name.
-            MachineError: the description of the machine cannot be read.
-        """
-        return explain(self.only, name, machine)
-
-    def cost(self, at: Mapping[str, int] | None = None, *, machine: str | os.PathLike[str] | None = None) -> CostTable:
-        """Count what a rank sends, as formulas in the dynamic sizes and as numbers.
-
-        A size is called by the input that has it: `batch` and `sequence` are dims 0 and 1 of the first input that is
-        dynamic there; any other is `INPUT.DIM`, such as `image.2`. A file does not keep the names given at export.
-
-        Args:
-            at: the sizes that numbers are for, by name; those left out are as in the example inputs.
-            machine: the links that seconds are for, as in `explain`.
-
-        Raises:
-            ArtifactError: a file is damaged or, without trust, could run code.
-            InputsError: a name of no size, or a value that it cannot have.
-            MachineError: the description of the machine cannot be read.
-        """
-        return count_costs(self.only, at, machine)
-
-    def diff(
-        self,
-        other: ParallelProgram | str | os.PathLike[str],
-        *,
-        machine: str | os.PathLike[str] | None = None,
-    ) -> ArtifactDifference:
-        """Compare placements, collectives and bytes with another artifact of the same model. Weights are not compared.
-
-        Args:
-            other: the second artifact, or its directory.
-            machine: the links that seconds are for, as in `explain`.
-
-        Raises:
-            ArtifactError: a file is damaged or, without trust, could run code; or the artifacts are of two models.
-            MachineError: the description of the machine cannot be read.
-        """
-        second = other if isinstance(other, ParallelProgram) else open(other)
-        return find_differences(self.only, second.only, machine)
-
-    def show(
-        self,
-        name: str | None = None,
-        *,
-        rank: int = 0,
-        format: Format = "text",
-        machine: str | os.PathLike[str] | None = None,
-    ) -> str:
-        """Return the program of a rank as text, a page or a graph; or with a name, a drawing of a tensor's slices.
-
-        In the drawing a cell names the ranks that hold its elements; `0+1` is a pending reduction, of which each has a
-        share. For more than two dims, the last two are drawn for each slab. Slices of a dynamic size are shares
-        (`0/2:1/2`).
-
-        Args:
-            name: a parameter, a buffer, an input, a module with one weight, or `output NAME`; "*": all, equal ones
-                once.
-            format: "text" (a drawing's has at most 80 columns), "html" or Graphviz's "dot"; of a drawing "text" or
-                "svg".
-            machine: whose times the page predicts, as in `explain`.
-
-        Raises:
-            ArtifactError: a file is damaged or, without trust, could run code; no tensor has that name; or there is no
-                such format.
-            MachineError: the description of the machine cannot be read.
-        """
-        program = self.only
-        if format not in (("text", "svg") if name is not None else ("text", "html", "dot")):
-            raise ArtifactError(f"{format!r} is no format of {'a tensor' if name else 'a program'}", help="use text")
-        if name is not None:
-            is_svg, every = format == "svg", name == "*"
-            return draw_sharding(program.manifest, None if every else name, program.title, is_svg=is_svg)
-        if format == "html":
-            return artifact_html(program, rank, machine=machine, advice=advise(program, machine))
-        return artifact_text(program, rank) if format == "text" else str(artifact_dot(program, rank).source)
 
     def reshard(
         self,
@@ -579,12 +340,3 @@ def open(directory: str | os.PathLike[str], trust: bool = False) -> ParallelProg
     """
     programs = {name: StoredProgram(files) for name, files in open_programs(directory, trust=trust).items()}
     return ParallelProgram(programs, Path(directory))
-
-
-def _described(manifest: Manifest) -> str:
-    whole, per_rank, sent = summarize(manifest).bytes, held_per_rank(manifest), manifest.collectives
-    return (
-        f"mesh {Mesh.of(manifest.mesh)} on {manifest.device_type}: {format_bytes(max(per_rank))} of "
-        f"{format_bytes(whole)} of weights on a rank; {counted_kinds(each.kind for each in sent)}, "
-        f"{format_bytes(sum(each.wire_bytes for each in sent))} sent per rank and call"
-    )

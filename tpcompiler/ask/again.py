@@ -27,8 +27,8 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.parallel.advice import held_bytes, wire_bytes
 from tpcompiler.parallel.conversion import Conversion, asked_boundary
 from tpcompiler.parallel.converted import ConvertedProgram
+from tpcompiler.parallel.pipeline import convert_programs, find_placements
 from tpcompiler.passes.place import place
-from tpcompiler.pipeline import convert_programs, find_placements
 from tpcompiler.plan import Plan, join_plans
 from tpcompiler.solver.otherwise import Otherwise, price_otherwise
 from tpcompiler.solver.solution import Solution
