@@ -17,7 +17,6 @@ from torch.export import Dim, ExportedProgram, export
 import tpcompiler
 from tests.sound import findings
 from tests.trust.subjects import subject
-from tpcompiler.api.elastic import merge, reshard
 from tpcompiler.errors import ArtifactError
 from tpcompiler.judge.sound.check import check_programs
 from tpcompiler.passes.canonicalize import canonicalize
@@ -107,9 +106,9 @@ def test_another_model_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"model\.pt2 is not what the ranks run"):
         tpcompiler.verify_artifact(out, original, (X,))
     with pytest.raises(ArtifactError, match=r"model\.pt2 is not what the ranks run"):
-        merge(out, tmp_path / "merged.pt2")
+        tpcompiler.open(out).merge(tmp_path / "merged.pt2")
     with pytest.raises(ArtifactError, match=r"model\.pt2 is not what the ranks run"):
-        reshard(out, 3, tmp_path / "three")
+        tpcompiler.open(out).reshard(3, tmp_path / "three")
     assert {each.name for each in tmp_path.iterdir()} == {"out"}
 
 
@@ -152,9 +151,9 @@ def test_a_model_with_weights_of_its_own(tmp_path: Path) -> None:
     _say(out)
     assert "'up.weight': the ranks' shares do not make the original's tensor" in tpcompiler.check(out).findings
     with pytest.raises(ArtifactError, match=r"'up\.weight' in model\.pt2 is not what the ranks hold"):
-        merge(out, tmp_path / "merged.pt2")
+        tpcompiler.open(out).merge(tmp_path / "merged.pt2")
     with pytest.raises(ArtifactError, match=r"'up\.weight' in model\.pt2 is not what the ranks hold"):
-        reshard(out, 3, tmp_path / "three")
+        tpcompiler.open(out).reshard(3, tmp_path / "three")
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "a directory", "a link", "a device", "nothing", "other bytes"])

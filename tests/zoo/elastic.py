@@ -15,7 +15,6 @@ import tpcompiler
 from tests.zoo.case import Case
 from tests.zoo.each import judge_each
 from tests.zoo.index import CASES
-from tpcompiler.api.elastic import merge, reshard
 from tpcompiler.errors import ShardingError
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.model_file import read_model
@@ -41,12 +40,12 @@ def there_and_back(case: Case, directory: Path, layout: Any) -> tuple[str, list[
     tpcompiler.parallelize(original, 2, case.asked()).save(directory / "two", layout=layout)
     for world in WORLDS:
         try:
-            reshard(directory / "two", world, directory / "other")
+            tpcompiler.open(directory / "two").reshard(world, directory / "other")
             break
         except ShardingError:
             if world == WORLDS[-1]:
                 raise
-    merge(directory / "other", directory / "model.pt2")
+    tpcompiler.open(directory / "other").merge(directory / "model.pt2")
     back = read_model(directory / "model.pt2")
     old, new = bits(original), bits(back)
     wrong = [name for name in old.keys() | new.keys() if old.get(name) != new.get(name)]
