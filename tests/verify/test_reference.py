@@ -93,7 +93,7 @@ def test_what_is_wrong_there_is_noticed(after: Callable[..., torch.Tensor]) -> N
     with torch.no_grad():
         other.down.weight.mul_(1.01)
     wrong = tpcompiler.parallelize(export(other, (x,)), 2, PLAN)
-    right.rank_program = wrong.rank_program  # type: ignore[method-assign]
+    right.converted.partition.rank_program = wrong.rank_program  # type: ignore[method-assign]
     assert not right.verify((x,)).ok
 
 
@@ -223,7 +223,7 @@ def test_a_narrow_op_inside_of_a_wide_model() -> None:
         (reduced,) = (node for node in rank.graph.nodes if "all_reduce" in str(node.target))
         reduced.replace_all_uses_with(reduced.args[0])
         rank.graph.erase_node(reduced)
-    made.rank_program = ranks.__getitem__  # type: ignore[method-assign]
+    made.converted.partition.rank_program = ranks.__getitem__  # type: ignore[method-assign]
     assert [d.ok for d in made.verify((x, ends)).outputs] == [False, False]
 
 
