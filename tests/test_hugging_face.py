@@ -124,7 +124,7 @@ def test_a_counter_that_is_no_buffer() -> None:
     program = torch.export.export(TorchExportableModuleWithStaticCache(model), (), step)
     with pytest.raises(tpcompiler.ProgramError) as error:
         tpcompiler.parallelize(program, 2, model.config)
-    assert error.value.help.startswith("register what forward changes as buffers, each in memory of its own, the")
+    assert error.value.help.startswith("register what forward changes as buffers, each in separate memory, the")
 
 
 @pytest.mark.slow

@@ -160,7 +160,7 @@ def test_inputs_in_any_layout_and_outputs_that_are_none(alone: Path, tmp_path: P
 
 @pytest.mark.usefixtures("world_of_one")
 def test_machine_code_is_not_run_unasked(alone: Path, tmp_path: Path) -> None:
-    with pytest.warns(TpCompilerWarning, match="is machine code and is not run unasked"):
+    with pytest.warns(TpCompilerWarning, match="is machine code and runs only on request"):
         assert "aten.linear" in tpcompiler.load(alone).code
     assert "aten.linear" not in tpcompiler.load(alone, trust=True).code
     directory = tmp_path / "other"

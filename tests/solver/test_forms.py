@@ -16,7 +16,8 @@ from torch.nn import functional as F
 import tpcompiler
 from tests.zoo.case import randomise
 from tests.zoo.found import from_file, written
-from tpcompiler import ParallelProgram, explain_artifact, pipeline
+from tpcompiler import ParallelProgram, explain_artifact
+from tpcompiler.parallel import pipeline
 from tpcompiler.api import conversions_of, read_plan
 from tpcompiler.cost.kernels import find_kernels
 from tpcompiler.cost.machine_file import read_machine

@@ -185,9 +185,9 @@ class ParallelProgram(Programs["ParallelProgram"]):
         elastic.reshard(self._programs, self._write, Mesh.of(mesh), directory, force=force, progress=progress)
         return open(directory)
 
-    @staticmethod
-    def _write(programs: Mapping[str, ArtifactProgram], directory: Path) -> None:
-        ParallelProgram(programs).save(directory, layout="shared")
+    def _write(self, programs: Mapping[str, ArtifactProgram], directory: Path) -> None:
+        is_stored = self._directory is not None  # an output class that is not kept is a dict in its files already
+        ParallelProgram(programs).save(directory, layout="shared", keep_output_types=is_stored)
 
     def merge(self, path: str | os.PathLike[str], *, safetensors: bool = False) -> None:
         """Write the single-device program with its weights.

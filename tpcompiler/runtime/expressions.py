@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import itertools
 import math
 import re
 import warnings
@@ -146,7 +147,7 @@ def _bits(node: ast.expr, leaf: Leaf) -> int:
     """Return the bits of the largest number that evaluation produces on the way."""
 
     def bits(*parts: ast.expr) -> int:
-        return max(_bits(part, leaf) for part in parts)
+        return max(map(_bits, parts, itertools.repeat(leaf)))  # few frames: sums of hundreds of terms are nested
 
     match node:
         case ast.Constant(value=int() as value):  # includes bool
