@@ -155,15 +155,18 @@ class StoredProgram(ArtifactProgram):
                     programs[rank] = program, {**tensors_of(program), **state}
             yield from (programs[rank] for rank in range(manifest.world_size))
             return
-        known: dict[str, ExportedProgram] = {}
+        known: dict[str, tuple[Mapping[str, bool], ExportedProgram]] = {}
         for rank in counted(range(manifest.world_size), "reading programs", "ranks"):
             with open_rank(files, rank) as file:
-                name = _fingerprint(file) or str(file.path)
-                if name in known:
-                    yield known[name], read_archive_state(file.path, file)
+                name, parameters = _fingerprint(file) or (str(file.path), {})
+                others, program = known.get(name, ({}, None))
+                # A tensor that one of the files lacks is a finding of who compares the tensors.
+                if program and all(others[each] == parameters[each] for each in others.keys() & parameters.keys()):
+                    yield program, read_archive_state(file.path, file)
                     continue
-                known[name] = load_rank(file, manifest)
-            yield known[name], tensors_of(known[name])
+                program = load_rank(file, manifest)
+                known[name] = parameters, program
+            yield program, tensors_of(program)
 
 
 def _numbers_only(
@@ -172,12 +175,12 @@ def _numbers_only(
     return {name: torch.tensor([rows[rank]]) for name, rows in manifest.rank_numbers.items()}
 
 
-def _fingerprint(file: Opened) -> str | None:
-    """Return a hash of all that torch makes the program of, without the tensors' values; None for another form.
+def _fingerprint(file: Opened) -> tuple[str, Mapping[str, bool]] | None:
+    """Return a hash of the program without its tensors, and which tensors are parameters; None for another form.
 
-    Of examples the structure counts, of the tables of tensors which are parameters; `.data/` has a hash of the file.
+    Of the examples only the structure is hashed; `.data/` has a hash of the whole file.
     """
-    found = hashlib.sha256()
+    found, parameters = hashlib.sha256(), {}
     try:
         with zipfile.ZipFile(file) as archive:
             for name in sorted(archive.namelist()):
@@ -187,10 +190,11 @@ def _fingerprint(file: Opened) -> str | None:
                 content = archive.read(name)
                 if entry.endswith("_config.json"):
                     rows = json.loads(content)["config"].items()
-                    content = repr(sorted((tensor, row["is_param"]) for tensor, row in rows)).encode()
+                    parameters.update({tensor: row["is_param"] for tensor, row in rows})
+                    content = b""
                 elif "sample_inputs" in entry and content:
                     content = str(tree_flatten(torch.load(io.BytesIO(content), weights_only=True))[1]).encode()
                 found.update(f"{entry} {len(content)} ".encode() + content)
     except (zipfile.BadZipFile, pickle.UnpicklingError, ValueError, LookupError, TypeError, AttributeError, OSError):
         return None
-    return found.hexdigest()
+    return found.hexdigest(), parameters
