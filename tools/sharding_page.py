@@ -135,12 +135,12 @@ import tpcompiler
 
 model = torch.export.export(torch.nn.Linear(8, 10), (torch.randn(2, 8),))
 program = tpcompiler.parallelize(model, 4, {"weight": "S(0)"})
-print(tpcompiler.visualize_sharding(program, "weight"))
+print(program.show("weight"))
 """
 
 OWN = """## Your own program
 
-`tpcompiler.visualize_sharding` draws the tensors of a program or of an artifact's files. `format="svg"` makes a
+`show(NAME)` draws a tensor of a program in memory or in files. `format="svg"` makes a
 picture, and so does `tpcompiler inspect OUT --tensor weight -o weight.svg`. Pieces that the same ranks hold are one
 cell.
 """
