@@ -50,33 +50,30 @@ def test_the_page_is_of_the_machine_that_is_asked_for(out: Path, tmp_path: Path)
 @pytest.fixture
 def views(monkeypatch: pytest.MonkeyPatch) -> None:
     """The views have tests of their own: here only what the command does with them."""
-    import tpcompiler.views.dot
-    import tpcompiler.views.table
+    import tpcompiler.api.programs
 
     graph = graphviz.Digraph()
     graph.node("a")
-    monkeypatch.setattr(tpcompiler.views.dot, "artifact_dot", lambda directory, rank, *, trust: graph)
-    monkeypatch.setattr(
-        tpcompiler.views.table, "artifact_text", lambda directory, rank, *, trust: f"text of rank {rank}\n"
-    )
+    monkeypatch.setattr(tpcompiler.api.programs, "artifact_dot", lambda program, rank: graph)
+    monkeypatch.setattr(tpcompiler.api.programs, "artifact_text", lambda program, rank: f"text of rank {rank}\n")
 
 
 DOT = "digraph {\n\ta\n}\n"
 
 
 @pytest.mark.usefixtures("views")
-def test_show(tmp_path: Path) -> None:
-    assert right("inspect", tmp_path, "--rank", 0) == "text of rank 0\n"
-    assert right("inspect", tmp_path, "--rank", 1, "--format", "text") == "text of rank 1\n"
-    assert right("inspect", tmp_path, "--format", "dot") == DOT
-    result = call("inspect", tmp_path, "-o", tmp_path / "graph.dot")
+def test_show(out: Path, tmp_path: Path) -> None:
+    assert right("inspect", out, "--rank", 0) == "text of rank 0\n"
+    assert right("inspect", out, "--rank", 1, "--format", "text") == "text of rank 1\n"
+    assert right("inspect", out, "--format", "dot") == DOT
+    result = call("inspect", out, "-o", tmp_path / "graph.dot")
     assert (result.exit_code, result.stdout, result.stderr) == (0, "", f"wrote {tmp_path}/graph.dot\n")
     assert (tmp_path / "graph.dot").read_text() == DOT
 
 
 @pytest.mark.usefixtures("views")
-def test_show_cannot_write(tmp_path: Path) -> None:
-    result = call("inspect", tmp_path, "-o", tmp_path / "no" / "a.dot")
+def test_show_cannot_write(out: Path, tmp_path: Path) -> None:
+    result = call("inspect", out, "-o", tmp_path / "no" / "a.dot")
     assert (result.exit_code, result.stderr) == (
         2,
         f"cannot write {tmp_path}/no/a.dot: No such file or directory\n  help: choose another file\n",
@@ -84,30 +81,30 @@ def test_show_cannot_write(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("views")
-def test_show_draws_with_graphviz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphviz.Digraph, "pipe", lambda self, format, quiet: f"<{format}>".encode())
-    assert right("inspect", tmp_path, "--format", "svg") == "<svg>\n"
-    assert call("inspect", tmp_path, "-o", tmp_path / "a.svg").exit_code == 0
+def test_show_draws_with_graphviz(out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphviz.Source, "pipe", lambda self, format, quiet: f"<{format}>".encode())
+    assert right("inspect", out, "--format", "svg") == "<svg>\n"
+    assert call("inspect", out, "-o", tmp_path / "a.svg").exit_code == 0
     assert (tmp_path / "a.svg").read_text() == "<svg>"
-    assert call("inspect", tmp_path, "-o", tmp_path / "a.png").exit_code == 0
+    assert call("inspect", out, "-o", tmp_path / "a.png").exit_code == 0
     assert (tmp_path / "a.png").read_bytes() == b"<png>"
-    result = call("inspect", tmp_path, "--format", "png")
+    result = call("inspect", out, "--format", "png")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "give one with -o" in result.stderr
 
 
 @needs("dot")
 @pytest.mark.usefixtures("views")
-def test_show_makes_a_png(tmp_path: Path) -> None:
-    assert call("inspect", tmp_path, "-o", tmp_path / "a.png").exit_code == 0
+def test_show_makes_a_png(out: Path, tmp_path: Path) -> None:
+    assert call("inspect", out, "-o", tmp_path / "a.png").exit_code == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG\r\n")
 
 
 @pytest.mark.usefixtures("views")
 @pytest.mark.parametrize("kind", ["svg", "png"])
-def test_show_without_graphviz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_show_without_graphviz(out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    result = call("inspect", tmp_path, "-o", tmp_path / f"a.{kind}")
+    result = call("inspect", out, "-o", tmp_path / f"a.{kind}")
     note = f"Graphviz's program dot is not installed, so this is its source text, not {kind.upper()}\n"
     note += "  help: install graphviz, then: "
     assert (result.exit_code, result.stdout) == (0, "")
@@ -116,7 +113,7 @@ def test_show_without_graphviz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert not (tmp_path / f"a.{kind}").exists()
     if kind == "png":
         return
-    result = call("inspect", tmp_path, "--format", "svg")
+    result = call("inspect", out, "--format", "svg")
     assert (result.exit_code, result.stdout) == (0, DOT)
     assert result.stderr == f"{note}dot -Tsvg out.dot -o out.svg\n"
 
