@@ -68,7 +68,7 @@ return view, matmul_1
 
 def test_one_result_more_is_held_at_a_time() -> None:
     """Values that are gathered at their use: each starts when the one before has arrived, and not all at once."""
-    module = Call(lambda self, x, y, z: torch.sin(torch.sin(x.cumsum(0)) + y.cumsum(0)) + z.cumsum(0))
+    module = Call(lambda self, x, y, z: torch.sin(torch.sin(x.sort(0).values) + y.sort(0).values) + z.sort(0).values)
     program = local(module, tuple(torch.randn(4, 2) for _ in "xyz"), degree=2, inputs=["S(0)"] * 3)
     assert_expected_inline(
         program_text(schedule_collectives(program)),
@@ -79,16 +79,19 @@ z: S(0) = input f32[2, 2]
 all_gather_into_tensor = all_gather_into_tensor(x, 2, 'tp=2:tp')
 wait_tensor: R = wait_tensor(all_gather_into_tensor)
 all_gather_into_tensor_1 = all_gather_into_tensor(y, 2, 'tp=2:tp')
-cumsum: R = cumsum(wait_tensor, 0)
-sin: R = sin(cumsum)
+sort: (R, R) = sort(wait_tensor, 0)
+getitem: R = getitem(sort, 0)
+sin: R = sin(getitem)
 wait_tensor_1: R = wait_tensor(all_gather_into_tensor_1)
 all_gather_into_tensor_2 = all_gather_into_tensor(z, 2, 'tp=2:tp')
-cumsum_1: R = cumsum(wait_tensor_1, 0)
-add: R = add(sin, cumsum_1)
+sort_1: (R, R) = sort(wait_tensor_1, 0)
+getitem_2: R = getitem(sort_1, 0)
+add: R = add(sin, getitem_2)
 sin_1: R = sin(add)
 wait_tensor_2: R = wait_tensor(all_gather_into_tensor_2)
-cumsum_2: R = cumsum(wait_tensor_2, 0)
-add_1: R = add(sin_1, cumsum_2)
+sort_2: (R, R) = sort(wait_tensor_2, 0)
+getitem_4: R = getitem(sort_2, 0)
+add_1: R = add(sin_1, getitem_4)
 return add_1
 """,
     )
