@@ -65,15 +65,15 @@ def test_degrees_are_powers_of_two_and_those_that_divide_what_is_cut() -> None:
 def test_each_degree_is_what_its_conversion_has() -> None:
     for each in tpcompiler.diagnose(mlp()).degrees:
         made = tpcompiler.parallelize(mlp(), each.ranks, "auto")
-        assert each.calls[""].collectives == len(made.collectives())
-        assert each.calls[""].wire_bytes == sum(c.wire_bytes for c in made.collectives())
+        assert each.calls["model"].collectives == len(made.collectives())
+        assert each.calls["model"].wire_bytes == sum(c.wire_bytes for c in made.collectives())
         assert format_bytes(each.bytes.total) == held(made)
         assert each.bytes.weights == max(made.parameter_bytes()[1])
 
 
 def test_a_step_by_hand() -> None:
     """The rooflines of docs/search.md, with 192 features between: of two ranks, each reads and writes half of them."""
-    machine, two = read_machine(), tpcompiler.diagnose(mlp()).degrees[1].calls[""].seconds
+    machine, two = read_machine(), tpcompiler.diagnose(mlp()).degrees[1].calls["model"].seconds
     moved = 2 * (16 * 64 + 96 * 64 + 16 * 96) * 4
     relu = 2 * 16 * 96 * 4
     assert two.work == pytest.approx((moved + relu) / machine.memory_bandwidth)
@@ -86,7 +86,7 @@ def test_gains_end_at_the_fastest_degree() -> None:
 
     def limits(milliseconds: list[float]) -> str:
         degrees = [
-            replace(each, calls={"": replace(each.calls[""], seconds=StepTime.of(time / 1000, 0, 0))})
+            replace(each, calls={"model": replace(each.calls["model"], seconds=StepTime.of(time / 1000, 0, 0))})
             for each, time in zip(found.degrees, milliseconds, strict=False)
         ]
         return text_of(replace(found, degrees=degrees).parts())
@@ -205,7 +205,7 @@ def test_another_axis_beside() -> None:
     assert [each.mesh for each in found.degrees] == [{"dp": 2, "tp": n} for n in (1, 2, 3, 4, 6, 8, 12, 16)]
     for each in found.degrees:
         made = tpcompiler.parallelize(mlp(), each.mesh, "auto", inputs={"x": {"dp": "S(0)"}})
-        call = each.calls[""]
+        call = each.calls["model"]
         assert (call.collectives, call.wire_bytes) == (
             len(made.collectives()),
             sum(c.wire_bytes for c in made.collectives()),

@@ -65,7 +65,7 @@ def test_what_is_predicted_is_what_runs(tmp_path: Path) -> None:
     here = machine(tmp_path, RATES + LINKS + FLOORS)
     for plan in (CASES["llama"].asked(), GATHERED):
         found, made = convert_programs(conversions_of(CASES["llama"].export(False), 2, read_plan(plan)), Aim(here))
-        seconds = made[""].predict(here).total.total
+        seconds = made["model"].predict(here).total.total
         assert measure_step_time(found, here).total == pytest.approx(seconds, rel=0.05)
     objective = Objective.of(here)
     copies = sum(objective.copy_seconds(steps, value.meta["val"], found.mesh) for value, steps in changes_of(found))

@@ -167,7 +167,7 @@ def test_calls_are_of_the_programs() -> None:
         with pytest.raises(PlanError, match="and the programs are prefill, decode"):
             tpcompiler.parallelize(programs, 2, "auto", weights=weights)
     with pytest.raises(PlanError, match="and the programs are one"):
-        tpcompiler.find_plan(mlp(), 2, weights={"model": 1})
+        tpcompiler.find_plan(mlp(), 2, weights={"prefill": 1})
 
 
 def test_a_plan_changes_no_price(tmp_path: Path) -> None:
