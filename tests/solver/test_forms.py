@@ -17,12 +17,12 @@ import tpcompiler
 from tests.zoo.case import randomise
 from tests.zoo.found import from_file, written
 from tpcompiler import ParallelProgram, explain_artifact
-from tpcompiler.parallel import pipeline
 from tpcompiler.api import conversions_of, read_plan
 from tpcompiler.cost.kernels import find_kernels
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.errors import ShardingError
 from tpcompiler.ir.text import op_name
+from tpcompiler.parallel import pipeline
 from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.passes._forms import find_forms
 from tpcompiler.rules.experts import BY_BLOCK

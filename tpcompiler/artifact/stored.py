@@ -159,10 +159,11 @@ class StoredProgram(ArtifactProgram):
         for rank in counted(range(manifest.world_size), "reading programs", "ranks"):
             with open_rank(files, rank) as file:
                 name, parameters = _fingerprint(file) or (str(file.path), {})
-                others, program = known.get(name, ({}, None))
-                # A tensor that one of the files lacks is a finding of who compares the tensors.
-                if program and all(others[each] == parameters[each] for each in others.keys() & parameters.keys()):
-                    yield program, read_archive_state(file.path, file)
+                others, alike = known.get(name, (parameters, None))
+                # A tensor that one of the files lacks is found where tensors are compared.
+                shared = others.keys() & parameters.keys()
+                if alike is not None and all(others[each] == parameters[each] for each in shared):
+                    yield alike, read_archive_state(file.path, file)
                     continue
                 program = load_rank(file, manifest)
                 known[name] = parameters, program
