@@ -96,7 +96,7 @@ def noticed(change: Break, words: list[str]) -> str:
     """The first test that fails of the change, or nothing."""
     with tempfile.TemporaryDirectory() as directory:
         tree = Path(directory) / "tree"
-        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*LEFT))
+        shutil.copytree(ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns(*LEFT))
         path = tree / change.path
         path.write_text(change.applied(path.read_text(encoding="utf-8")), encoding="utf-8")
         pytest = [sys.executable, "-W", "ignore", "-m", "pytest", "-x", "-q", "-n", "2", "--dist", "loadfile", *words]
