@@ -92,7 +92,7 @@ return pin_1
     ]
 
 
-def placements(program: PlannedProgram) -> dict[str, str]:
+def cuts(program: PlannedProgram) -> dict[str, str]:
     names = {node.name: fqn for node, fqn in program.leaves()}
     return {names[name]: own.sharding.text(program.mesh) for name, own in program.planned.items()}
 
@@ -154,7 +154,7 @@ SPLIT = Call(split_weight, m=Call(lambda: None, w=(4, 10)))
     ],
 )
 def test_constraints(module: nn.Module, plan: Mapping[str, Any], expected: dict[str, str]) -> None:
-    assert placements(planned(module, (X,), plan)) == expected
+    assert cuts(planned(module, (X,), plan)) == expected
 
 
 class Tied(nn.Module):
@@ -168,16 +168,16 @@ class Tied(nn.Module):
         return self.head(self.embed(x.long()))
 
 
-def test_a_seed_on_one_tied_leaf_is_on_all() -> None:
-    assert placements(planned(Tied(), (X,), {"embed": "rowwise"})) == {"embed.weight": "S(0)", "head.weight": "S(0)"}
-    assert placements(planned(Tied(), (X,), {"head": "rowwise"})) == {"head.weight": "S(1)", "embed.weight": "S(1)"}
+def test_a_constraint_on_one_tied_leaf_is_on_all() -> None:
+    assert cuts(planned(Tied(), (X,), {"embed": "rowwise"})) == {"embed.weight": "S(0)", "head.weight": "S(0)"}
+    assert cuts(planned(Tied(), (X,), {"head": "rowwise"})) == {"head.weight": "S(1)", "embed.weight": "S(1)"}
 
 
 def test_a_tied_leaf_that_a_strict_export_names_once() -> None:
     exported = torch.export.export(Tied(), (X,), strict=True)
     for name, cut in (("embed", "S(0)"), ("head", "S(1)")):
         program = apply_plan(canonicalize(exported), Plan.of({name: "rowwise"}), MESH)
-        assert placements(program) == {"embed.weight": cut}
+        assert cuts(program) == {"embed.weight": cut}
     with pytest.raises(PlanError, match="one tensor that two layers use, but the plan places it differently"):
         apply_plan(canonicalize(exported), Plan.of({"embed": "rowwise", "head": "rowwise"}), MESH)
 
@@ -197,7 +197,7 @@ def test_a_buffer_that_is_written_is_no_weight() -> None:
         return read
 
     module = Call(forward, out=nn.Linear(4, 4), cache=torch.zeros(2, 4))
-    assert placements(planned(module, (X,), {"out": "rowwise"})) == {"out.weight": "S(1)"}
+    assert cuts(planned(module, (X,), {"out": "rowwise"})) == {"out.weight": "S(1)"}
 
 
 def test_a_tied_leaf_is_touched_by_an_entry_for_its_other_name() -> None:
