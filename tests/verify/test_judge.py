@@ -12,7 +12,7 @@ from tests.test_api import PLAN, Mlp, exported
 from tests.zoo.faults import without_collective
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.judge.compare.judge import Layout, difference
+from tpcompiler.judge.compare.judge import Layout, difference, ordinary_magnitude
 from tpcompiler.judge.compare.simulate import simulate
 
 
@@ -60,3 +60,11 @@ def test_how_far_off_an_output_may_be(noise: float, off: float, ok: bool) -> Non
     layout = Layout(Mesh((("tp", 2),)), {"y": Sharding.replicated(1)})
     found = difference("y", "y", want, exact, [want, want + off * torch.eye(4)[2]], layout, magnitude=1.0)
     assert found.ok == ok
+
+
+@pytest.mark.parametrize("masked", [-1e9, torch.finfo(torch.float32).min, -torch.inf])
+def test_the_number_of_a_mask_is_no_magnitude_that_values_are_rounded_at(masked: float) -> None:
+    """Otherwise an output beside a mask could be off by more than its scale where float32 and float64 differ."""
+    mask = torch.zeros(4, 4).masked_fill(torch.eye(4) > 0, masked)
+    assert ordinary_magnitude([mask, torch.full((3,), 1.6e9, dtype=torch.int64)]) == 0.0
+    assert ordinary_magnitude([mask + 3, torch.tensor([1.6e9, 1.7e9])]) == float(torch.tensor(1.7e9))

@@ -23,6 +23,7 @@ from tpcompiler.judge.compare.judge import (
     is_rounded,
     largest_difference,
     largest_magnitude,
+    ordinary_magnitude,
     scale_and_noise,
     widened,
 )
@@ -218,7 +219,7 @@ class _Trial:
             )
             for at, name in enumerate(self.output_names)
         ] + [(name, name, want, exact, parts) for name, (want, exact, *parts) in after.items() if name not in lost]
-        magnitude = max(self.weights, largest_magnitude([*flat, *self.expected.outputs]))
+        magnitude = max(self.weights, ordinary_magnitude([*flat, *self.expected.outputs]))
         found = [difference(*each, self.layout, magnitude) for each in made]
         forgotten = {name for name in after if any(name not in result.mutated for *_, result in runs)}
         found = [

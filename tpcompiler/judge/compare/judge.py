@@ -129,6 +129,12 @@ def largest_magnitude(values: Iterable[Any]) -> float:
     return max((float(widened(v).abs().nan_to_num(0.0, 0.0, 0.0).amax()) for v in rounded if v.numel()), default=0.0)
 
 
+def ordinary_magnitude(values: Iterable[Any]) -> float:
+    """Return the largest magnitude in tensors of floats, without the numbers of a mask, which `_bands` sets apart."""
+    rounded = (value.detach() for value in values if isinstance(value, torch.Tensor) and is_rounded(value))
+    return largest_magnitude(value[_bands(widened(value))[0]] for value in rounded if value.numel())
+
+
 def largest_difference(got: torch.Tensor, want: torch.Tensor) -> float:
     """Return the largest difference; equal infinities, and NaNs in the same places, are equal."""
     got, want = widened(got), widened(want)
