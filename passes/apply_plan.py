@@ -14,6 +14,7 @@ from torch.export.graph_signature import OutputKind
 
 from tpcompiler.errors import PlanError, ShardingError, option
 from tpcompiler.ir import edit
+from tpcompiler.ir.backward import is_backward
 from tpcompiler.ir.constraints import AnyStyle, AsUsed, Constraint, Dims, Exactly, Over
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import fold_layers, layer_of, modules_around, weight_of
@@ -28,6 +29,7 @@ from tpcompiler.passes._wrapped import find_wrapped
 from tpcompiler.passes.regions.attend_in_turns import ask_for_turns
 from tpcompiler.plan import Plan, PlanEntry
 
+PINNED_KINDS = (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)  # a gradient is placed as its parameter is
 Boundary = Mapping[str, PlacementSpec] | Sequence[PlacementSpec | None] | None
 
 
@@ -151,9 +153,9 @@ def _pin_module(graph: fx.Graph, name: str, entry: PlanEntry, static: Set[fx.Nod
     style = entry.style
     if not (style.inputs or style.outputs):
         return
-    inside = [node for node in edit.calls(graph) if name in edit.module_paths(node)]
+    inside = [node for node in edit.calls(graph) if name in edit.module_paths(node) and not is_backward(node)]
     members = set(inside)
-    results = [n for n in inside if edit.is_tensor(n) and any(u not in members for u in n.users)]
+    results = [n for n in inside if edit.is_tensor(n) and any(u not in members and not is_backward(u) for u in n.users)]
     entering = dict.fromkeys(o for node in inside for o in edit.operands(node) if o not in members and o not in static)
     for what, specs, values in (("output", style.outputs, results), ("input", style.inputs, list(entering))):
         if len(specs) == 1:
@@ -253,7 +255,7 @@ def _pin_outputs(program: CanonicalProgram, mesh: Mesh, given: Boundary) -> None
     output = program.output
     values = list(output.args[0])  # type: ignore[arg-type]
     specs = program.source.graph_signature.output_specs
-    user = [i for i, s in enumerate(specs) if s.kind is OutputKind.USER_OUTPUT and edit.is_tensor(values[i])]
+    user = [i for i, s in enumerate(specs) if s.kind in PINNED_KINDS and edit.is_tensor(values[i])]
     first = len(values) - len(program.output_names())  # values written back come first
     names = [program.output_names()[i - first] for i in user]
     requested = _boundary(given, names, "output")

@@ -20,6 +20,7 @@ from tpcompiler.frontend.refused import refuse_calls, refuse_values
 from tpcompiler.frontend.spell_out import spell_out
 from tpcompiler.frontend.written_back import find_hidden_views, keep_old_values
 from tpcompiler.ir import edit
+from tpcompiler.ir.backward import mark_backward
 from tpcompiler.ir.bodies import read_bodies
 from tpcompiler.ir.draws import RECURRENT, draws, draws_for_a_shape, remove_unused
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, memory_order, no_new_guards
@@ -74,7 +75,8 @@ def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
     refuse_calls(source, graph)
     for node in graph.nodes:
         node.meta.pop("custom", None)  # the exporter's annotations; claims take their place
-    return CanonicalProgram(source, graph)
+    mark_backward(canonical := CanonicalProgram(source, graph))
+    return canonical
 
 
 def _decompose(program: ExportedProgram) -> ExportedProgram:

@@ -59,9 +59,10 @@ def place(program: PlannedProgram, found: Solution, *, check_indices: bool = Tru
 def _mark_output(program: PlannedProgram, walk: Walk) -> NodePlacement:
     leaves = {fqn: node for node, fqn in program.leaves()} | {n.name: n for n in program.user_inputs()}
     written = dict(program.mutations())
-    # A value written back keeps the sharding of its buffer, from call to call.
+    leading = {**written, **dict(program.gradients())}
+    # A value written back keeps the sharding of its buffer, from call to call; a gradient has its parameter's.
     wants = tuple(
-        walk.settled[leaves[written[position]] if position in written else value]
+        walk.settled[leaves[leading[position]] if position in leading else value]
         for position, value in enumerate(program.output.args[0])  # type: ignore[arg-type]
         if edit.is_tensor(value)
     )

@@ -40,6 +40,7 @@ from tpcompiler._torch.groups import (
     traced_mesh,
 )
 from tpcompiler._torch.initializers import skip_fake_truncations
+from tpcompiler._torch.joint import input_key, output_keys, trace_joint
 from tpcompiler._torch.known import KnownTensor
 from tpcompiler._torch.ops import (
     MISSING,
@@ -59,7 +60,9 @@ from tpcompiler._torch.ops import (
     symm_mem,
 )
 from tpcompiler._torch.programs import (
+    GRADIENT_KINDS,
     LEAF_KINDS,
+    RETURNED_KINDS,
     WRITTEN_KINDS,
     all_tensors,
     check_built,

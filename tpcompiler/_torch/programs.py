@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 
 LEAF_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 WRITTEN_KINDS = (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION, OutputKind.PARAMETER_MUTATION)
+GRADIENT_KINDS = (OutputKind.GRADIENT_TO_PARAMETER, OutputKind.GRADIENT_TO_USER_INPUT)
+RETURNED_KINDS = (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT, *GRADIENT_KINDS)
 
 
 def input_values(program: ExportedProgram) -> dict[str, Any]:

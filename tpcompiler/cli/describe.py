@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, OutputKind
+from torch.export.graph_signature import ConstantArgument
 
-from tpcompiler._torch import input_values, user_inputs
+from tpcompiler._torch import RETURNED_KINDS, input_values, user_inputs
 from tpcompiler.api import find_plan
 from tpcompiler.artifact.summary import ModelLayer, ModelSummary, ModelTensor, ModelValue
 from tpcompiler.ask.plan_text import modules_of, plan_text
@@ -64,7 +64,7 @@ def _inputs(program: ExportedProgram) -> list[ModelValue]:
 def _outputs(program: ExportedProgram) -> list[ModelValue]:
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     names = Program(program, program.graph).output_names()
-    user = [spec for spec in program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
+    user = [spec for spec in program.graph_signature.output_specs if spec.kind in RETURNED_KINDS]
     out = []
     for name, spec in zip(names, user, strict=True):
         if isinstance(spec.arg, ConstantArgument):

@@ -22,6 +22,8 @@ from tpcompiler.rules.notation import Rule
 STEP = 1e-12  # seconds: the choice with fewer collectives wins a tie
 TIE = 1e-3  # of the time to read a byte: the choice that holds or touches fewer bytes wins a tie
 LEAST = 2e-9  # seconds: to save few held bytes, a small matrix is worth an extra collective; a vector is not
+GATHERING = ("all_gather", "all_to_all")
+NEVER_WORTH = 1.0  # seconds: more than all else, and yet a price, for an op that has no other choice
 COPIES = {"slice": 3, "all_to_all": 4}  # ops of a step that copies (default 1); a slice also creates its indices
 VIEWS = 3  # around each copy, such as those of the ranks' dim that a gather adds, moves and merges
 
@@ -43,12 +45,15 @@ class Objective(NamedTuple):
     Attributes:
         held: seconds that a byte of weights is worth; a tiny value only breaks ties.
         calls: the weights of one call of each of several programs placed together; all 1 by default.
+        samples: axes that cut the samples of a program with gradients. To gather what they cut is never worth it: the
+            samples of the example are few, and those of a training run are many.
         spread: ranks of omitted axes, over which everything counts as sharded for free: for a lower bound.
     """
 
     machine: Machine
     held: float
     calls: tuple[float, ...] = ()
+    samples: frozenset[str] = frozenset()
     spread: int = 1
 
     @classmethod
@@ -64,7 +69,8 @@ class Objective(NamedTuple):
         """Return the seconds of a change of sharding: its collectives and its copies."""
         steps = steps_between(source, target, value.shape, value.element_size(), mesh, self.machine)
         sent = sum(self._step_seconds(step, mesh) + STEP for step in steps if step.kind not in FREE)
-        return sent + self.copy_seconds(steps, value, mesh)
+        gathered = sum(step.kind in GATHERING and not self.samples.isdisjoint(step.axes) for step in steps)
+        return sent + gathered * NEVER_WORTH + self.copy_seconds(steps, value, mesh)
 
     def _step_seconds(self, step: Step, mesh: Mesh) -> float:
         """Return the seconds of a collective; for a lower bound, also as part of one over more axes."""

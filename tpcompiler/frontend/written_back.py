@@ -22,6 +22,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 
 from tpcompiler._torch import (
+    WRITTEN_KINDS,
     HigherOrderOperator,
     OpOverload,
     aten,
@@ -115,7 +116,10 @@ def _written(program: ExportedProgram) -> list[fx.Node | None]:
         for node, spec in edit.placeholders(program)
     }
     specs = program.graph_signature.output_specs
-    return [owners.get((spec.kind is OutputKind.USER_INPUT_MUTATION, spec.target)) for spec in specs]
+    return [
+        owners.get((spec.kind is OutputKind.USER_INPUT_MUTATION, spec.target)) if spec.kind in WRITTEN_KINDS else None
+        for spec in specs
+    ]
 
 
 def keep_old_values(program: ExportedProgram) -> ExportedProgram:

@@ -17,8 +17,9 @@ from torch.fx.node import map_aggregate
 from tpcompiler._torch import copy_graph as copy_graph
 
 FRAME = re.compile(r'^[ \t]*File "?(?P<path>[^"\n]*)"?, line (?P<line>\d+)(?P<where>, in [^,\n]*)?', re.MULTILINE)
+BACKWARD = "tpcompiler_backward"  # on a call that only gradients need
 NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"  # torch.export's entry for an op outside of any module
-KEPT_META = ("nn_module_stack", "stack_trace", "source_fn_stack")
+KEPT_META = ("nn_module_stack", "stack_trace", "source_fn_stack", BACKWARD)
 
 
 def fake(node: fx.Node) -> Any:

@@ -15,7 +15,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
-from tpcompiler._torch import LEAF_KINDS, WRITTEN_KINDS, tree_names
+from tpcompiler._torch import GRADIENT_KINDS, LEAF_KINDS, WRITTEN_KINDS, tree_names
 from tpcompiler.ir.constraints import AnyStyle, AsUsed, Constraint
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.runtime.records import Note as Note
@@ -88,10 +88,21 @@ class Program:
             if spec.kind in WRITTEN_KINDS and spec.target is not None:
                 yield position, spec.target
 
+    def gradients(self) -> Iterator[tuple[int, str]]:
+        """Yield (position among the outputs, FQN of the parameter or name of the input) for every gradient."""
+        for position, spec in enumerate(self.source.graph_signature.output_specs):
+            if spec.kind in GRADIENT_KINDS and spec.target is not None:
+                yield position, spec.target
+
     def written(self) -> Iterator[tuple[fx.Node, str]]:
         """Yield each value written back with the FQN of its buffer or the name of its input."""
         values: Any = self.output.args[0]
         yield from ((values[position], name) for position, name in self.mutations())
+
+    def followers(self) -> Iterator[tuple[fx.Node, str]]:
+        """Yield each value that is placed as a leaf or an input is, with its name: written back, or its gradient."""
+        values: Any = self.output.args[0]
+        yield from ((values[position], name) for position, name in (*self.mutations(), *self.gradients()))
 
     def state(self, fqn: str) -> torch.Tensor:
         """Return the whole (single-device) value of a leaf."""

@@ -2,6 +2,7 @@
 
 from tpcompiler.rules import (
     attention,
+    backward,
     convolution,
     creation,
     einsum,
@@ -27,6 +28,7 @@ from tpcompiler.rules import (
 
 __all__ = [
     "attention",
+    "backward",
     "convolution",
     "creation",
     "einsum",

@@ -9,6 +9,7 @@ from torch import fx
 
 from tpcompiler._torch import aten
 from tpcompiler.ir import edit
+from tpcompiler.ir.backward import is_backward
 from tpcompiler.rules.notation import Rule, Term
 from tpcompiler.rules.registry import rule_of
 
@@ -31,8 +32,8 @@ def feature_dims(leaf: Sequence[fx.Node], side: Literal["out", "in"], static: Se
         node, origin = stack.pop()
         for user in node.users:
             rule = rule_of(user) if user.op == "call_function" and edit.outputs(user) else None
-            if rule is None:
-                continue
+            if rule is None or is_backward(user):
+                continue  # a backward sums over what its forward makes, and the other way round
             if user in static or _chooses_weights(user, node):  # a view, a split, a cast, a scale of an int8 weight
                 pairs = zip(edit.operands(user), rule.pattern.inputs, strict=True)
                 terms = [term for operand, term in pairs if operand is node]

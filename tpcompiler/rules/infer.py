@@ -266,8 +266,11 @@ def shardings(rule: Rule, option: Option, mesh: Mesh) -> tuple[tuple[Sharding, .
         partial = {axis: op for axis, op in pending.items() if index in rule.pattern.addends}
         partial.update({axis: op for axis, (op, group) in option.through.items() if index in group})
         wants.append(_sharding(rule, term, option, partial, mesh))
-    for term in rule.pattern.outputs:
-        outputs.append(_sharding(rule, term, option, {**pending, **passed}, mesh))
+    for term, sums in zip(rule.pattern.outputs, rule.pattern.sums, strict=True):
+        own = {axis: "sum" for factor, cut in option.cuts.items() if factor in sums for axis in cut.axes}
+        if own.keys() & passed.keys():
+            return Refusal("it sums over a dim that is cut by the axis over which an operand is pending")
+        outputs.append(_sharding(rule, term, option, {**pending, **own, **passed}, mesh))
     for each in (*wants, *outputs):
         if isinstance(each, Refusal):
             return each

@@ -6,6 +6,7 @@
     "a 1 -> a b"                 1: a broadcast dim of size 1
     "a [q k] -> a q, a k"        a dim of factors in a row, each cut by itself (a split, a cat)
     "a [_x c] -> a c"            _x: left out, so neither reduced nor produced
+    "q d, k d -> q d, k d {q}"   {q}: a factor that this output sums over, and another has (the gradient of keys)
 
 Operands are the tensor operands in order, separated by commas; an empty term is a 0-d tensor. A factor only on the left
 is reduced: sharding it leaves Partial. A factor only on the right is produced by the op.
@@ -47,6 +48,7 @@ class Pattern:
     outputs: tuple[Term, ...]
     addends: frozenset[int]
     whole: frozenset[str]
+    sums: tuple[frozenset[str], ...]  # for each output, the factors that it alone sums over
 
 
 @dataclass(frozen=True)
@@ -177,10 +179,11 @@ def parse(text: str) -> Pattern:
             addends.add(index)
             operand = operand[1:]
         inputs.append(_term(operand, whole))
-    outputs = tuple(_term(part, whole) for part in right.split(","))
+    sums = tuple(frozenset(" ".join(re.findall(r"{([^}]*)}", part)).split()) for part in right.split(","))
+    outputs = tuple(_term(re.sub(r"{[^}]*}", "", part), whole) for part in right.split(","))
     output_factors = {f for term in outputs for dim in term for f in dim}
     operand_factors = {f for term in inputs for dim in term for f in dim}
-    return Pattern(tuple(inputs), outputs, frozenset(addends), frozenset(whole | (output_factors - operand_factors)))
+    return Pattern(tuple(inputs), outputs, frozenset(addends), frozenset(whole | (output_factors - operand_factors)), sums)
 
 
 def extents(

@@ -15,9 +15,10 @@ from typing import Any, cast
 
 import torch
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, OutputKind
+from torch.export.graph_signature import ConstantArgument
 
 from tpcompiler._torch import (
+    RETURNED_KINDS,
     FakeTensor,
     all_tensors,
     is_registered_class,
@@ -216,7 +217,7 @@ def _strange_calling(program: ExportedProgram) -> str:
     if strange := [each.fqn for each in graph if not isinstance(each.fqn, str)]:
         return f"it names a module {strange[0]!r}"
     takes = len(user_inputs(program))
-    gives = sum(each.kind is OutputKind.USER_OUTPUT for each in signature.output_specs)
+    gives = sum(each.kind in RETURNED_KINDS for each in signature.output_specs)
     if (spec.in_spec.num_leaves, spec.out_spec.num_leaves) != (takes, gives):
         return (
             f"its program should take {spec.in_spec.num_leaves} and return {spec.out_spec.num_leaves} values, "

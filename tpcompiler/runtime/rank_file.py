@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
+from torch.export.graph_signature import InputKind, TensorArgument
 
-from tpcompiler._torch import tree_flatten, tree_names
+from tpcompiler._torch import RETURNED_KINDS, tree_flatten, tree_names
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.artifact import VALUES, Manifest, lacks_weights
 from tpcompiler.runtime.model_file import load_opened, looked_into
@@ -233,7 +233,7 @@ def strides_of(value: torch.Tensor) -> list[int]:
 def _check_boundary(program: ExportedProgram, manifest: Manifest, path: Path) -> None:
     signature, tree = program.graph_signature, program.call_spec.out_spec
     inputs = [spec.arg for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT]
-    outputs = [spec.arg for spec in signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
+    outputs = [spec.arg for spec in signature.output_specs if spec.kind in RETURNED_KINDS]
     takes = [arg.name for arg in inputs if isinstance(arg, TensorArgument)]
     names = zip(tree_names(tree) if tree is not None else (), outputs, strict=True)
     gives = [name for name, arg in names if isinstance(arg, TensorArgument)]

@@ -11,6 +11,7 @@ from torch import fx
 
 from tpcompiler.cost.kernels import Kernel, factors_of_product, is_attention
 from tpcompiler.ir import edit
+from tpcompiler.ir.backward import is_backward
 from tpcompiler.ir.constraints import Dims, Exactly, Over
 from tpcompiler.ir.program import PIN, PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
@@ -125,9 +126,9 @@ def _limits_with_plan(
 
 
 def _settle_ways(domain: Domain) -> None:
-    """Let a leaf that is written be what is written to it, and ops follow it."""
+    """Let a leaf be what is written to it, or what its gradient is, and ops follow it."""
     placeholders = {fqn: domain.leaves[node.name] for node, fqn in domain.program.leaves()}
-    for value, name in domain.program.written():
+    for value, name in domain.program.followers():
         for sharding in shardings_of(domain, value) if name in placeholders else ():
             placeholders[name].want(sharding.settled(), domain.stage)
     for node in domain.operands:
@@ -177,7 +178,7 @@ def _find_touched(domain: Domain) -> Set[fx.Node]:
         known = domain.leaves[leaf.name]
         asked = known.allowed.shardings if isinstance(known.allowed, Exactly | Dims) else ()
         is_cut = any(axis in each.axes for each in asked)
-        if is_cut or known.is_written:
+        if is_cut or known.is_followed:
             touched.add(leaf)
         if is_cut and isinstance(known.allowed, Dims):
             domain.comes_of[leaf] = frozenset([known.group])
@@ -241,8 +242,8 @@ def _let_leaves_be_whole(domain: Domain, touched: Set[fx.Node]) -> None:
     for node, ways in domain.ways.items():
         operands = domain.operands[node]
         have = tuple(reached.get(operand, ()) for operand in operands)
-        if not any(have):
-            continue
+        if not any(have) or is_backward(node):
+            continue  # a backward takes what its forward did
         for made, at in edit.results(node):
             reached[made] = stage.known.once(("reached", ways, have, at), partial(made_of, stage, ways, have, at))
         if any(domain.leaves[o.name].is_fixed for o in operands if o.name in domain.leaves):

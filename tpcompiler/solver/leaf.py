@@ -16,12 +16,12 @@ from tpcompiler.solver.stage import Stage
 class Leaf:
     """A tensor of the model, whatever names and programs share it, and its possible shardings so far.
 
-    `before`: its sharding over the axes before. `shardings`: empty for one that takes the sharding that its uses want.
+    `is_followed`: values are placed as it is: it is written, or has a gradient. `before`: its sharding over the axes before. `shardings`: empty for one that takes the sharding that its uses want.
     """
 
     group: str
     allowed: Allowed
-    is_written: bool
+    is_followed: bool
     before: Sharding
     value: torch.Tensor
     shardings: dict[Sharding, None] = field(default_factory=dict)
@@ -37,13 +37,13 @@ class Leaf:
         return self.allowed.within if isinstance(self.allowed, AnyStyle) else None
 
     def start(self, stage: Stage) -> None:
-        """Let it be what its constraint names, or as before if it is written."""
+        """Let it be what its constraint names, or as before if other values are placed as it is."""
         if isinstance(self.allowed, Exactly | Dims):
             is_whole = isinstance(self.allowed, Exactly) and len(self.allowed.shardings) == 1  # over all axes
             for asked in self.allowed.shardings:
                 sharding = asked if is_whole else asked.only(stage.axis).beside(self.before, {stage.axis})
                 self.shardings.setdefault(stage.within(sharding, self.value))
-        elif self.is_written:
+        elif self.is_followed:
             self.let_be_whole()
         if stage.gathers:  # whole, or cut evenly along any dim, whatever its uses want
             self.let_be_whole()
@@ -57,7 +57,7 @@ class Leaf:
         earlier = sharding.within(stage.axes[:-1], self.value.shape, stage.mesh)
         if sharding.partial or earlier != self.before:
             return
-        is_open = not self.is_fixed and self.is_written
+        is_open = not self.is_fixed and self.is_followed
         if is_open or (isinstance(self.allowed, Dims) and self.allowed.admits(sharding, stage.axis)):
             self.shardings.setdefault(sharding)
 

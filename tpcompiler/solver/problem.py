@@ -42,10 +42,11 @@ FREE = aten.sym_size.int  # it takes a value as it is
 
 
 class Values(NamedTuple):
-    """The possible shardings of a value: one per value of a variable, or a single one."""
+    """The possible shardings of a value: one per value of a variable, or a single one; `asked`: a pin asks for it."""
 
     variable: int | None
     shardings: tuple[Sharding, ...]
+    asked: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,7 @@ def pose(
     Args:
         before: what each leaf is over the axes before, by group.
     """
+    objective = objective._replace(samples=_sample_axes(programs))
     problem = Problem(programs, stage, objective, refused)
     problem.groups = _find_groups(programs)
     parts = stage.parts or (stage,)
@@ -154,6 +156,18 @@ def pose(
     return problem
 
 
+def _sample_axes(programs: Sequence[PlannedProgram]) -> frozenset[str]:
+    """Return the axes that cut inputs of programs with gradients, except one that cuts layers too."""
+    found = set[str]()
+    for program in programs:
+        if next(program.gradients(), None) is not None:
+            planned = {axis for own in program.planned.values() for axis in own.sharding.axes}
+            layers = {program.mesh.model_axis} if program.is_searched else planned & {program.mesh.model_axis}
+            inputs = (program.constraints[node.name].sharding.axes for node in program.user_inputs())
+            found |= {axis for axes in inputs for axis in axes} - layers
+    return frozenset(found)
+
+
 def _find_domains(problem: Problem, stage: Stage, before: Mapping[str, Sharding]) -> list[Domain]:
     leaves = _find_leaves(problem, stage, before)
     found: list[Domain] = []
@@ -176,20 +190,20 @@ def _find_groups(programs: Sequence[PlannedProgram]) -> dict[fx.Node, str]:
 def _find_leaves(problem: Problem, stage: Stage, before: Mapping[str, Sharding]) -> list[dict[str, Leaf]]:
     """Placeholder name -> leaf, for each program."""
     allowed: dict[str, Allowed] = {}
-    written: set[str] = set()
+    leading: set[str] = set()
     for program in problem.programs:
-        changed = {name for _, name in program.written()}
+        followed = {name for _, name in program.followers()}
         for node, fqn in program.leaves():
             group, constraint = problem.groups[node], program.constraints.get(node.name)
             if constraint is not None and constraint.request is not None:
                 allowed.setdefault(group, constraint.allowed)
-            if fqn in changed:
-                written.add(group)
+            if fqn in followed:
+                leading.add(group)
     made: dict[str, Leaf] = {}
     for node, group in problem.groups.items():
         if group not in made:
             known, value = before.get(group, Sharding.replicated(edit.ndim(node))), edit.fake(node)
-            made[group] = Leaf(group, allowed.get(group, stage.rest), group in written, known, value)
+            made[group] = Leaf(group, allowed.get(group, stage.rest), group in leading, known, value)
             made[group].start(stage)
     return [{node.name: made[problem.groups[node]] for node, _ in program.leaves()} for program in problem.programs]
 
@@ -259,13 +273,13 @@ def _state(problem: Problem, domain: Domain) -> None:
         for made, at in edit.results(node):
             problem.values[made] = Values(variable, choices.made[at])
         for index, operand in enumerate(domain.operands[node]):
-            wanted = Values(variable, choices.wants[index])
+            wanted = Values(variable, choices.wants[index], node.target is pin)
             if operand in leaves and problem.groups[operand] not in problem.leaves:
                 _price_use(problem, operand, leaves[operand], wanted, domain.leaves[operand.name])
             elif operand in problem.values:
                 uses.setdefault(operand, []).append(wanted)
     names = {fqn: node for node, fqn in leaves.items()} | {node.name: node for node in program.user_inputs()}
-    for value, name in program.written():
+    for value, name in program.followers():
         if value in problem.values:
             uses.setdefault(value, []).append(problem.values[names[name]])
     for value, wanted_by in uses.items():
@@ -391,9 +405,10 @@ def _price_changes(
 ) -> None:
     tensor, have, want = edit.fake(value), source.shardings, target.shardings
     refused = problem.refused / weight if is_weight else None
+    objective = problem.objective._replace(samples=frozenset()) if target.asked else problem.objective
 
     def find() -> numpy.ndarray:
-        prices = price_changes(have, want, tensor, problem.stage.mesh, problem.objective, problem.stage.read, refused)
+        prices = price_changes(have, want, tensor, problem.stage.mesh, objective, problem.stage.read, refused)
         return in_units(weight * prices)
 
-    problem.price([source, target], problem.known.once((have, want, key(value), is_weight, weight), find))
+    problem.price([source, target], problem.known.once((have, want, key(value), is_weight, weight, objective.samples), find))

@@ -10,9 +10,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import OutputKind
 
-from tpcompiler._torch import OpOverload
+from tpcompiler._torch import RETURNED_KINDS, OpOverload
 from tpcompiler.ir import edit
 from tpcompiler.ir.node_placement import NO_CLAIM, Claim, claims_of, records_of
 from tpcompiler.ir.text import op_name, value_text
@@ -212,8 +211,8 @@ def _outputs(
     for position, (spec, value) in enumerate(zip(specs, output.args[0], strict=True)):  # type: ignore[arg-type]
         if not isinstance(value, fx.Node) or not edit.is_tensor(value):
             continue
-        leaf = None if spec.kind is OutputKind.USER_OUTPUT else held.get(spec.target or "")
-        row = next(rows) if spec.kind is OutputKind.USER_OUTPUT else None
+        leaf = None if spec.kind in RETURNED_KINDS else held.get(spec.target or "")
+        row = next(rows) if spec.kind in RETURNED_KINDS else None
         name = row.name if row else f"{spec.target} (written back)"
         sharding = leaf.sharding if leaf else row.sharding if row else ""
         item = Item(f"output {position}", "output", (name,), sharding, value_text(edit.fake(value)), origin=name)

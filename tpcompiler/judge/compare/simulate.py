@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+from torch.export.graph_signature import ConstantArgument, InputKind
 
+from tpcompiler._torch import RETURNED_KINDS, WRITTEN_KINDS
 from tpcompiler.errors import InternalError
 from tpcompiler.frontend.written_back import find_written
 from tpcompiler.ir import edit
@@ -154,7 +155,7 @@ def _run(
 ) -> Generator[Waiting, torch.Tensor | None, RankResult]:
     waiting: dict[fx.Node, Any] = {}
     env = _Values(lambda node: _input(program, waiting[node], feed, state))
-    targets = {spec.target for spec in program.graph_signature.output_specs}
+    targets = {s.target for s in program.graph_signature.output_specs if s.kind in WRITTEN_KINDS}
     written = program.written if isinstance(program, Promoted) else find_written(program)
     held: dict[str, Any] = {}
     feed = iter(inputs)
@@ -186,7 +187,7 @@ def _run(
         ran()
     user, mutated = [], {}
     for spec, value in zip(program.graph_signature.output_specs, outputs, strict=True):
-        if spec.kind is OutputKind.USER_OUTPUT:
+        if spec.kind in RETURNED_KINDS:
             user.append(spec.arg.value if isinstance(spec.arg, ConstantArgument) else value)
         elif spec.target is not None:
             mutated[spec.target] = _written_back(held.get(spec.target), value)

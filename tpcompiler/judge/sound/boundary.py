@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch.export import ExportedProgram
-from torch.export.graph_signature import OutputKind
+from torch.export.graph_signature import OutputSpec
 
-from tpcompiler._torch import TreeSpec, tree_names
+from tpcompiler._torch import GRADIENT_KINDS, RETURNED_KINDS, WRITTEN_KINDS, TreeSpec, tree_names
 from tpcompiler.frontend.written_back import find_overwritten
 from tpcompiler.ir import edit
 from tpcompiler.ir.calling import calling_of
@@ -45,11 +45,11 @@ def check_outputs(made: Folded, manifest: Manifest) -> None:
     for _, lost, buffer in find_overwritten(program):
         raise Unsound(lost, f"shares the memory of {buffer!r}, which is written before it is returned")
     for spec, value in zip(program.graph_signature.output_specs, values, strict=True):
-        name = next(names, None) if spec.kind is OutputKind.USER_OUTPUT else None
+        name = next(names, None) if spec.kind in RETURNED_KINDS else None
         if not edit.is_tensor(value):
             continue
         found = made.shardings[value][0]
-        if spec.kind is OutputKind.USER_OUTPUT:
+        if spec.kind in RETURNED_KINDS:
             row = next(rows, None)
             if row is None or row.name != name:
                 raise Unsound(value, f"is output {name!r}, and the manifest says {row and row.name!r}")
@@ -65,20 +65,22 @@ def check_outputs(made: Folded, manifest: Manifest) -> None:
                     value,
                     f"is {dtype} {list(whole)}, and the manifest says output {row.name!r} is {row.dtype} {row.shape}",
                 )
-        else:
-            owner = owners[str(spec.target)]
-            new, old = (edit.outputs(made.whole[each])[0] for each in (value, owner))
-            if new.dtype != old.dtype or not _has_shape(new.shape, old.shape):
-                said = [f"{dtype_name(each.dtype)} {list(each.shape)}" for each in (new, old)]
-                raise Unsound(value, f"is written back as {said[0]}, and {spec.target!r} is {said[1]}")
-            if found != made.shardings[owner][0]:
-                raise Unsound(
-                    value,
-                    f"is written back to {spec.target!r} as {found.text(made.mesh)}, "
-                    f"and that is {made.shardings[owner][0].text(made.mesh)}",
-                )
+        if spec.kind in (*WRITTEN_KINDS, *GRADIENT_KINDS):
+            _check_follower(made, spec, value, owners[str(spec.target)])
     if left := next(rows, None):
         raise Unsound(None, f"the manifest names an output {left.name!r}, which the program lacks")
+
+
+def _check_follower(made: Folded, spec: OutputSpec, value: fx.Node, owner: fx.Node) -> None:
+    """Check that a value that is written back, or a gradient, is what it belongs to in shape, dtype and sharding."""
+    what, to = ("a gradient", "of") if spec.kind in GRADIENT_KINDS else ("written back", "to")
+    new, old = (edit.outputs(made.whole[each])[0] for each in (value, owner))
+    if new.dtype != old.dtype or not _has_shape(new.shape, old.shape):
+        said = [f"{dtype_name(each.dtype)} {list(each.shape)}" for each in (new, old)]
+        raise Unsound(value, f"is {what} as {said[0]}, and {spec.target!r} is {said[1]}")
+    found, wanted = (made.shardings[each][0].text(made.mesh) for each in (value, owner))
+    if made.shardings[value][0] != made.shardings[owner][0]:
+        raise Unsound(value, f"is {what} {to} {spec.target!r} as {found}, and that is {wanted}")
 
 
 def _has_shape(shape: Sequence[Any], said: Sequence[Any]) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from tpcompiler._torch import FakeTensor
+from tpcompiler._torch import WRITTEN_KINDS, FakeTensor
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import same_bits
@@ -145,7 +145,7 @@ def _check_terms(row: TensorRecord, whole: torch.Tensor, ranks: Sequence[Written
 
 def _check_memory(each: WrittenRank, rank: int, elsewhere: Set[str]) -> None:
     """Check that written buffers and parameters overlap neither another tensor nor themselves."""
-    written = {spec.target for spec in each.program.graph_signature.output_specs if spec.target is not None}
+    written = {spec.target for spec in each.program.graph_signature.output_specs if spec.kind in WRITTEN_KINDS}
     begins = {name: value.data_ptr() for name, value in each.state.items() if _has_memory(value)}
     last, until = "", 0
     for name, begin in sorted(begins.items(), key=lambda item: item[1]):

@@ -1,0 +1,107 @@
+"""The joint graph of a program's forward and backward, as torch traces it for its own compiler."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx
+from torch._decomp import _core_aten_decompositions_post_autograd
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+from torch.export._trace import _compiling_state_context, _fakify_params_buffers, _ignore_backend_decomps
+from torch.export.exported_program import _register_constants_as_buffers
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_unflatten
+
+Key = str | int  # the name of a leaf, or the position of the user's tensor or of an output
+
+
+def trace_joint(program: ExportedProgram, loss: int, kept: Collection[OpOverload]) -> fx.Graph:
+    """Trace a program forward and the backward of one of its outputs, in core ATen ops and the `kept` ones.
+
+    Placeholders and the output are described by `input_key` and `output_keys`. Nodes keep the modules of the forward
+    in `nn_module_stack`, those of the backward in `fwd_nn_module_stack`.
+    """
+    table = {op: each for op, each in _core_aten_decompositions_post_autograd().items() if op not in kept}
+    module = program.module(check_guards=False)
+    _detach_others(module.graph, loss)
+    module.recompile()
+    given = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+    values = (node.meta.get("val") for node in program.graph.nodes)
+    mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
+    _register_constants_as_buffers(module, program.state_dict, program.graph_signature.non_persistent_buffers)
+    fakes = _fakify_params_buffers(mode, module)
+    args, kwargs = tree_unflatten(given, module._in_spec)
+    with contextlib.ExitStack() as stack, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for each in (
+            mode,
+            tracing(TracingContext(mode)),
+            _reparametrize_module(module, fakes, tie_weights=True, strict=True, stack_weights=True),
+            _ignore_backend_decomps(),
+            _compiling_state_context(),
+            torch.enable_grad(),
+        ):
+            stack.enter_context(each)
+        traced = aot_export_joint_with_descriptors(
+            stack, module, (*args, *kwargs.values()), decompositions=table, _record_nn_module_stack=True
+        )
+    return traced.graph_module.graph
+
+
+def _detach_others(graph: fx.Graph, loss: int) -> None:
+    """Detach all outputs but the loss: torch asks for a gradient of each output otherwise."""
+    output: Any = graph.output_node()
+    with graph.inserting_before(output):
+        values = [
+            graph.call_function(torch.ops.aten.detach.default, (value,))
+            if at != loss and isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
+            else value
+            for at, value in enumerate(output.args[0])
+        ]
+    output.args = (tuple(values),)
+
+
+def input_key(node: fx.Node) -> Key | None:
+    """Return what a placeholder of a joint graph holds; None for the gradient of an output."""
+    described = node.meta["desc"]
+    if isinstance(described, ParamAOTInput | BufferAOTInput):
+        return described.target
+    return described.idx if isinstance(described, PlainAOTInput) else None
+
+
+def output_keys(output: fx.Node) -> list[tuple[str, Key, fx.Node]]:
+    """Return (what it is: "written", "output" or "gradient"; of what; the value) of each output of a joint graph."""
+    found: list[tuple[str, Key, fx.Node]] = []
+    for described, value in zip(output.meta["desc"], output.args[0], strict=True):  # type: ignore[arg-type]
+        if not isinstance(value, fx.Node):
+            continue  # a number, or the gradient of what the loss does not depend on
+        if isinstance(described, InputMutationAOTOutput):
+            found.append(("written", _key_of(described.mutated_input), value))
+        elif isinstance(described, PlainAOTOutput):
+            found.append(("output", described.idx, value))
+        elif isinstance(described, GradAOTOutput):
+            found.append(("gradient", _key_of(described.grad_of), value))
+        else:
+            raise AssertionError(described)
+    return found
+
+
+def _key_of(described: Any) -> Key:
+    key: Key = described.idx if isinstance(described, PlainAOTInput) else described.target
+    return key
