@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tpcompiler.api.doctor import diagnose as diagnose
     from tpcompiler.api.parallel_program import ParallelProgram as ParallelProgram
     from tpcompiler.api.parallel_program import open as open
+    from tpcompiler.api.training import export_training as export_training
     from tpcompiler.checkpoint.load import load as load
     from tpcompiler.ir.mesh import Mesh as Mesh
     from tpcompiler.judge.rules.check_rule import check_rule as check_rule
@@ -33,6 +34,7 @@ _HOME = {
     "open": "tpcompiler.api.parallel_program",
     "ParallelProgram": "tpcompiler.api.parallel_program",
     "load": "tpcompiler.checkpoint.load",
+    "export_training": "tpcompiler.api.training",
     "find_plan": "tpcompiler.api",
     "diagnose": "tpcompiler.api.doctor",
     "tensor_parallel_transformation": "tpcompiler.api",

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from tests.rules.attention_samples import ATTENTION
+from tests.rules.backward_samples import BACKWARDS
 from tests.rules.convolution_samples import CONVOLUTIONS
 from tests.rules.indexing_samples import INDEXING
 from tests.rules.linalg_samples import FOURIER, FRACTIONAL, LINALG
@@ -171,6 +172,7 @@ SAMPLES = [
     *CONTRACTIONS,
     *CONVOLUTIONS,
     *ATTENTION,
+    *BACKWARDS,
     *LOOKUPS,
     *INDEXING,
     *NORMS,

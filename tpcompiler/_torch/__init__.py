@@ -40,7 +40,7 @@ from tpcompiler._torch.groups import (
     traced_mesh,
 )
 from tpcompiler._torch.initializers import skip_fake_truncations
-from tpcompiler._torch.joint import input_key, output_keys, trace_joint
+from tpcompiler._torch.joint import Key, input_key, output_keys, trace_joint
 from tpcompiler._torch.known import KnownTensor
 from tpcompiler._torch.ops import (
     MISSING,

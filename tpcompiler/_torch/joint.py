@@ -23,8 +23,12 @@ from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
-from torch.export._trace import _compiling_state_context, _fakify_params_buffers, _ignore_backend_decomps
-from torch.export.exported_program import _register_constants_as_buffers
+from torch.export._trace import (  # type: ignore[attr-defined]
+    _compiling_state_context,
+    _fakify_params_buffers,
+    _ignore_backend_decomps,
+)
+from torch.export.exported_program import _register_constants_as_buffers  # type: ignore[attr-defined]
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_unflatten
 
@@ -37,7 +41,9 @@ def trace_joint(program: ExportedProgram, loss: int, kept: Collection[OpOverload
     Placeholders and the output are described by `input_key` and `output_keys`. Nodes keep the modules of the forward
     in `nn_module_stack`, those of the backward in `fwd_nn_module_stack`.
     """
-    table = {op: each for op, each in _core_aten_decompositions_post_autograd().items() if op not in kept}
+    table: dict[Any, Any] = {
+        op: each for op, each in _core_aten_decompositions_post_autograd().items() if op not in kept
+    }
     module = program.module(check_guards=False)
     _detach_others(module.graph, loss)
     module.recompile()

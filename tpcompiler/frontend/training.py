@@ -1,10 +1,8 @@
-"""From a module that computes a loss to one program of its forward and its backward."""
+"""Add the backward of one output to a program: one program returns it and all gradients."""
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +17,8 @@ from torch.export.graph_signature import (
 )
 
 from tpcompiler._torch import (
+    Key,
+    OpOverload,
     aten,
     input_key,
     output_keys,
@@ -29,75 +29,18 @@ from tpcompiler._torch import (
 )
 from tpcompiler.errors import InputsError, ProgramError, reason
 from tpcompiler.ir import edit
+from tpcompiler.ir.program import Program, tied
 from tpcompiler.ir.rebuilt import copy_signature, rebuilt
-from tpcompiler.rules.registry import ops_with_rules
 
 KEPT_META = ("val", "stack_trace", "torch_fn", "source_fn_stack")
 
 
-def export_training(
-    model: torch.nn.Module,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    loss: Callable[..., torch.Tensor] | str | None = None,
-    targets: Mapping[str, Any] | None = None,
-    dynamic_shapes: Any = None,
-) -> ExportedProgram:
-    """Export a model's forward and backward as one program, which `parallelize` takes like any other.
-
-    The program returns `{"outputs": what the model returns, "gradients": {parameter: gradient}}`; buffers that the
-    forward writes are written. A parameter that is tied to others has one gradient, under its first name. Parameters
-    with `requires_grad=False`, and those that the loss does not depend on, have none.
-
-    Args:
-        model: in the mode (train or eval) in which it shall run.
-        args: example inputs.
-        kwargs: example inputs by name.
-        loss: a function of the model's output and the targets; the program then takes the targets by name too, and
-            its outputs are `{"loss": ..., "output": ...}`. Or the name of the output that is the loss, if the model
-            computes it; by default its only output without dims.
-        targets: example inputs of the loss function.
-        dynamic_shapes: as for `torch.export.export`, by the names of inputs and targets.
-
-    Raises:
-        InputsError: no output, or several, can be the loss.
-        ProgramError: torch cannot export the model, or not its backward.
-    """
-    forward = model.forward
-    if callable(loss):
-        model.forward = _with_loss(forward, loss, tuple(targets or {}))
-    try:
-        program = torch.export.export(
-            model, tuple(args), {**(kwargs or {}), **(targets or {})}, dynamic_shapes=dynamic_shapes, strict=False
-        )
-    except Exception as error:  # any error that a model raises on an example
-        raise ProgramError(f"torch.export cannot export it: {reason(error)}") from error
-    finally:
-        model.__dict__.pop("forward", None)
-    return add_backward(program, "loss" if callable(loss) else loss)
-
-
-def _with_loss(forward: Callable[..., Any], loss: Callable[..., torch.Tensor], targets: Sequence[str]) -> Any:
-    """Return a forward that also takes the targets, and returns the loss beside the output."""
-
-    @functools.wraps(forward)
-    def run(*args: Any, **named: Any) -> dict[str, Any]:
-        given = {name: named.pop(name) for name in targets}
-        output = forward(*args, **named)
-        return {"loss": loss(output, **given), "output": output}
-
-    old = inspect.signature(forward)
-    own = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in targets]
-    run.__signature__ = old.replace(parameters=[*old.parameters.values(), *own])  # type: ignore[attr-defined]
-    return run
-
-
-def add_backward(program: ExportedProgram, loss: str | None = None) -> ExportedProgram:
+def add_backward(program: ExportedProgram, kept: Collection[OpOverload], loss: str | None = None) -> ExportedProgram:
     """Return the program with the gradients of one output.
 
     Args:
         program: exported with gradients enabled.
+        kept: ops that stay whole, instead of torch's decompositions of them.
         loss: the name of the output; by default the only float without dims.
 
     Raises:
@@ -106,7 +49,7 @@ def add_backward(program: ExportedProgram, loss: str | None = None) -> ExportedP
     """
     at = _find_loss(program, loss)
     try:
-        joint = trace_joint(program, at, ops_with_rules())
+        joint = trace_joint(program, at, kept)
     except Exception as error:  # whatever torch raises on the way
         raise ProgramError(f"torch cannot trace the backward: {reason(error)}") from error
     return _Writer(program, joint, at).written()
@@ -140,7 +83,10 @@ class _Writer:
         self.program, self.joint, self.loss = program, joint, loss
         self.graph = fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
-        self.names: dict[object, str] = {}  # by what a placeholder of the joint graph holds
+        self.names: dict[Key, str] = {}  # of leaves and inputs; of a tied tensor the first
+        own = Program(program, program.graph)
+        fqns = {node.name: fqn for node, fqn in own.leaves()}
+        self.first_names = {name: fqns[first] for name, first in tied(own).items()}
 
     def written(self) -> ExportedProgram:
         self._write_inputs()
@@ -166,10 +112,10 @@ class _Writer:
         for node, spec in zip(placeholders, self.program.graph_signature.input_specs, strict=True):
             copied = self.graph.placeholder(node.name)
             copied.meta = dict(node.meta)
-            key: Any = spec.target
+            key: Key = str(spec.target)
             if spec.kind is InputKind.USER_INPUT:
                 key, given = given, given + 1
-            self.names[key] = node.name if spec.kind is InputKind.USER_INPUT else str(spec.target)
+            self.names[key] = node.name if isinstance(key, int) else self.first_names[node.name]
             if key in held:
                 self.copies[held[key]] = copied
 
@@ -182,48 +128,47 @@ class _Writer:
 
     def _write_outputs(self, output: fx.Node) -> list[OutputSpec]:
         """Write what the program returns: first what is written back, then its outputs, then the gradients."""
-        old = self.program.graph_signature.output_specs
-        user = [spec for spec in old if spec.kind is OutputKind.USER_OUTPUT]
-        own: dict[str, dict[Any, fx.Node]] = {"written": {}, "output": {}, "gradient": {}}
+        own: dict[str, dict[Key, fx.Node]] = {"written": {}, "output": {}, "gradient": {}}
         for kind, key, value in output_keys(output):
             own[kind][key] = self.copies[value]
-        found = [
-            (_spec(OutputKind.USER_INPUT_MUTATION if isinstance(key, int) else OutputKind.BUFFER_MUTATION, value,
-                   self.names[key]), value)
-            for key, value in own["written"].items()
-        ]  # fmt: skip
-        for at, spec in enumerate(user):
-            made: Any = own["output"].get(at)
+        specs, values = list[OutputSpec](), list[Any]()
+        for key, value in own["written"].items():
+            specs.append(_spec(OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION, value, self.names, key))
+            values.append(value)
+        old = self.program.graph_signature.output_specs
+        for at, spec in enumerate(spec for spec in old if spec.kind is OutputKind.USER_OUTPUT):
+            made = own["output"].get(at)
             if made is not None:
-                kind = OutputKind.LOSS_OUTPUT if at == self.loss else OutputKind.USER_OUTPUT
-                spec = _spec(kind, made, None)
-            found.append((spec, made))
+                kind_of_output = OutputKind.LOSS_OUTPUT if at == self.loss else OutputKind.USER_OUTPUT
+                spec = OutputSpec(kind_of_output, TensorArgument(name=made.name), None)
+            specs.append(spec)
+            values.append(made)
         for key in self.names:
             if key in own["gradient"]:
-                kind = OutputKind.GRADIENT_TO_USER_INPUT if isinstance(key, int) else OutputKind.GRADIENT_TO_PARAMETER
-                found.append((_spec(kind, own["gradient"][key], self.names[key]), own["gradient"][key]))
-        self.graph.output(tuple(value for _, value in found)).meta = {}
+                kinds = OutputKind.GRADIENT_TO_PARAMETER, OutputKind.GRADIENT_TO_USER_INPUT
+                specs.append(_spec(*kinds, own["gradient"][key], self.names, key))
+                values.append(own["gradient"][key])
+        self.graph.output(tuple(values)).meta = {}
         self.graph.eliminate_dead_code()
-        return [spec for spec, _ in found]
+        return specs
 
     def _described(self, program: ExportedProgram) -> ExportedProgram:
         """Say in the pytree of the results that gradients are among them."""
-        spec = program.call_spec.out_spec
-        assert spec is not None
-        outputs = tree_unflatten(list(range(spec.num_leaves)), spec)
-        targets = {
-            kind: {str(each.target): 0 for each in program.graph_signature.output_specs if each.kind is kind}
-            for kind in (OutputKind.GRADIENT_TO_PARAMETER, OutputKind.GRADIENT_TO_USER_INPUT)
-        }
-        results = {"outputs": outputs, "gradients": {**targets[OutputKind.GRADIENT_TO_PARAMETER]}}
-        if inputs := targets[OutputKind.GRADIENT_TO_USER_INPUT]:
-            results["input_gradients"] = inputs
-        root = next(each for each in program.module_call_graph if each.fqn == "")
-        assert root.signature is not None
-        root.signature.out_spec = tree_flatten(results)[1]
-        root.signature.outputs = []
+        root = next(each.signature for each in program.module_call_graph if each.fqn == "")
+        assert root is not None
+        assert root.out_spec is not None
+        results: dict[str, Any] = {"outputs": tree_unflatten(list(range(root.out_spec.num_leaves)), root.out_spec)}
+        for name, kind in (
+            ("gradients", OutputKind.GRADIENT_TO_PARAMETER),
+            ("input_gradients", OutputKind.GRADIENT_TO_USER_INPUT),
+        ):
+            specs = program.graph_signature.output_specs
+            if own := {str(spec.target): 0 for spec in specs if spec.kind is kind}:
+                results[name] = own
+        root.out_spec, root.outputs = tree_flatten(results)[1], []
         return program
 
 
-def _spec(kind: OutputKind, value: fx.Node, target: str | None) -> OutputSpec:
-    return OutputSpec(kind, TensorArgument(name=value.name), target)
+def _spec(of_leaf: OutputKind, of_input: OutputKind, value: fx.Node, names: Mapping[Key, str], key: Key) -> OutputSpec:
+    """Return the entry of a value that belongs to a leaf, or to an input, which has a number."""
+    return OutputSpec(of_input if isinstance(key, int) else of_leaf, TensorArgument(name=value.name), names[key])

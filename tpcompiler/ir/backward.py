@@ -10,7 +10,6 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.program import Program
 
 
-
 def mark_backward(program: Program) -> None:
     """Mark the calls that only gradients need, in place; a program without gradients has none."""
     gradients = {position for position, _ in program.gradients()}

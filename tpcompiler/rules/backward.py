@@ -19,7 +19,7 @@ def attention_backward(node: fx.Node) -> RuleText | None:
     args = edit.arguments(node)
     if args.dropout_p:
         return None
-    _, q, k, _, out, sums, *mask = (edit.shape(operand) for operand in edit.operands(node))
+    _, q, k, _, out, _, *mask = (edit.shape(operand) for operand in edit.operands(node))
     if q[1] != k[1]:
         return None  # grouped queries
     s = "s!" if args.is_causal else "s"

@@ -183,7 +183,9 @@ def parse(text: str) -> Pattern:
     outputs = tuple(_term(re.sub(r"{[^}]*}", "", part), whole) for part in right.split(","))
     output_factors = {f for term in outputs for dim in term for f in dim}
     operand_factors = {f for term in inputs for dim in term for f in dim}
-    return Pattern(tuple(inputs), outputs, frozenset(addends), frozenset(whole | (output_factors - operand_factors)), sums)
+    return Pattern(
+        tuple(inputs), outputs, frozenset(addends), frozenset(whole | (output_factors - operand_factors)), sums
+    )
 
 
 def extents(

@@ -16,7 +16,8 @@ from tpcompiler.solver.stage import Stage
 class Leaf:
     """A tensor of the model, whatever names and programs share it, and its possible shardings so far.
 
-    `is_followed`: values are placed as it is: it is written, or has a gradient. `before`: its sharding over the axes before. `shardings`: empty for one that takes the sharding that its uses want.
+    `is_followed`: values are placed as it is, as it is written or has a gradient. `before`: its sharding over the axes
+    before. `shardings`: empty for one that takes the sharding that its uses want.
     """
 
     group: str

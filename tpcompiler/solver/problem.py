@@ -411,4 +411,5 @@ def _price_changes(
         prices = price_changes(have, want, tensor, problem.stage.mesh, objective, problem.stage.read, refused)
         return in_units(weight * prices)
 
-    problem.price([source, target], problem.known.once((have, want, key(value), is_weight, weight, objective.samples), find))
+    known = have, want, key(value), is_weight, weight, objective.samples
+    problem.price([source, target], problem.known.once(known, find))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputSpec
 

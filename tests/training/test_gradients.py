@@ -1,0 +1,248 @@
+"""Programs of a loss and its gradients: they are those of autograd, on one device and on all ranks together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
+
+import tpcompiler
+from tests.launch import called
+from tests.passes.stages import Call
+from tests.trust.damage import Artifact
+from tests.zoo.faults import collectives_of, without_collective
+from tpcompiler.errors import InputsError
+from tpcompiler.judge.sound.check import check_programs
+from tpcompiler.parallel.compared import compared_calls, subject_of
+from tpcompiler.passes.canonicalize import canonicalize
+from tpcompiler.runtime.artifact import SINGLE
+
+IDS = torch.randint(0, 32, (4, 6), generator=torch.Generator().manual_seed(0))
+ROWS = {"dp": "S(0)"}
+PLAN = {
+    "model.embed_tokens": "embedding_rowwise",
+    "model.layers.*.self_attn.q_proj": "colwise",
+    "model.layers.*.self_attn.k_proj": "colwise",
+    "model.layers.*.self_attn.v_proj": "colwise",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "model.layers.*.mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+}
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return made
+
+
+class Images(nn.Module):
+    """Convolutions with groups, statistics that are written, a pool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, groups=4)
+        self.norm, self.head = nn.BatchNorm2d(8), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.max_pool2d(F.relu(self.norm(self.first(x))), 2)
+        made: torch.Tensor = self.head(self.second(x).mean((2, 3)))
+        return made
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.scale, self.unused = nn.Embedding(32, 8), nn.Parameter(torch.randn(8)), nn.Linear(2, 2)
+        self.head = nn.Linear(8, 32, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale.requires_grad_(False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.head(self.embed(ids) * self.scale)
+        return made
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        use_cache=False,
+    )
+    model: Any = LlamaForCausalLM(config)
+    return model
+
+
+def cross_entropy(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.flatten(0, -2), labels.flatten())
+
+
+def squares(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(output, labels)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Any, Any, Any]] = {  # model, inputs, loss function, targets
+    "mlp": (Mlp, (torch.randn(4, 8),), squares, {"labels": torch.randn(4, 8)}),
+    "images": (Images, (torch.randn(4, 3, 10, 10),), cross_entropy, {"labels": torch.tensor([0, 3, 1, 4])}),
+    "tied": (Tied, (IDS,), cross_entropy, {"labels": IDS}),
+    "llama": (llama, (), None, {"input_ids": IDS, "labels": IDS}),
+}
+
+
+def built(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, ExportedProgram, tuple[Any, ...], Any]:
+    """A model with random weights in training mode, its program with gradients, and the arguments of a call."""
+    torch.manual_seed(0)
+    make, args, loss, named = CASES[name]
+    cast = lambda each: each.to(dtype) if each.is_floating_point() else each  # noqa: E731
+    model, args = make().to(dtype).train(), tuple(map(cast, args))
+    named = {key: cast(value) for key, value in named.items()}
+    if loss is None:
+        return model, tpcompiler.export_training(model, args, named), args, named
+    return model, tpcompiler.export_training(model, args, loss=loss, targets=named), args, named
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_autograd_makes(name: str) -> None:
+    model, program, args, named = built(name, torch.float64)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    module = program.module(check_guards=False)
+    got = module(*args, **named)
+    loss_function = CASES[name][2]
+    loss = model(**named).loss if loss_function is None else loss_function(model(*args), **named)
+    loss.backward()
+    torch.testing.assert_close(got["outputs"]["loss"], loss)
+    wanted = {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
+    torch.testing.assert_close(got["gradients"], wanted)
+    after = {key: value for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
+    assert bool(after) == (name == "images")
+    torch.testing.assert_close({key: module.state_dict()[key] for key in after}, after)
+
+
+def collectives(made: tpcompiler.ParallelProgram) -> Counter[tuple[str, str, str]]:
+    return Counter((each.kind, each.axis, each.why) for each in made.collectives())
+
+
+def test_megatron_s_collectives() -> None:
+    """Two all_reduce a layer forward, two backward; one for the embedding, one for the gradient of the head's input.
+
+    The loss is of whole logits: with `lm_head` cut, they are gathered (`gather_output`), 4 x 6 x 64 floats.
+    """
+    _, program, args, named = built("llama")
+    made = tpcompiler.parallelize(program, 2, {**PLAN, "lm_head": "colwise_gather_output"}, machine="ideal")
+    assert collectives(made) == {
+        ("all_reduce", "tp", "inherent"): 2 * (2 + 2) + 1 + 1,
+        ("all_gather", "tp", "plan-demanded"): 1,
+    }
+    sums, gathered = 4 * 6 * 32 * 4, 4 * 6 * 64 * 4
+    assert sum(each.wire_bytes for each in made.collectives()) == 10 * sums + gathered // 2
+    assert made.verify(args, named).ok
+
+
+def test_a_sum_over_samples_for_each_parameter() -> None:
+    """The example's ids are smaller than all gradients, and are not gathered to save their sums."""
+    model, program, args, named = built("llama")
+    made = tpcompiler.parallelize(program, {"dp": 2}, {}, inputs=dict.fromkeys(named, ROWS))
+    of_the_loss = 2  # the sum, and how many labels count
+    parameters = len(list(model.parameters()))
+    assert collectives(made) == {
+        ("all_reduce", "dp", "inherent"): parameters + of_the_loss,
+        ("all_gather", "dp", "plan-demanded"): 1,  # the logits, which are asked for whole
+    }
+    assert made.verify(args, named).ok
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_all_ranks_together(name: str, mesh: dict[str, int]) -> None:
+    plans: dict[str, dict[str, str]] = {
+        "mlp": {"gate": "colwise", "up": "colwise", "down": "rowwise"},
+        "images": {"first": "colwise", "second": "S(0)", "head": "rowwise"},
+        "tied": {"embed": "embedding_rowwise"},
+        "llama": PLAN,
+    }
+    _, program, args, named = built(name)
+    places = [node.name for node in program.graph.nodes if node.name in program.graph_signature.user_inputs]
+    inputs = dict.fromkeys(places, ROWS) if "dp" in mesh else {}
+    made = tpcompiler.parallelize(program, mesh, plans[name] if "tp" in mesh else {}, inputs=inputs)
+    call = [(SINGLE, args, named)]
+    subject = subject_of(made.only)
+    assert compared_calls({SINGLE: subject}, call).ok
+    for each in collectives_of(subject.programs[0]):
+        damaged = [without_collective(rank, each) for rank in subject.programs]
+        assert not compared_calls({SINGLE: replace(subject, programs=damaged)}, call).ok, each
+
+
+def swapped(made: tpcompiler.ParallelProgram, first: str, second: str) -> list[str]:
+    """What the check says of programs that return two gradients under each other's name."""
+    artifact = Artifact.of(made)
+    for program in artifact.ranks:
+        specs = program.graph_signature.output_specs
+        kinds = OutputKind.GRADIENT_TO_PARAMETER
+        at = [next(i for i, s in enumerate(specs) if s.kind is kinds and s.target == name) for name in (first, second)]
+        values: Any = list(program.graph.output_node().args[0])  # type: ignore[arg-type]
+        values[at[0]], values[at[1]] = values[at[1]], values[at[0]]
+        program.graph.output_node().args = (tuple(values),)
+    return check_programs(artifact.written(), artifact.manifest, model=canonicalize(made.only.original())).findings
+
+
+def test_gradients_of_other_parameters_are_refused() -> None:
+    made = tpcompiler.parallelize(built("mlp")[1], 2, {"gate": "colwise", "up": "colwise", "down": "rowwise"})
+    assert swapped(made, "gate.weight", "gate.weight") == []
+    assert swapped(made, "gate.weight", "down.weight")  # cut otherwise
+    assert swapped(made, "gate.weight", "up.weight")  # cut alike
+
+
+@pytest.mark.slow
+def test_processes(tmp_path: Path) -> None:
+    """The saved files in gloo processes, each with half of the samples; the gradients are those of all."""
+    torch.manual_seed(0)
+    model = Call(lambda self, ids, labels: cross_entropy(self.llama(ids).logits, labels), llama=llama().double())
+    program = tpcompiler.export_training(model, (IDS, IDS))
+    made = tpcompiler.parallelize(program, {"dp": 2}, {}, inputs=dict.fromkeys(["ids", "labels"], ROWS))
+    made.save(tmp_path / "out")
+    assert tpcompiler.open(tmp_path / "out").verify((IDS, IDS)).ok
+    results = called([[(half, half)] for half in IDS.chunk(2)], tmp_path)
+    model(IDS, IDS).backward()
+    for (got,) in results:
+        torch.testing.assert_close(got["gradients"], {name: value.grad for name, value in model.named_parameters()})
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (None, "none of the outputs ['output'] can be the loss"),
+        ("gain", "none of the outputs ['output'] is 'gain', a float without dims"),
+    ],
+)
+def test_no_output_is_the_loss(loss: Any, said: str) -> None:
+    with pytest.raises(InputsError) as raised:
+        tpcompiler.export_training(Mlp(), (torch.randn(4, 8),), loss=loss)
+    assert str(raised.value).splitlines()[0] == said
+
+
+def test_two_outputs_could_be_the_loss() -> None:
+    both = Call(lambda self, x: (self.up(x).sum(), self.up(x).mean()), up=nn.Linear(8, 8))
+    with pytest.raises(InputsError, match="2 of the outputs"):
+        tpcompiler.export_training(both, (torch.randn(4, 8),))
+    program = tpcompiler.export_training(both, (torch.randn(4, 8),), loss="1")
+    assert [s.kind.name for s in program.graph_signature.output_specs[:2]] == ["USER_OUTPUT", "LOSS_OUTPUT"]

@@ -1,0 +1,74 @@
+"""Export a model and its loss with all gradients."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from tpcompiler.errors import ProgramError, reason
+from tpcompiler.frontend.training import add_backward
+from tpcompiler.rules.registry import ops_with_rules
+
+
+def export_training(
+    model: torch.nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss: Callable[..., torch.Tensor] | str | None = None,
+    targets: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+) -> ExportedProgram:
+    """Export a model's forward and backward as one program, which `parallelize` takes like any other.
+
+    The program returns `{"outputs": what the model returns, "gradients": {parameter: gradient}}`; buffers that the
+    forward writes are written. A parameter that is tied to others has one gradient, under its first name. Parameters
+    with `requires_grad=False`, and those that the loss does not depend on, have none.
+
+    Args:
+        model: in the mode (train or eval) in which it shall run.
+        args: example inputs.
+        kwargs: example inputs by name.
+        loss: a function of the model's output and the targets; the program then takes the targets by name too, and
+            its outputs are `{"loss": ..., "output": ...}`. Or the name of the output that is the loss, if the model
+            computes it; by default its only output without dims.
+        targets: example inputs of the loss function.
+        dynamic_shapes: as for `torch.export.export`, by the names of inputs and targets.
+
+    Raises:
+        InputsError: no output, or several, can be the loss.
+        ProgramError: torch cannot export the model, or not its backward.
+    """
+    own = dict(model.__dict__)
+    if callable(loss):
+        model.forward = _with_loss(model.forward, loss, tuple(targets or {}))
+    try:
+        program = torch.export.export(
+            model, tuple(args), {**(kwargs or {}), **(targets or {})}, dynamic_shapes=dynamic_shapes, strict=False
+        )
+    except Exception as error:  # any error that a model raises on an example
+        raise ProgramError(f"torch.export cannot export it: {reason(error)}") from error
+    finally:
+        model.__dict__.pop("forward", None)
+        model.__dict__.update({name: own[name] for name in ("forward",) if name in own})
+    return add_backward(program, ops_with_rules(), "loss" if callable(loss) else loss)
+
+
+def _with_loss(forward: Callable[..., Any], loss: Callable[..., torch.Tensor], targets: Sequence[str]) -> Any:
+    """Return a forward that also takes the targets, and returns the loss beside the output."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **named: Any) -> dict[str, Any]:
+        given = {name: named.pop(name) for name in targets}
+        output = forward(*args, **named)
+        return {"loss": loss(output, **given), "output": output}
+
+    old = inspect.signature(forward)
+    own = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in targets]
+    run.__signature__ = old.replace(parameters=[*old.parameters.values(), *own])  # type: ignore[attr-defined]
+    return run
