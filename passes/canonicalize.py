@@ -89,6 +89,7 @@ def _decompose(program: ExportedProgram) -> ExportedProgram:
     own: dict[OpOverload, Any] = {
         aten.scaled_dot_product_attention.default: _attention,
         aten.linalg_vector_norm.default: _norm,
+        aten.convolution_backward.default: _convolution_backward,
         **AS_DRAWN,
     }
     whole_ops = {*ops_with_rules(), aten.bernoulli.default} | recurrent
@@ -116,6 +117,18 @@ def _norm(
         return NotImplemented
     wide = x.to(torch.promote_types(result_dtype, torch.float32))
     return (wide * wide).sum(list(range(x.ndim)) if dim is None else dim, keepdim).sqrt().to(result_dtype)
+
+
+def _convolution_backward(grad: torch.Tensor, x: Any, weight: Any, bias_sizes: Any, *rest: Any) -> Any:
+    """Compute the gradient of the bias as a sum, and the others by the op."""
+    *settings, (of_input, of_weight, of_bias) = rest
+    if not of_bias:
+        return NotImplemented
+    others = [None, None]
+    if of_input or of_weight:
+        op = aten.convolution_backward.default
+        others = op(grad, x, weight, None, *settings, [of_input, of_weight, False])[:2]
+    return (*others, grad.sum([0, *range(2, grad.ndim)]))
 
 
 def _attention(q: Any, k: Any, v: Any, mask: Any = None, dropout: float = 0.0, *rest: Any, **named: Any) -> Any:

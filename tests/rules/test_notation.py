@@ -19,23 +19,38 @@ def rule(text: str, *shapes: tuple[int, ...], **known: int) -> Rule:
     return Rule(pattern, extents(pattern, shapes, known, "a test"), "any", "sum", {}, (), {}, "any", False, {})
 
 
+def plain(inputs: Any, outputs: Any, addends: frozenset[int], whole: frozenset[str]) -> Pattern:
+    """A pattern of which no output alone sums over anything."""
+    return Pattern(inputs, outputs, addends, whole, (frozenset(),) * len(outputs))
+
+
 @pytest.mark.parametrize(
     ("text", "pattern"),
     [
         (
             "b k, n k -> b n",
-            Pattern(((("b",), ("k",)), (("n",), ("k",))), ((("b",), ("n",)),), frozenset(), frozenset()),
+            plain(((("b",), ("k",)), (("n",), ("k",))), ((("b",), ("n",)),), frozenset(), frozenset()),
         ),
-        ("k, +n -> n", Pattern(((("k",),), (("n",),)), ((("n",),),), frozenset({1}), frozenset())),
-        ("+ , + n -> n", Pattern(((), (("n",),)), ((("n",),),), frozenset({0, 1}), frozenset())),
-        ("d0 d1! -> d0 d1!", Pattern(((("d0",), ("d1",)),), ((("d0",), ("d1",)),), frozenset(), frozenset({"d1"}))),
-        ("a! -> a", Pattern(((("a",),),), ((("a",),),), frozenset(), frozenset({"a"}))),
-        ("b (k g) s -> b", Pattern(((("b",), ("k", "g"), ("s",)),), ((("b",),),), frozenset(), frozenset())),
-        ("( a  1 b! ) -> a b", Pattern(((("a", "b"),),), ((("a",), ("b",)),), frozenset(), frozenset({"b"}))),
-        ("a 1 -> 1 a", Pattern(((("a",), ()),), (((), ("a",)),), frozenset(), frozenset())),
-        ("->", Pattern(((),), ((),), frozenset(), frozenset())),
-        (", -> a", Pattern(((), ()), ((("a",),),), frozenset(), frozenset({"a"}))),
-        ("a -> a, a, ", Pattern(((("a",),),), ((("a",),), (("a",),), ()), frozenset(), frozenset())),
+        ("k, +n -> n", plain(((("k",),), (("n",),)), ((("n",),),), frozenset({1}), frozenset())),
+        ("+ , + n -> n", plain(((), (("n",),)), ((("n",),),), frozenset({0, 1}), frozenset())),
+        ("d0 d1! -> d0 d1!", plain(((("d0",), ("d1",)),), ((("d0",), ("d1",)),), frozenset(), frozenset({"d1"}))),
+        ("a! -> a", plain(((("a",),),), ((("a",),),), frozenset(), frozenset({"a"}))),
+        ("b (k g) s -> b", plain(((("b",), ("k", "g"), ("s",)),), ((("b",),),), frozenset(), frozenset())),
+        ("( a  1 b! ) -> a b", plain(((("a", "b"),),), ((("a",), ("b",)),), frozenset(), frozenset({"b"}))),
+        ("a 1 -> 1 a", plain(((("a",), ()),), (((), ("a",)),), frozenset(), frozenset())),
+        ("->", plain(((),), ((),), frozenset(), frozenset())),
+        (", -> a", plain(((), ()), ((("a",),),), frozenset(), frozenset({"a"}))),
+        (
+            "q d, k d -> q d, k d {q k}",
+            Pattern(
+                ((("q",), ("d",)), (("k",), ("d",))),
+                ((("q",), ("d",)), (("k",), ("d",))),
+                frozenset(),
+                frozenset(),
+                (frozenset(), frozenset({"q", "k"})),
+            ),
+        ),
+        ("a -> a, a, ", plain(((("a",),),), ((("a",),), (("a",),), ()), frozenset(), frozenset())),
     ],
 )
 def test_parse(text: str, pattern: Pattern) -> None:

@@ -60,7 +60,7 @@ def export_training(
 
 
 def _with_loss(forward: Callable[..., Any], loss: Callable[..., torch.Tensor], targets: Sequence[str]) -> Any:
-    """Return a forward that also takes the targets, and returns the loss beside the output."""
+    """Return a forward that also takes the targets, and returns the loss with the output."""
 
     @functools.wraps(forward)
     def run(*args: Any, **named: Any) -> dict[str, Any]:

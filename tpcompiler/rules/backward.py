@@ -32,22 +32,23 @@ def attention_backward(node: fx.Node) -> RuleText | None:
 
 @op_rule(aten.convolution_backward.default, shards="nonempty")
 def convolution_backward(node: fx.Node) -> RuleText | None:
-    """ "n (g o) q0!, n (g i) s0!, (g o) i k0! -> n (g i) s0! {o}, (g o) i k0! {n}, (g o) {n}": output channels add to
-    the gradient of the input, samples to those of weight and bias. A transposed one has "(g i) o k0!" for the weight.
+    """ "n (g o) q0!, n (g i) s0!, (g o) i k0! -> n (g i) s0! {o}, (g o) i k0! {n}": output channels add to the gradient of
+    the input, samples to that of the weight. A transposed one has "(g i) o k0!" for the weight. That of the bias is a sum
+    by itself (`passes/canonicalize.py`).
     """
     args = edit.bound(node)
-    space = len(args["stride"])
-    grouped = args["groups"] > 1
+    *wanted, of_bias = args["output_mask"]
+    if of_bias:
+        return None
+    space, grouped = len(args["stride"]), args["groups"] > 1
     given, made = ("(g i)", "(g o)") if grouped else ("i", "o")
     inside, outside, kernel = (" ".join(f"{letter}{d}!" for d in range(space)) for letter in "sqk")
     weight = f"{given} o {kernel}" if args["transposed"] else f"{made} i {kernel}"
-    results = [f"n {given} {inside} {{o}}", f"{weight} {{n}}", f"{made} {{n}}"]
-    kept = [text for text, wanted in zip(results, args["output_mask"], strict=True) if wanted]
-    counts: dict[str, tuple[tuple[str, ...], ...]] = {"groups": (("g",),)} if grouped else {}
-    if args["bias_sizes"] is not None:
-        counts["bias_sizes"] = (("g", "o") if grouped else ("o",),)
+    results = [f"n {given} {inside} {{o}}", f"{weight} {{n}}"]
+    kept = [text for text, is_wanted in zip(results, wanted, strict=True) if is_wanted]
     text = f"n {made} {outside}, n {given} {inside}, {weight} -> {', '.join(kept)}"
-    return RuleText(text, factors={"g": args["groups"]} if grouped else {}, linear=((0,),), counts=counts)
+    factors, counts = ({"g": args["groups"]}, {"groups": (("g",),)}) if grouped else ({}, {})
+    return RuleText(text, factors=factors, linear=((0,),), counts=counts)
 
 
 @op_rule(aten.max_pool2d_with_indices_backward.default, shards="nonempty")
