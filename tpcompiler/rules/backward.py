@@ -32,9 +32,9 @@ def attention_backward(node: fx.Node) -> RuleText | None:
 
 @op_rule(aten.convolution_backward.default, shards="nonempty")
 def convolution_backward(node: fx.Node) -> RuleText | None:
-    """ "n (g o) q0!, n (g i) s0!, (g o) i k0! -> n (g i) s0! {o}, (g o) i k0! {n}": output channels add to the gradient of
-    the input, samples to that of the weight. A transposed one has "(g i) o k0!" for the weight. That of the bias is a sum
-    by itself (`passes/canonicalize.py`).
+    """ "n (g o) q0!, n (g i) s0!, (g o) i k0! -> n (g i) s0! {o}, (g o) i k0! {n}": output channels add to the gradient
+    of the input, samples to that of the weight. A transposed one has "(g i) o k0!" for the weight. That of the bias is
+    a sum by itself (`passes/canonicalize.py`).
     """
     args = edit.bound(node)
     *wanted, of_bias = args["output_mask"]
