@@ -81,8 +81,8 @@ def pointwise_rule(write: W) -> W:
 def op_variant(*targets: OpOverload) -> Callable[[F], F]:
     """Register a function of simpler ops that replaces an op if a dim is sharded that the op's rule needs whole.
 
-    The function is called like the op, plus `pieces=` (the degree of the axis) if it has that parameter. It returns
-    NotImplemented for calls that it does not support.
+    The function is called like the op, plus `pieces=` (the number of shards by dim of the operand, for dims that may
+    be sharded) if it has that parameter. It returns NotImplemented for calls that it does not support.
     """
 
     def register(function: F) -> F:
@@ -96,11 +96,15 @@ def variant_of(op: object) -> Function | None:
     return _VARIANTS.get(op) if isinstance(op, OpOverload) else None
 
 
-def call_variant(op: object, pieces: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call the variant of an op, for operands that an axis of `pieces` ranks may shard."""
-    function = _VARIANTS[op]  # type: ignore[index]
-    more = {"pieces": pieces} if "pieces" in signature(function).parameters else {}
-    return function(*args, **kwargs, **more)
+def takes_pieces(op: object) -> bool:
+    """Return True if the variant of an op depends on the dims that may be sharded."""
+    return "pieces" in signature(_VARIANTS[op]).parameters  # type: ignore[index]
+
+
+def call_variant(op: object, pieces: Mapping[int, int], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call the variant of an op, for an operand that may be sharded: the number of shards, by dim."""
+    more = {"pieces": pieces} if takes_pieces(op) else {}
+    return _VARIANTS[op](*args, **kwargs, **more)  # type: ignore[index]
 
 
 def ops_with_rules() -> Collection[OpOverload]:

@@ -21,7 +21,7 @@ from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.reductions import linear_cast
 from tpcompiler.rules.registry import op_rule, op_variant
 from tpcompiler.rules.structure import dims_text
-from tpcompiler.rules.variants import widen
+from tpcompiler.rules.variants import Pieces, widen
 
 SCANS = aten.cumsum, aten.cumprod, aten.logcumsumexp, aten.cummax, aten.cummin
 
@@ -37,17 +37,17 @@ def scan(node: fx.Node) -> RuleText:
 
 
 @op_variant(aten.cumsum.default)
-def cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None, pieces: int) -> Any:
+def cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None, pieces: Pieces) -> Any:
     return _scanned(torch.cumsum, torch.add, 0, x, dim, dtype, pieces)
 
 
 @op_variant(aten.cumprod.default)
-def cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None, pieces: int) -> Any:
+def cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None, pieces: Pieces) -> Any:
     return _scanned(torch.cumprod, torch.mul, 1, x, dim, dtype, pieces)
 
 
 @op_variant(aten.logcumsumexp.default)
-def logcumsumexp(x: Tensor, dim: int, *, pieces: int) -> Any:
+def logcumsumexp(x: Tensor, dim: int, *, pieces: Pieces) -> Any:
     return NotImplemented if x.is_complex() else _scanned(_log_sums, torch.logaddexp, -math.inf, x, dim, None, pieces)
 
 
@@ -58,16 +58,18 @@ def _scanned(
     x: Tensor,
     dim: int,
     dtype: torch.dtype | None,
-    pieces: int,
+    pieces: Pieces,
 ) -> Any:
     """Scan every block by itself, then join each with the scan of the totals of the blocks before it."""
     size = x.shape[dim] if x.ndim else 0
-    if sym_quotient(size, pieces) is None or (isinstance(size, int) and size == 0):
+    at = dim % max(x.ndim, 1)
+    count = pieces.get(at, 1)
+    if sym_quotient(size, count) is None or (isinstance(size, int) and size == 0):
         return NotImplemented  # blocks of several sizes
     result_dtype = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
-    wide, at = widen(x.to(result_dtype)), dim % x.ndim
+    wide = widen(x.to(result_dtype))
     run = partial(op, dtype=wide.dtype)
-    own = run(aten.unflatten.int(wide, at, [pieces, -1]), at + 1)
+    own = run(aten.unflatten.int(wide, at, [count, -1]), at + 1)
     before = run(_shifted(own.select(at + 1, -1), at, start), at)
     return join(own, before.unsqueeze(at + 1)).flatten(at, at + 1).to(result_dtype)
 

@@ -7,7 +7,7 @@ picks a variant if it is cheaper than the op on the whole (`solver/variants.py`)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from tpcompiler._torch import aten
 from tpcompiler.rules.registry import op_variant
 
 Tensor = torch.Tensor
+Pieces = Mapping[int, int]  # the number of shards, by dim of the operand
 
 
 @op_variant(aten.softmax.int)
@@ -248,14 +249,15 @@ def _best(x: Tensor, dim: int | None, keepdim: bool, extremum: Callable[..., Ten
 
 
 @op_variant(aten.topk.default)
-def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, ordered: bool = True, *, pieces: int) -> Any:
+def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, ordered: bool = True, *, pieces: Pieces) -> Any:
     """Return the best of the best of each piece."""
     at = dim % x.ndim
-    if type(size := x.shape[at]) is not int or type(k) is not int or size % pieces or k > size // pieces:
+    count = pieces.get(at, 1)
+    if type(size := x.shape[at]) is not int or type(k) is not int or size % count or k > size // count:
         return NotImplemented
-    parts = aten.unflatten.int(x, at, [pieces, size // pieces])
+    parts = aten.unflatten.int(x, at, [count, size // count])
     best, within = parts.topk(k, at + 1, largest, ordered)
-    places = within + _places(pieces, at, parts) * (size // pieces)
+    places = within + _places(count, at, parts) * (size // count)
     values, which = best.flatten(at, at + 1).topk(k, at, largest, ordered)
     return values, places.flatten(at, at + 1).gather(at, which)
 

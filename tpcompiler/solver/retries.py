@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
@@ -21,7 +21,7 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.split_axis import keeps_shares, on_split_axis
 from tpcompiler.solver.memory import measure_memory
 from tpcompiler.solver.search import find_bound, search
-from tpcompiler.solver.solution import Solution, Turns
+from tpcompiler.solver.solution import Openings, Solution, Turns, join_places
 from tpcompiler.solver.stage import Known
 from tpcompiler.solver.task import Styles, Task
 from tpcompiler.solver.variants import find_needed, write_variants
@@ -54,22 +54,22 @@ def write_simpler_ops(task: Task, best: Solution, again: Again) -> Solution:
         if found.seconds > best.seconds or (found.seconds == best.seconds and not best.simpler):
             break
         best = replace(found, simpler=openings)
-        needed = {
-            (at, name)
+        needed = join_places(
+            ((at, name), places)
             for at, (program, (_, written)) in enumerate(zip(task.programs, pairs, strict=True))
-            for name in find_needed(program, written, found.programs[at].graph, found.choices, found.mesh)
-        }
-        if needed in (openings, set()):
+            for name, places in find_needed(program, written, found.programs[at].graph, found.choices, found.mesh)
+        )
+        if needed in (openings, {}):
             break
         openings = needed
     return best
 
 
 def _written(
-    programs: Sequence[PlannedProgram], calls: Set[tuple[int, str]], bodies: Known
+    programs: Sequence[PlannedProgram], calls: Openings, bodies: Known
 ) -> list[tuple[PlannedProgram, dict[str, list[str]]]]:
     return [
-        write_variants(program, {name for at, name in calls if at == own}, bodies)
+        write_variants(program, {name: places for (at, name), places in calls.items() if at == own}, bodies)
         for own, program in enumerate(programs)
     ]
 

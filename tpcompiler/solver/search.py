@@ -19,10 +19,10 @@ from tpcompiler.solver.changes import UNIT
 from tpcompiler.solver.domain import Domain, find_shared_heads
 from tpcompiler.solver.eliminate import TOO_SLOW, eliminate, solve
 from tpcompiler.solver.problem import FEATURES, NEVER, Problem, Values, pose
-from tpcompiler.solver.solution import Layered, Solution
+from tpcompiler.solver.solution import Layered, Place, Solution, join_places
 from tpcompiler.solver.stage import MOST_CHOICES, Choice, Stage
 from tpcompiler.solver.task import Task
-from tpcompiler.solver.variants import find_openings
+from tpcompiler.solver.variants import find_openings, find_places
 
 FEWER = (MOST_CHOICES, 8, 4, 2, 1)  # choices of an op, as long as the tables are too large without a plan
 REFUSED = 0.05  # seconds for a weight that would be gathered, where nothing else can be: more than all else
@@ -126,7 +126,7 @@ def _read(
         _layers(problem, before, groups, found),
         seconds,
         before.capped + problem.capped,
-        before.openings | set(_openings(problem, choices, found)),
+        join_places([*before.openings.items(), *_openings(problem, choices, found)]),
         model=before.model,
     )
     return solution, groups
@@ -158,7 +158,9 @@ def _chosen(values: Values, found: Sequence[int]) -> Sharding:
     return values.shardings[0 if values.variable is None else found[values.variable]]
 
 
-def _openings(problem: Problem, choices: Mapping[fx.Node, Choice], found: Sequence[int]) -> Iterator[tuple[int, str]]:
+def _openings(
+    problem: Problem, choices: Mapping[fx.Node, Choice], found: Sequence[int]
+) -> Iterator[tuple[tuple[int, str], Set[Place]]]:
     """The calls that might do with less than what the solution gathers or reduces.
 
     Without a plan, where nearly everything may be cut, those whose operand is gathered for them. With one, those for
@@ -169,15 +171,17 @@ def _openings(problem: Problem, choices: Mapping[fx.Node, Choice], found: Sequen
         for at, (alone, domain) in enumerate(zip(domains, problem.domains, strict=True)):
             openings = list(find_openings(alone))
             paid = _paid(problem, domain, axis, choices, found) if openings else set()
-            for node, index in openings:
+            for node, index, places in openings:
                 operand = domain.operands[node][index]
                 if not is_searched:
                     is_open = _comes_of(domain, operand, paid)
                 else:
-                    is_cut = operand in problem.values and axis in _chosen(problem.values[operand], found).cut_axes
-                    is_open = is_cut and axis not in choices[node].wants[index].cut_axes
+                    have = _chosen(problem.values[operand], found) if operand in problem.values else None
+                    is_open = have is not None and axis in have.cut_axes
+                    is_open = is_open and axis not in choices[node].wants[index].cut_axes
+                    places = set() if have is None else find_places(alone, node, index, [have])
                 if is_open:
-                    yield at, node.name
+                    yield (at, node.name), places
 
 
 def _paid(

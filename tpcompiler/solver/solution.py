@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,6 +19,25 @@ if TYPE_CHECKING:
     from tpcompiler.solver.memory import Memory
 
 Turns = tuple[tuple[str, ...], ...]
+
+
+class Place(NamedTuple):
+    """A dim of an operand, and an axis that may shard it, with its degree."""
+
+    axis: str
+    degree: int
+    dim: int
+
+
+Openings = Mapping[tuple[int, str], Set[Place]]  # of calls, by program and name: the dims that their own ops need whole
+
+
+def join_places(found: Iterable[tuple[tuple[int, str], Set[Place]]]) -> Openings:
+    """Return all places of each call."""
+    joined: dict[tuple[int, str], Set[Place]] = {}
+    for call, places in found:
+        joined[call] = joined.get(call, frozenset()) | places
+    return joined
 
 
 class Layered(NamedTuple):
@@ -40,7 +59,7 @@ class Solution:
         layers: what the search decides, by weight.
         seconds: infinite where nothing suits all that is asked for.
         capped: ops and values that had more choices than were looked at.
-        openings: the calls, by program and name, that could be cut more freely in simpler ops.
+        openings: the calls that could be cut more freely in simpler ops, and where.
         simpler: those that are in simpler ops.
         model: the axes over which layers are cut, in order.
         turns: the axes over which there was a choice, in the order in which they were solved; those of a turn at once.
@@ -63,8 +82,8 @@ class Solution:
     layers: Mapping[str, Layered] = field(default_factory=dict)
     seconds: float = 0.0
     capped: int = 0
-    openings: Set[tuple[int, str]] = frozenset()
-    simpler: Set[tuple[int, str]] = frozenset()
+    openings: Openings = field(default_factory=dict)
+    simpler: Openings = field(default_factory=dict)
     model: tuple[str, ...] = ()
     turns: Turns = ()
     bound: float = 0.0

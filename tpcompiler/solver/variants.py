@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,17 +17,20 @@ from tpcompiler.ir.local import KEY, fake_mode_of, key
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.ir.region import Region
+from tpcompiler.ir.sharding import Sharding
 from tpcompiler.rules.infer import Refusal, follow
-from tpcompiler.rules.registry import call_variant, rule_of, variant_of
+from tpcompiler.rules.notation import Rule, Term
+from tpcompiler.rules.registry import call_variant, rule_of, takes_pieces, variant_of
 from tpcompiler.solver.domain import Domain, shardings_of
+from tpcompiler.solver.solution import Place
 from tpcompiler.solver.stage import Choice, Known
 from tpcompiler.solver.ways import to_cut
 
 ATTENTION = aten.scaled_dot_product_attention.default
 
 
-def find_openings(domain: Domain) -> Iterator[tuple[fx.Node, int]]:
-    """Calls that have a variant and cannot take an operand as it may be cut; and which operand."""
+def find_openings(domain: Domain) -> Iterator[tuple[fx.Node, int, Set[Place]]]:
+    """Yield the calls that have a variant and cannot take an operand as it may be cut; which operand, and where."""
     stage = domain.stage
     for node, ways in domain.ways.items():
         if variant_of(node.target) is None:
@@ -34,11 +38,29 @@ def find_openings(domain: Domain) -> Iterator[tuple[fx.Node, int]]:
         for index, operand in enumerate(domain.operands[node]):
             term, cuts = ways.rule.pattern.inputs[index], to_cut(stage, shardings_of(domain, operand))
             if any(isinstance(follow(ways.rule, term, cut, stage.mesh), Refusal) for cut in cuts):
-                yield node, index
+                yield node, index, find_places(domain, node, index, cuts)
+
+
+def find_places(domain: Domain, node: fx.Node, index: int, shardings: Sequence[Sharding]) -> Set[Place]:
+    """Return the dims of an operand that the axis of the stage shards, and that the op needs whole."""
+    rule, stage = domain.ways[node].rule, domain.stage
+    term, axes = rule.pattern.inputs[index], [stage.axis]
+    return {place for each in shardings for place in _refused_places(node, rule, term, each, axes, stage.mesh)}
+
+
+def _refused_places(
+    node: fx.Node, rule: Rule, term: Term, sharding: Sharding, axes: Sequence[str], mesh: Mesh
+) -> Iterator[Place]:
+    """Yield the parts of a sharding over these axes that a rule refuses; none where the variant does not use them."""
+    for axis in axes if takes_pieces(node.target) else ():
+        for dim in sharding.dims_cut_by(axis):
+            alone = Sharding.replicated(sharding.ndim).with_dim(dim, sharding.dims[dim].only(axis))
+            if isinstance(follow(rule, term, alone, mesh), Refusal):
+                yield Place(axis, mesh.degree(axis), dim)
 
 
 def write_variants(
-    program: PlannedProgram, names: Collection[str], bodies: Known
+    program: PlannedProgram, calls: Mapping[str, Set[Place]], bodies: Known
 ) -> tuple[PlannedProgram, dict[str, list[str]]]:
     """Write calls as their variants, with no placements yet.
 
@@ -46,6 +68,7 @@ def write_variants(
     After     amax = amax(x, [-1], True); exp = exp(x - amax); div = exp / sum(exp, [-1], True)
 
     Args:
+        calls: the calls by name, and the dims that may be sharded.
         bodies: what was traced before, for calls alike.
 
     Returns:
@@ -54,11 +77,12 @@ def write_variants(
     graph, written = edit.copy_graph(program.graph), dict[str, list[str]]()
     for node in edit.calls(graph):
         name = node.name
-        if name not in names:
+        if name not in calls:
             continue
-        region = Region(node, edit.operands(node), partial(_run_variant, node, program.mesh), (ATTENTION,))
+        pieces = _count_pieces(calls[name])
+        region = Region(node, edit.operands(node), partial(_run_variant, node, pieces), (ATTENTION,))
         indices = () if edit.is_tensor(node) else tuple(user.args[1] for user in node.users)
-        alike = node.target, key(node.args), key(node.kwargs), key(node), indices
+        alike = node.target, key(node.args), key(node.kwargs), key(node), indices, tuple(pieces.items())
         body = bodies.once(alike, region.trace)
         if body is None:
             continue
@@ -70,7 +94,7 @@ def write_variants(
             u for (was, own), now in zip(users, returned, strict=True) if key(was) != key(edit.fake(now)) for u in own
         ]
         if not _run_anew(graph, changed):
-            return write_variants(program, set(names) - {name}, bodies)
+            return write_variants(program, {other: calls[other] for other in calls if other != name}, bodies)
     return replace(program, graph=graph), written
 
 
@@ -103,8 +127,8 @@ def find_needed(
     graph: fx.Graph,
     choices: Mapping[fx.Node, Choice],
     mesh: Mesh,
-) -> Iterator[str]:
-    """Return the calls, written as variants, that take a shard in the solution that the op itself cannot take.
+) -> Iterator[tuple[str, Set[Place]]]:
+    """Yield the calls, written as variants, that take a shard in the solution that the op itself cannot take, and where.
 
     Args:
         program: as it was before.
@@ -122,14 +146,16 @@ def find_needed(
             if each in choices
             for operand, want in zip(edit.operands(each), choices[each].wants, strict=True)
         )
-        if rule and any(
-            isinstance(follow(rule, names[name], want.settled(), mesh), Refusal)
-            for name, want in taken
-            if name in names
-        ):
-            yield node.name
+        for name, want in taken:
+            if rule and name in names and isinstance(follow(rule, names[name], want.settled(), mesh), Refusal):
+                yield node.name, {*_refused_places(node, rule, names[name], want, want.cut_axes, mesh)}
 
 
-def _run_variant(node: fx.Node, mesh: Mesh, *operands: torch.Tensor) -> Any:
+def _count_pieces(places: Set[Place]) -> dict[int, int]:
+    """Return the number of shards by dim, in order."""
+    return {dim: math.prod(each.degree for each in places if each.dim == dim) for dim in sorted({p.dim for p in places})}
+
+
+def _run_variant(node: fx.Node, pieces: Mapping[int, int], *operands: torch.Tensor) -> Any:
     args, kwargs = edit.map_operands(node, lambda at, _: operands[at])
-    return call_variant(node.target, mesh.degree(mesh.model_axis), args, kwargs)
+    return call_variant(node.target, pieces, args, kwargs)

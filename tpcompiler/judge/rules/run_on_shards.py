@@ -20,7 +20,7 @@ from tpcompiler.judge.compare.judge import widened
 from tpcompiler.judge.rules.placements import replace_arguments, same
 from tpcompiler.rules.infer import Option, Refusal, follow, options, shardings
 from tpcompiler.rules.notation import Rule, RuleText, ShardRange, Shards, Term, dim_size, extents, parse
-from tpcompiler.rules.registry import call_variant
+from tpcompiler.rules.registry import call_variant, takes_pieces
 
 
 class Mismatch(RuleError):
@@ -123,14 +123,19 @@ def check_variant(node: fx.Node, degree: int, args: Sequence[Any], kwargs: Mappi
     Raises:
         Mismatch: they compute different values.
     """
-    results = call_variant(node.target, degree, args, kwargs)
-    if results is NotImplemented:
-        return []
-    whole = edit.outputs(node)
-    fault = _fault([edit_outputs(results)], [Sharding.replicated(v.ndim) for v in whole], whole, Mesh((("tp", 1),)))
-    if fault:
-        raise Mismatch(f"the variant of {node.target} is wrong: {fault}", help="make of simpler ops what the op makes")
-    return ["in simpler ops"]
+    whole, ran = edit.outputs(node), list[str]()
+    dims = range(edit.ndim(edit.operands(node)[0]) if takes_pieces(node.target) else 0)
+    for pieces in (*({dim: degree} for dim in dims), dict.fromkeys(dims, degree)):
+        results = call_variant(node.target, pieces, args, kwargs)
+        if results is NotImplemented:
+            continue
+        fault = _fault([edit_outputs(results)], [Sharding.replicated(v.ndim) for v in whole], whole, Mesh((("tp", 1),)))
+        if fault:
+            raise Mismatch(
+                f"the variant of {node.target} is wrong: {fault}", help="make of simpler ops what the op makes"
+            )
+        ran.append("in simpler ops")
+    return ran
 
 
 def _fault(
