@@ -119,21 +119,6 @@ def layer_norm(
     return native_layer_norm(x, shape, weight, bias, eps)[0]
 
 
-@op_variant(aten.group_norm.default)
-def group_norm(
-    x: Tensor,
-    groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enabled: bool = True,
-) -> Tensor:
-    parts = aten.unflatten.int(x, 1, [groups, -1])
-    normed = native_layer_norm(parts, parts.shape[2:], None, None, eps)[0].flatten(1, 2)
-    each = [-1] + [1] * (x.ndim - 2)
-    return _scaled(normed, *(value if value is None else value.view(each) for value in (weight, bias)))
-
-
 @op_variant(aten._fused_rms_norm.default)
 def fused_rms_norm(x: Tensor, shape: Sequence[Any], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
     dims = list(range(-len(shape), 0))
