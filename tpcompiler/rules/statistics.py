@@ -21,9 +21,10 @@ from tpcompiler.rules.variants import Pieces, widen
 def find_moments(x: Tensor, dims: Sequence[int], pieces: Pieces) -> tuple[Tensor, Tensor]:
     """Return the mean and the biased variance over some dims, which keep the size 1.
 
-    No sum of squares, from which a large mean would cancel the variance. Equal pieces are combined as in Chan, Golub and
-    LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979, after one reduction of
-    two numbers or two of one, whichever is cheaper. Other shards subtract the mean of all ranks first.
+    A sum of squares would lose a variance that is small next to the mean. So equal pieces find their own mean and
+    variance, and are combined as in Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing
+    sample variances", 1979: the ranks gather both numbers, or reduce one after the other, whichever is cheaper. Pieces
+    of several sizes subtract the mean of all ranks first.
     """
     cut = {dim: pieces[dim] for dim in sorted(dims) if dim in pieces}
     if not cut or not all(divides(x.shape[dim], count) for dim, count in cut.items()):
@@ -70,9 +71,12 @@ def batch_norm_with_running_statistics(
     pieces: Pieces,
 ) -> Any:
     """Also return the new running statistics; their variance is unbiased."""
-    count = math.prod(size for dim, size in enumerate(x.shape) if dim != 1)
-    if not training or type(count) is not int or count < 2:
+    sizes = [size for dim, size in enumerate(x.shape) if dim != 1]
+    is_static = all(type(size) is int for size in sizes)
+    if not training or (is_static and math.prod(sizes) < 2):
         return NotImplemented
+    # a body contains no sizes, so a dynamic batch is counted
+    count: Any = math.prod(sizes) if is_static else torch.full_like(x.select(1, 0), 1, dtype=torch.float64).sum()
     normed, mean, root, variance = _over_batch(x, weight, bias, eps, pieces)
     pairs = (running_mean, mean), (running_variance, variance * (count / (count - 1)))
     return normed, mean, root, *(torch.lerp(old, new.to(old.dtype), momentum) for old, new in pairs)

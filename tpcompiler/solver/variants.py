@@ -128,7 +128,7 @@ def find_needed(
     choices: Mapping[fx.Node, Choice],
     mesh: Mesh,
 ) -> Iterator[tuple[str, Set[Place]]]:
-    """Yield the calls, written as variants, that take a shard in the solution that the op itself cannot take, and where.
+    """Yield the calls, written as variants, that take a shard that the op itself cannot take; and where.
 
     Args:
         program: as it was before.
@@ -153,7 +153,8 @@ def find_needed(
 
 def _count_pieces(places: Set[Place]) -> dict[int, int]:
     """Return the number of shards by dim, in order."""
-    return {dim: math.prod(each.degree for each in places if each.dim == dim) for dim in sorted({p.dim for p in places})}
+    dims = sorted({place.dim for place in places})
+    return {dim: math.prod(place.degree for place in places if place.dim == dim) for dim in dims}
 
 
 def _run_variant(node: fx.Node, pieces: Mapping[int, int], *operands: torch.Tensor) -> Any:
