@@ -18,7 +18,7 @@ from tpcompiler.rules.registry import op_variant
 from tpcompiler.rules.variants import Pieces, widen
 
 
-def find_moments(x: Tensor, dims: Sequence[int], pieces: Pieces) -> tuple[Tensor, Tensor]:
+def find_moments(x: Tensor, dims: list[int], pieces: Pieces) -> tuple[Tensor, Tensor]:
     """Return the mean and the biased variance over some dims, which keep the size 1.
 
     A sum of squares would lose a variance that is small next to the mean. So equal pieces find their own mean and
@@ -31,7 +31,7 @@ def find_moments(x: Tensor, dims: Sequence[int], pieces: Pieces) -> tuple[Tensor
         mean = x.mean(dims, True)
         centred = x - mean
         return mean, (centred * centred).mean(dims, True)
-    inner, outer = list(dims), [dim + at for at, dim in enumerate(cut)]
+    inner, outer = dims, [dim + at for at, dim in enumerate(cut)]
     for dim in reversed(cut):
         x = aten.unflatten.int(x, dim, [cut[dim], -1])
         inner = [each + (each >= dim) for each in inner]
