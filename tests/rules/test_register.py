@@ -257,10 +257,16 @@ def test_a_variant_of_ones_own() -> None:
     assert program.verify((torch.randn(5, 8),)).ok
 
 
-def test_the_rule_of_an_op_of_transformers() -> None:
+def test_the_rules_of_ops_of_transformers() -> None:
     pytest.importorskip("transformers.integrations.moe")
-    rows, experts, ends = torch.randn(9, 6), torch.randn(3, 6, 8), torch.tensor([2, 2, 9])
-    report = tpcompiler.check_rule("transformers::grouped_mm_fallback", [(rows.double(), experts.double(), ends)])
-    assert not report.missing
-    assert any("k cut" in ran for ran in report.ran)
-    assert any("n cut" in ran for ran in report.ran)
+    rows, experts, ends = torch.randn(9, 6).double(), torch.randn(3, 6, 8).double(), torch.tensor([2, 2, 9])
+    calls = {
+        "transformers::grouped_mm_fallback": (rows, experts, ends),
+        "transformers::grouped_mm_fallback_backward": (rows, experts, ends, torch.randn(9, 8).double()),
+    }
+    for name, arguments in calls.items():
+        report = tpcompiler.check_rule(name, [arguments])
+        # a backward is linear in one more operand each, which is whole because the forward has used it
+        assert all("backward" in name and "P(sum)" in each.split("->")[0] for each in report.missing), report.missing
+        assert any("k cut" in ran for ran in report.ran)
+        assert any("n cut" in ran for ran in report.ran)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
 import tpcompiler
-from tests.launch import called
 from tests.passes.stages import Call
 from tests.trust.damage import Artifact
 from tests.zoo.faults import collectives_of, without_collective
@@ -210,21 +208,6 @@ def test_gradients_of_other_parameters_are_refused() -> None:
     assert swapped(made, "gate.weight", "gate.weight") == []
     assert swapped(made, "gate.weight", "down.weight")  # cut otherwise
     assert swapped(made, "gate.weight", "up.weight")  # cut alike
-
-
-@pytest.mark.slow
-def test_processes(tmp_path: Path) -> None:
-    """The saved files in gloo processes, each with half of the samples; the gradients are those of all."""
-    torch.manual_seed(0)
-    model = Call(lambda self, ids, labels: cross_entropy(self.llama(ids).logits, labels), llama=llama().double())
-    program = tpcompiler.export_training(model, (IDS, IDS))
-    made = tpcompiler.parallelize(program, {"dp": 2}, {}, inputs=dict.fromkeys(["ids", "labels"], ROWS))
-    made.save(tmp_path / "out")
-    assert tpcompiler.open(tmp_path / "out").verify((IDS, IDS)).ok
-    results = called([[(half, half)] for half in IDS.chunk(2)], tmp_path)
-    model(IDS, IDS).backward()
-    for (got,) in results:
-        torch.testing.assert_close(got["gradients"], {name: value.grad for name, value in model.named_parameters()})
 
 
 @pytest.mark.parametrize(

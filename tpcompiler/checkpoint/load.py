@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from tpcompiler.runtime.agree import WAIT
+from tpcompiler.runtime.artifact import SINGLE
 from tpcompiler.runtime.load import load as load_rank
 
 
@@ -21,6 +22,7 @@ def load(
     trust: bool = False,
     compiled: bool | None = None,
     backend: str | None = None,
+    training: bool = False,
 ) -> Any:
     """Return this process's program, ready to call.
 
@@ -48,16 +50,18 @@ def load(
         compiled: run the package that `tpcompiler package` wrote (True), or the uncompiled programs (False). The
             default is the package if `trust` is set, because it is machine code; otherwise a warning names it.
         backend: the backend of the process group that is initialised here, "nccl" or "gloo".
+        training: for a program of `export_training`: the module returns the model's outputs, and `loss.backward()`
+            adds the gradients to the parameters. `module.clip_grad_norm_(max_norm)` clips their norm over all ranks.
 
     Returns:
-        The module: call it like the model; it records no gradients. Its `exported_program` is the rank's
-        `ExportedProgram`. For a directory with several programs, a dict of modules by name that share weights and
-        buffers: all see what one of them writes into a cache.
+        The module: call it like the model; it records no gradients without `training`. Its `exported_program` is the
+        rank's `ExportedProgram`. For a directory with several programs, a dict of modules by name that share weights
+        and buffers: all see what one of them writes into a cache.
 
     Raises:
-        ArtifactError: the artifact is missing or damaged, the checkpoint does not fit it or, without `trust`, files
-            could run code. The requested package is missing, or this process cannot run it: it is for another torch,
-            CPU, GPU or number of threads.
+        ArtifactError: the artifact is missing or damaged, or returns no gradients to train with, the checkpoint does
+            not fit it or, without `trust`, files could run code. The requested package is missing, or this process
+            cannot run it: it is for another torch, CPU, GPU or number of threads.
         LaunchError: not started by torchrun, another world size or rank, a group name in use, no GPU for this
             process, another rank that fails, is missing, or has another artifact, or ranks of a group that cannot
             reach each other.
@@ -68,7 +72,7 @@ def load(
         from tpcompiler.checkpoint.cut import read_shares  # a deployment with weights does not need it
 
         weights = functools.partial(read_shares, checkpoint)
-    return load_rank(
+    loaded = load_rank(
         directory,
         rank,
         check_inputs=check_inputs,
@@ -78,3 +82,10 @@ def load(
         backend=backend,
         weights=weights,
     )
+    if training:
+        from tpcompiler.checkpoint.training import make_trainable
+        from tpcompiler.runtime.program_files import open_programs
+
+        manifests = {name: files.manifest for name, files in open_programs(directory, trust=trust).items()}
+        make_trainable(loaded if isinstance(loaded, dict) else {SINGLE: loaded}, manifests)
+    return loaded

@@ -76,6 +76,12 @@ def looped_mm(node: fx.Node) -> RuleText:
     return RuleText("t! k, g! k n, g! -> t! n", linear=BILINEAR)
 
 
+@foreign_rule("transformers.grouped_mm_fallback_backward.default", shards="any")
+def looped_mm_backward(node: fx.Node) -> RuleText:
+    """ "t! k, g! k n, g!, t! n -> t! k {n}, g! k n": gradients of tokens and weights, linear in the result's."""
+    return RuleText("t! k, g! k n, g!, t! n -> t! k {n}, g! k n", linear=((3,),))
+
+
 @op_rule(BY_BLOCK, shards="nonempty")
 def blocks(node: fx.Node) -> RuleText:
     """ "d s! (k k_!), (d g!) (k k_!) (n n_!), d g! -> d s! (n n_!)": a rank computes its own blocks."""
