@@ -90,6 +90,7 @@ def _decompose(program: ExportedProgram) -> ExportedProgram:
         aten.scaled_dot_product_attention.default: _attention,
         aten.linalg_vector_norm.default: _norm,
         aten.convolution_backward.default: _convolution_backward,
+        aten.new_empty_strided.default: _to_be_written,
         **AS_DRAWN,
     }
     whole_ops = {*ops_with_rules(), aten.bernoulli.default} | recurrent
@@ -129,6 +130,13 @@ def _convolution_backward(grad: torch.Tensor, x: Any, weight: Any, bias_sizes: A
         op = aten.convolution_backward.default
         others = op(grad, x, weight, None, *settings, [of_input, of_weight, False])[:2]
     return (*others, grad.sum([0, *range(2, grad.ndim)]))
+
+
+def _to_be_written(x: torch.Tensor, size: Any, stride: Any, **options: Any) -> Any:
+    """Create the memory that a backward of writes fills; zeros, which ranks can create for their shards."""
+    dtype, device = options.get("dtype") or x.dtype, options.get("device") or x.device
+    made = aten.full.default(size, 0, dtype=dtype, device=device)
+    return made if tuple(made.stride()) == tuple(stride) else NotImplemented
 
 
 def _attention(q: Any, k: Any, v: Any, mask: Any = None, dropout: float = 0.0, *rest: Any, **named: Any) -> Any:

@@ -169,6 +169,16 @@ def test_a_sum_over_samples_for_each_parameter() -> None:
     assert made.verify(args, named).ok
 
 
+def test_a_pin_of_layers_gathers_no_samples() -> None:
+    """Of whole logits each rank has its own samples, until the boundary asks for all."""
+    _, program, args, named = built("llama")
+    plan = {**PLAN, "lm_head": "colwise_gather_output"}
+    made = tpcompiler.parallelize(program, {"dp": 2, "tp": 2}, plan, inputs=dict.fromkeys(named, ROWS))
+    gathers = [(each.axis, each.payload_bytes) for each in made.collectives() if each.kind == "all_gather"]
+    assert sorted(gathers) == [("dp", 4 * 6 * 64 * 4), ("tp", 2 * 6 * 64 * 4)]
+    assert made.verify(args, named).ok
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
 def test_all_ranks_together(name: str, mesh: dict[str, int]) -> None:

@@ -42,7 +42,7 @@ FREE = aten.sym_size.int  # it takes a value as it is
 
 
 class Values(NamedTuple):
-    """The possible shardings of a value: one per value of a variable, or a single one; `asked`: a pin asks for it."""
+    """The possible shardings of a value: one per value of a variable, or a single one; `asked`: by the boundary."""
 
     variable: int | None
     shardings: tuple[Sharding, ...]
@@ -260,6 +260,7 @@ def _state(problem: Problem, domain: Domain) -> None:
     problem.capped += sum(ways.is_capped for ways in domain.ways.values())
     for node in leaves:
         _add_leaf(problem, node, domain.leaves[node.name])
+    at_boundary = {node for node in program.output.all_input_nodes if node.target is pin}
     for node in program.user_inputs():
         problem.values[node] = Values(None, (stage.within(program.constraints[node.name].sharding, edit.fake(node)),))
     for node in counted(list(edit.calls(program.graph)), "pricing choices", "ops"):
@@ -273,7 +274,7 @@ def _state(problem: Problem, domain: Domain) -> None:
         for made, at in edit.results(node):
             problem.values[made] = Values(variable, choices.made[at])
         for index, operand in enumerate(domain.operands[node]):
-            wanted = Values(variable, choices.wants[index], node.target is pin)
+            wanted = Values(variable, choices.wants[index], node in at_boundary)
             if operand in leaves and problem.groups[operand] not in problem.leaves:
                 _price_use(problem, operand, leaves[operand], wanted, domain.leaves[operand.name])
             elif operand in problem.values:

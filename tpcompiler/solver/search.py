@@ -24,7 +24,7 @@ from tpcompiler.solver.stage import MOST_CHOICES, Choice, Stage
 from tpcompiler.solver.task import Task
 from tpcompiler.solver.variants import find_openings, find_places
 
-FEWER = (MOST_CHOICES, 8, 4, 2, 1)  # choices of an op, as long as the tables are too large without a plan
+FEWER = (MOST_CHOICES, 8, 4, 2, 1)  # choices of an op, as long as the tables are too large
 REFUSED = 0.05  # seconds for a weight that would be gathered, where nothing else can be: more than all else
 
 
@@ -75,7 +75,7 @@ def search(task: Task) -> Solution:
                 values = _solved(problem)
                 break
             except UnsupportedError:
-                if not stage.is_searched or stage.parts or held or most == FEWER[-1]:
+                if stage.parts or held or most == FEWER[-1]:
                     raise
         if values is None and not stage.is_searched and held is None:
             problem = pose(programs, stage, objective, groups, REFUSED)
