@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from dataclasses import replace
 
 from torch import fx
 
+from tpcompiler.cost.peak import find_peak, local_values
 from tpcompiler.ir import edit
 from tpcompiler.ir.node_placement import PLACEMENT, NodePlacement
-from tpcompiler.ir.program import LocalProgram
+from tpcompiler.ir.program import LocalProgram, Note
+from tpcompiler.terminal.printed import format_bytes
 
 
-def schedule_collectives(program: LocalProgram) -> LocalProgram:
+def schedule_collectives(
+    program: LocalProgram, limit: int | None = None, first: LocalProgram | None = None
+) -> LocalProgram:
     """Move every wait to just before the first use of its result, and every start to just after its operand.
 
     Before    h = all_gather(x); hw = wait_tensor(h)          u, v: no part of x
@@ -26,15 +31,51 @@ def schedule_collectives(program: LocalProgram) -> LocalProgram:
     the wait. Collectives keep their order, which all ranks share, and all other ops theirs. A start moves up to the
     wait of the collective before it at most, so that one result more is held at a time.
 
+    A collective in flight holds its result and what it sends. Where that takes the inputs and activations above `limit`
+    bytes, the collectives in flight at the peak stay where they are. A note reports that, and what the others take.
+
     Assumes that the graph belongs to these ranks alone (`lower_reshards` made it): it is edited in place.
+
+    Args:
+        first: the program of the first rank, which holds most: its collectives that stay do so on all ranks.
     """
-    if any(map(edit.is_collective, program.graph.nodes)):
-        late = _wait_late(program.graph)
-        edit.reorder(program.graph, _start_early(late))
-    return program
+    starts = [node for node in program.graph.nodes if edit.is_collective(node)]
+    if not starts:
+        return program
+    values, before = local_values(program), list(program.graph.nodes)
+    least, _ = find_peak(before, values)
+    unmoved = set[fx.Node]() if first is None else {starts[at] for at in first.unmoved}
+    while True:
+        order = _start_early(_wait_late(program.graph, unmoved), unmoved)
+        most, at = find_peak(order, values)
+        if first is not None or limit is None or most <= limit or not (more := _in_flight(order, at) - unmoved):
+            break
+        unmoved |= more
+    edit.reorder(program.graph, order)
+    notes = []
+    if unmoved:
+        count = f"{len(unmoved)} of {len(starts)} collectives"
+        notes.append(f"waited for at once, because a rank would hold more than its limit of memory: {count}")
+    if most > least:
+        notes.append(f"a rank holds {format_bytes(most - least)} more at the peak ('{at.name}')")
+    positions = tuple(at for at, start in enumerate(starts) if start in unmoved)
+    return replace(program, unmoved=positions, notes=tuple(Note("overlap", text) for text in notes))
 
 
-def _wait_late(graph: fx.Graph) -> list[fx.Node]:
+def _in_flight(order: Sequence[fx.Node], at: fx.Node) -> set[fx.Node]:
+    """Return the collectives that have started before the end of an op, and are waited for after it."""
+    started = set[fx.Node]()
+    for node in order:
+        if edit.is_collective(node):
+            started.add(node)
+        if edit.is_wait(node):
+            started.difference_update(node.all_input_nodes)
+        if node is at:
+            break
+    return started
+
+
+def _wait_late(graph: fx.Graph, unmoved: Set[fx.Node]) -> list[fx.Node]:
     """Return the nodes in an order in which waits, and the ops of a change after them, stand before their first use."""
     order: list[fx.Node] = []
     held: dict[fx.Node, None] = {}
@@ -49,7 +90,8 @@ def _wait_late(graph: fx.Graph) -> list[fx.Node]:
     after_wait = set[fx.Node]()
     for node in graph.nodes:
         waited = after_wait.intersection(node.all_input_nodes)
-        if edit.is_wait(node) or any(_is_same_change(node, value) for value in waited):
+        is_moved = edit.is_wait(node) and unmoved.isdisjoint(node.all_input_nodes)
+        if is_moved or any(_is_same_change(node, value) for value in waited):
             after_wait.add(node)
         if node.op == "output":
             for left in list(held):  # results that nothing uses
@@ -63,7 +105,7 @@ def _wait_late(graph: fx.Graph) -> list[fx.Node]:
     return order
 
 
-def _start_early(order: Sequence[fx.Node]) -> list[fx.Node]:
+def _start_early(order: Sequence[fx.Node], unmoved: Set[fx.Node]) -> list[fx.Node]:
     """Return the nodes in an order in which each start, with the ops of its change before it, follows its operand."""
     at = {node: position for position, node in enumerate(order)}
     starts = [node for node in order if edit.is_collective(node)]
@@ -77,7 +119,7 @@ def _start_early(order: Sequence[fx.Node]) -> list[fx.Node]:
             start, group = starts[next_start], groups[next_start]
             if start not in done:
                 wait = waits[next_start - 1] if next_start else None
-                if wait is not None and wait not in done and at[wait] < at[start]:
+                if start in unmoved or (wait is not None and wait not in done and at[wait] < at[start]):
                     break
                 needed = {operand for each in group for operand in each.all_input_nodes}.difference(group)
                 if not needed <= done.keys():

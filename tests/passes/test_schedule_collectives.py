@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import fx
 
 import tpcompiler
 from tests.passes.stages import Call, local
-from tests.zoo.index import CASES
+from tests.zoo.measure import waits_too_early
+from tpcompiler.cost.peak import find_peak, local_values
 from tpcompiler.ir import edit
 from tpcompiler.ir.text import program_text
 from tpcompiler.passes.schedule_collectives import schedule_collectives
-
-MACHINE = "ideal"
 
 
 def text(module: Call, x: torch.Tensor, plan: dict[str, str], **kwargs: Any) -> str:
@@ -97,25 +94,91 @@ return add_1
     )
 
 
-def between(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield the waits, each with an op that follows it before its first use and is no wait, and no part of a change."""
-    nodes = list(graph.nodes)
-    for at, node in enumerate(nodes):
-        if edit.is_wait(node):
-            for other in nodes[at + 1 :]:
-                if node in other.all_input_nodes:
-                    break
-                if not edit.is_wait(other) and "reshard" not in other.meta["custom"]["tpcompiler"]:
-                    yield node, other
+class Aside(Call):
+    """A product that is gathered, and another one that is not, of 512 bytes."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda self, x: (x @ self.a, (torch.sin(x) @ self.b).sum(1)), a=(4, 8), b=(4, 64))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt_neox", "mixtral", "t5", "swin", "unet"])
-def test_no_wait_stands_before_an_op_that_does_not_use_it(name: str) -> None:
-    case = CASES[name]
-    made = tpcompiler.parallelize(case.export(False), 2, case.asked(), machine=MACHINE)
-    assert list(between(made.rank_program(0).graph)) == []
-    assert made.verify((), case.inputs(*case.example)).ok
+# The gather makes 2 x 8 numbers of 4 bytes, of a rank's half; nothing else waits for it.
+BETWEEN, ASIDE, HALF, GATHERED = 2 * 4 * 4, 2 * 64 * 4, 2 * 4 * 4, 2 * 8 * 4
+LEAST = 2 * 4 * 4 + HALF + BETWEEN + ASIDE  # the input, half a product, a sine, and the other product
+
+
+@pytest.mark.parametrize(
+    ("limit", "most", "notes"),
+    [
+        (None, LEAST + GATHERED, ["a rank holds 64 B more at the peak ('matmul_1')"]),
+        (LEAST + GATHERED, LEAST + GATHERED, ["a rank holds 64 B more at the peak ('matmul_1')"]),
+        (
+            LEAST + GATHERED - 1,
+            LEAST,
+            ["waited for at once, because a rank would hold more than its limit of memory: 1 of 1 collectives"],
+        ),
+    ],
+)
+def test_a_limit_on_memory(limit: int | None, most: int, notes: list[str]) -> None:
+    program = local(Aside(), (torch.randn(2, 4),), {"a": "S(1)"}, outputs=["R", None])
+    values = local_values(program)
+    made = schedule_collectives(program, limit)
+    assert find_peak(list(made.graph.nodes), values)[0] == most
+    assert [note.text for note in made.notes] == notes
+    names = [node.name for node in made.graph.nodes]
+    assert (names.index("all_gather_into_tensor") < names.index("matmul_1")) == (most > LEAST)
+
+
+def test_the_limit_that_is_asked_for() -> None:
+    """Half of `a` and all of `b` are held too. The limit is on what the search counts; the numbers stay right."""
+    program, x = torch.export.export(Aside(), (torch.randn(2, 4),)), torch.randn(2, 4)
+    held = (4 * 8 // 2 + 4 * 64) * 4
+    for limit, kept in ((held + LEAST + GATHERED, False), (held + LEAST + GATHERED - 1, True)):
+        made = tpcompiler.parallelize(program, 2, {"a": "S(1)", "b": "R"}, outputs=["R", None], memory=limit)
+        (note,) = (note.text for note in made.manifest().notes if note.kind == "overlap")
+        assert note.startswith("waited for at once") == kept
+        assert f"memory of collectives that run during other ops:\n  {note}\n" in made.report()
+        assert made.verify((x,)).ok
+        assert made.check().ok
+
+
+def test_all_ranks_wait_as_the_first_does() -> None:
+    """Seven columns, so that each rank has another program; the check wants one order."""
+    module = Call(lambda self, x: (x @ self.a, (torch.sin(x) @ self.b).sum(1)), a=(4, 7), b=(4, 64))
+    program, x = torch.export.export(module, (torch.randn(2, 4),)), torch.randn(2, 4)
+    held, most = (4 * 4 + 4 * 64) * 4, LEAST + GATHERED
+    for limit in (held + most, held + most - 1):
+        made = tpcompiler.parallelize(program, 2, {"a": "S(1)", "b": "R"}, outputs=["R", None], memory=limit)
+        assert len(made.converted.classes()) == 2
+        for rank in range(2):
+            names = [node.name for node in made.rank_program(rank).graph.nodes]
+            assert (names.index("all_gather_into_tensor") < names.index("sin")) == (limit == held + most)
+        assert made.verify((x,)).ok
+        assert made.check().ok
+
+
+def test_what_a_gather_sends_is_held_until_its_wait() -> None:
+    """An all_reduce sends a copy that it makes."""
+    gathered = local(Aside(), (torch.randn(2, 4),), {"a": "S(1)"}, outputs=["R", None])
+    reduced = local(Call(lambda self, x: (x @ self.a, torch.sin(x)), a=(4, 8)), (torch.randn(2, 4),), {"a": "S(0)"})
+    for program, held in ((gathered, True), (reduced, False)):
+        schedule_collectives(program)
+        nodes = {node.name: node for node in program.graph.nodes}
+        wait = next(node for node in nodes.values() if edit.is_wait(node))
+        values = local_values(program)
+        alone = values._replace(size={nodes["matmul"]: 1})
+        peaks = [find_peak(list(program.graph.nodes), alone, {node: 1})[0] for node in (nodes["sin"], wait)]
+        assert peaks == [1 + held] * 2
+
+
+def test_waits_too_early_are_seen() -> None:
+    """Negative control of the test of the models: before the pass there are some."""
+    program = local(
+        Call(lambda self, x: (x @ self.a) @ self.b + torch.sin(x), a=(4, 8), b=(8, 4)),
+        (torch.randn(2, 4),),
+        {"a": "S(1)", "b": "S(0)"},
+    )
+    assert [(wait.name, op.name) for wait, op in waits_too_early(program.graph)] == [("wait_tensor", "sin")]
+    assert not list(waits_too_early(schedule_collectives(program).graph))
 
 
 def test_the_order_of_collectives_is_kept() -> None:

@@ -7,12 +7,13 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
 import torch
+from torch import fx
 from torch.export import ExportedProgram
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -22,6 +23,8 @@ from tests.machines import CALLS
 from tests.zoo.case import OUTSIDE, Case
 from tpcompiler import ParallelProgram
 from tpcompiler.errors import InternalError, TpCompilerWarning
+from tpcompiler.ir import edit
+from tpcompiler.ir.node_placement import PLACEMENT, read_claim
 from tpcompiler.judge.compare.compare import Difference, VerifyReport
 from tpcompiler.judge.compare.reference import reference_of
 from tpcompiler.judge.compare.simulate import simulate
@@ -96,9 +99,16 @@ class Measured:
     def flops_enough(self) -> bool:
         return self.flops >= self.case.flops
 
+    @cached_property
+    def early_waits(self) -> list[str]:
+        """The waits before an op that does not use their result, unless memory is too short to wait later."""
+        notes = [note.text for note in self.program.manifest().notes if note.kind == "overlap"]
+        pairs = waits_too_early(self.program.rank_program(0).graph)
+        return [f"{wait.name} before {op.name}" for wait, op in pairs if not any("at once" in text for text in notes)]
+
     @property
     def ok(self) -> bool:
-        return self.equal and self.counted and self.cut_enough and self.flops_enough
+        return self.equal and self.counted and self.cut_enough and self.flops_enough and not self.early_waits
 
     @cached_property
     def alarms(self) -> list[str]:
@@ -172,6 +182,18 @@ def counts(case: Case, collectives: Iterable[Collective]) -> Counter[tuple[str, 
         kind = f"{c.kind} ({FALLBACK})" if c.why == FALLBACK else c.kind
         found[inside[0] if inside else OUTSIDE, kind] += 1
     return found
+
+
+def waits_too_early(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield the waits, each with an op that follows it before its first use and is no part of a change of sharding."""
+    nodes = list(graph.nodes)
+    for at, node in enumerate(nodes):
+        if edit.is_wait(node):
+            for other in nodes[at + 1 :]:
+                if node in other.all_input_nodes:
+                    break
+                if not edit.is_wait(other) and (other.meta.get(PLACEMENT) or read_claim(other)).reshard is None:
+                    yield node, other
 
 
 def cut_share(program: ParallelProgram) -> float:

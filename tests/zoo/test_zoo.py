@@ -74,6 +74,11 @@ def test_parameters_are_cut(on_world: Measured) -> None:
         assert max(shares) <= whole / world + max(row.shape)  # one row more where the rows do not divide
 
 
+@each
+def test_no_wait_stands_before_an_op_that_does_not_use_it(on_world: Measured) -> None:
+    assert not on_world.early_waits
+
+
 @of(True)
 def test_check_says_nothing(on_world: Measured) -> None:
     assert not on_world.alarms

@@ -33,6 +33,7 @@ NOTE_TITLES = {  # kinds of `Note`, as people read them
     "idle": "axes that cut nothing: their ranks repeat each other",
     "examples": "example inputs",
     "collectives": "collectives over symmetric memory",
+    "overlap": "memory of collectives that run during other ops",
     "search": "the search for placements",
     "uncut": "layers that stay whole, because a call would take longer with them cut",
     "cut": "weights cut in parts, blocks or whole heads, or unevenly",

@@ -180,8 +180,15 @@ class LoweredProgram(ClassProgram):
     """A class program with collectives instead of reshards; sizes and `meta["val"]` are still global."""
 
 
+@dataclass(frozen=True)
 class LocalProgram(ClassProgram):
-    """A class program with local sizes, in arguments and in `meta["val"]`."""
+    """A class program with local sizes, in arguments and in `meta["val"]`.
+
+    `unmoved`: the numbers of the collectives that are waited for at once, because memory is short.
+    """
+
+    unmoved: tuple[int, ...] = ()
+    notes: tuple[Note, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ class ConvertedProgram(ArtifactProgram):
     @cached_property
     def notes(self) -> tuple[Note, ...]:
         """The requests that the compiler declined or could not use, and its deviations from the default."""
-        notes = (*self._remarks(self), *self.resharded.notes)
+        notes = (*self._remarks(self), *self.resharded.notes, *self.partition.local_program(0).notes)
         if self.partition.fitted == "nccl":
             return notes
         return (*notes, Note("collectives", self.partition.fitted_text()))

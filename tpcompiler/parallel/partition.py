@@ -32,12 +32,18 @@ from tpcompiler.terminal.printed import format_bytes
 class Partition:
     """The programs of all ranks; parts that are equal for several ranks are made once."""
 
-    def __init__(self, program: PlacedProgram, device_type: str, fitted: Collectives, machine: Machine) -> None:
-        """`machine` decides where symmetric memory is faster, if `fitted` is "auto"."""
+    def __init__(
+        self, program: PlacedProgram, device_type: str, fitted: Collectives, machine: Machine, limit: int | None
+    ) -> None:
+        """`machine` decides where symmetric memory is faster, if `fitted` is "auto".
+
+        `limit` is on the bytes of a rank's inputs and activations.
+        """
         self.program = program
         self.machine = machine
         self.device_type = device_type
         self.fitted = fitted
+        self.limit = limit
         self._traces: dict[Any, Any] = {}
         self._results: dict[Any, Any] = {}
         self._built: Built = {}
@@ -55,9 +61,10 @@ class Partition:
         self.program.mesh.coordinate(rank)
         ranks = next(ranks for ranks in self.classes if rank in ranks)
         if ranks not in self._local:
+            first = None if 0 in ranks else self.local_program(0)
             with no_new_guards(self.program.graph):
-                lowered = lower_reshards(self.program, ranks, self._traces)
-                self._local[ranks] = schedule_collectives(localize_shapes(lowered, self._results))
+                lowered = localize_shapes(lower_reshards(self.program, ranks, self._traces), self._results)
+                self._local[ranks] = schedule_collectives(lowered, self.limit, first)
         return self._local[ranks]
 
     @cached_property

@@ -144,6 +144,7 @@ class Note(Record, frozen=True):
         "both",
         "examples",
         "collectives",
+        "overlap",
         "search",
         "uncut",
     ]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import fx
 
-from tpcompiler._torch import OpOverload
 from tpcompiler.cost.objective import local_bytes
+from tpcompiler.cost.peak import Values, find_peak, is_view, written_in_place
 from tpcompiler.ir import edit
 from tpcompiler.ir.program import PlannedProgram, pin, tied
-from tpcompiler.runtime.in_place import IN_PLACE
 from tpcompiler.solver.solution import Solution
 from tpcompiler.terminal.printed import format_bytes
 
@@ -48,70 +45,53 @@ class Memory(NamedTuple):
 
 def measure_memory(found: Solution) -> Memory:
     """Estimate the memory of programs that share their leaves and run one at a time."""
-    held: dict[str, int] = {}
-    floats: set[str] = set()
-    written: set[str] = set()
-    peaks = []
-    for program in found.programs:
-        first_of, names = tied(program), {node.name: fqn for node, fqn in program.leaves()}
-        written |= {fqn for _, fqn in program.written()}
-        for node, fqn in program.leaves():
-            if first_of[node.name] == node.name:
-                held[fqn] = local_bytes(edit.fake(node), found.leaves[node], program.mesh)
-                floats |= {fqn} if edit.fake(node).is_floating_point() else set()
-        peaks.append(_find_peak(program, found, set(names)))
+    held = measure_leaves(found)
+    leaves = [(node, fqn) for program in found.programs for node, fqn in program.leaves()]
+    floats = {fqn for node, fqn in leaves if fqn in held and edit.fake(node).is_floating_point()}
+    written = {fqn for program in found.programs for _, fqn in program.written()}
+    peaks = [_find_peak(program, found) for program in found.programs]
     caches = sum(count for fqn, count in held.items() if fqn in written)
     largest = sorted(held.items(), key=lambda pair: (-pair[1], pair[0]))[:3]
     counted = sum(held[fqn] for fqn in floats)
     return Memory(sum(held.values()) - caches, caches, *max(peaks), counted, tuple(largest))
 
 
-def _find_peak(program: PlannedProgram, found: Solution, leaves: set[str]) -> tuple[int, str]:
+def measure_leaves(found: Solution) -> dict[str, int]:
+    """Return the bytes of each leaf on the rank that holds most; of tied leaves, the first has them."""
+    held: dict[str, int] = {}
+    for program in found.programs:
+        first_of = tied(program)
+        for node, fqn in program.leaves():
+            if first_of[node.name] == node.name:
+                held[fqn] = local_bytes(edit.fake(node), found.leaves[node], program.mesh)
+    return held
+
+
+def _find_peak(program: PlannedProgram, found: Solution) -> tuple[int, str]:
     """The most bytes of activations and inputs at once, and at which op. Inputs are the caller's; a view holds
     what it is a view of, and a buffer that is written in place is no activation."""
-    in_place = set(_written_in_place(program))
+    leaves, in_place = {node for node, _ in program.leaves()}, set(written_in_place(program))
     owner: dict[fx.Node, fx.Node] = {}
     size: dict[fx.Node, int] = {}
     gathered: dict[fx.Node, int] = {}
-    last: dict[fx.Node, int] = {}
-    for at, node in enumerate(program.graph.nodes):
-        for operand in node.all_input_nodes:
-            if operand in owner:
-                last[owner[operand]] = max(last[owner[operand]], at)
-        if node.name in leaves or not edit.outputs(node):
+    for node in program.graph.nodes:
+        if node in leaves or not edit.outputs(node):
             continue
         gathered[node] = _gathered_bytes(found, node)
-        is_view = node.op == "call_function" and _is_view(node) and not gathered[node]
-        if is_view and (source := node.all_input_nodes[0]) in owner:
+        if is_view(node) and not gathered[node] and (source := node.all_input_nodes[0]) in owner:
             owner[node] = owner[source]
             continue
-        owner[node], last[node] = node, len(program.graph.nodes) if node.op == "placeholder" else at
         values, settled = edit.outputs(node), found.settled.get(node)
+        owner[node] = node
         size[node] = sum(
             0
             if node in in_place
             else max(local_bytes(value, each, program.mesh) for each in ([own] if settled is None else [own, settled]))
             for value, own in zip(values, found.made(node), strict=True)
         )
-    now, most = 0, (0, "")
-    ends: dict[int, list[fx.Node]] = {}
-    for node, at in last.items():
-        ends.setdefault(at, []).append(node)
-    for at, node in enumerate(program.graph.nodes):
-        now += size.get(node, 0)
-        beside = gathered.get(node, 0) if node.target is not pin else 0  # what a pin gathers is its result
-        most = max(most, (now + beside, node.name), key=lambda pair: pair[0])
-        now -= sum(size[ended] for ended in ends.get(at, ()))
-    return most
-
-
-def _written_in_place(program: PlannedProgram) -> Iterator[fx.Node]:
-    """The values that `load` writes into the buffer that they are made of (`runtime/in_place.py`)."""
-    names = {fqn: node for node, fqn in program.leaves()}
-    for value, fqn in program.written():
-        buffer = names.get(fqn)
-        if value.target in IN_PLACE and value.args[0] is buffer and buffer is not None and len(buffer.users) == 1:
-            yield value
+    besides = {node: own for node, own in gathered.items() if node.target is not pin}  # a pin's is its result
+    most, at = find_peak(list(program.graph.nodes), Values(size, owner), besides)
+    return most, at.name if most else ""
 
 
 def _gathered_bytes(found: Solution, node: fx.Node) -> int:
@@ -122,8 +102,3 @@ def _gathered_bytes(found: Solution, node: fx.Node) -> int:
             held, wanted = (local_bytes(edit.fake(operand), each, found.mesh) for each in (found.seen(operand), want))
             total += wanted if wanted > held else 0
     return total
-
-
-def _is_view(node: fx.Node) -> bool:
-    target: Any = node.target
-    return target in (operator.getitem, pin) or (isinstance(target, OpOverload) and target.is_view)
