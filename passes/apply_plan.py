@@ -14,6 +14,7 @@ from torch.export.graph_signature import OutputKind
 
 from tpcompiler.errors import PlanError, ShardingError, option
 from tpcompiler.ir import edit
+from tpcompiler.ir.at_rest import AtRest
 from tpcompiler.ir.backward import is_backward
 from tpcompiler.ir.constraints import AnyStyle, AsUsed, Constraint, Dims, Exactly, Over
 from tpcompiler.ir.mesh import Mesh
@@ -94,7 +95,9 @@ def apply_plan(
     names = set(program.source.graph_signature.parameters)
     parameters = {fqn: node for fqn, node in leaves.items() if fqn in names}
     placing = {name for name, entry in assigned.items() if entry.style.places}
-    notes = (*(Note("plan", text) for text in plan.notes), *_untouched(parameters, placing, constraints.keys()))
+    resting = _find_resting(parameters, aliases, plan, mesh)
+    touched = {*constraints, *resting}
+    notes = (*(Note("plan", text) for text in plan.notes), *_untouched(parameters, placing, touched))
     if plan.searches:
         constraints = {name: _leave_to_search(own, mesh) for name, own in constraints.items()}
     else:
@@ -102,7 +105,25 @@ def apply_plan(
     constraints |= _constrain_inputs(planned, mesh, inputs)
     _pin_outputs(planned, mesh, outputs)
     rest = AnyStyle(gathers=plan.gathers) if plan.searches else AsUsed()
-    return PlannedProgram(program.source, graph, mesh, constraints, notes, rest)
+    return PlannedProgram(program.source, graph, mesh, constraints, notes, rest, resting)
+
+
+def _find_resting(
+    parameters: Mapping[str, fx.Node], aliases: Mapping[str, list[fx.Node]], plan: Plan, mesh: Mesh
+) -> dict[str, AtRest]:
+    """Return the parameters that the plan asks to be held in shards, by placeholder name; tied names as the first."""
+    found: dict[str, AtRest] = {}
+    for fqn, node in parameters.items():
+        if entry := plan.find_resting(fqn):
+            if entry.style.axis not in mesh.names:
+                raise PlanError(
+                    f"'{entry.style.written}' names no axis of the mesh {mesh}",
+                    help=f"name one of {', '.join(mesh.names)}",
+                    asked_by=entry.where,
+                )
+            for alias in aliases[node.name]:
+                found.setdefault(alias.name, AtRest(entry.style.axis, entry.where))
+    return found
 
 
 def _leave_to_search(constraint: Constraint, mesh: Mesh) -> Constraint:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from torch import fx
 
 from tpcompiler.ir import edit
+from tpcompiler.ir.backward import is_backward
 from tpcompiler.ir.node_placement import PLACEMENT, placement_of, reshard_of
 from tpcompiler.ir.program import PlacedProgram, reshard
 from tpcompiler.ir.sharding import Sharding
@@ -34,11 +35,16 @@ def fold_reshards(program: PlacedProgram) -> PlacedProgram:
 
 
 def _share(graph: fx.Graph) -> None:
-    """Replace equal changes of one value by the first of them."""
-    first_of: dict[tuple[fx.Node, Sharding], fx.Node] = {}
+    """Replace equal changes of one value by the first of them; a leaf is changed again for the backward.
+
+    Otherwise all ranks would hold the whole parameters from the forward to the backward.
+    """
+    first_of: dict[tuple[fx.Node, Sharding, bool], fx.Node] = {}
     for node in edit.calls(graph):
         if node.target is reshard:
-            first = first_of.setdefault((edit.operands(node)[0], reshard_of(node).target), node)
+            (value,) = edit.operands(node)
+            again = value.op == "placeholder" and is_backward(node)
+            first = first_of.setdefault((value, reshard_of(node).target, again), node)
             if first is not node:
                 if reshard_of(first).why == "fallback":  # a change that another use demands anyway is no fallback
                     why, reason = reshard_of(node).why, reshard_of(node).reason

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import fx
 
 from tpcompiler.ir import edit
+from tpcompiler.ir.at_rest import AtRest
 from tpcompiler.ir.node_placement import PLACEMENT, NodePlacement, Reshard, placement_of
 from tpcompiler.ir.notes import notes_of, shared_leaves, whole_leaves
-from tpcompiler.ir.program import PIN, PlacedProgram, PlannedProgram, pin, reshard
+from tpcompiler.ir.program import PIN, Note, PlacedProgram, PlannedProgram, pin, reshard
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.text import op_name
 from tpcompiler.passes._causes import refuses
@@ -42,7 +45,10 @@ def place(program: PlannedProgram, found: Solution, *, check_indices: bool = Tru
     inputs = {node.name: found.leaves[node] for node in program.user_inputs()}
     walk = Walk(program, found, door_ranges(program, inputs) if check_indices else None)
     refuse_without_parts(program, found)
+    leaves = {node.name: (node, fqn) for node, fqn in program.leaves()}
     marks = {node: mark_node(node, walk) for node in program.graph.nodes if node.op != "output"}
+    for leaf, request in program.resting.items():
+        _put_to_rest(*leaves[leaf], request, walk, marks)
     marks[program.output] = _mark_output(program, walk)
     graph, seen = edit.copy_graph(program.graph), dict[fx.Node, Sharding]()
     for old, node in zip(program.graph.nodes, [*graph.nodes], strict=True):
@@ -54,6 +60,20 @@ def place(program: PlannedProgram, found: Solution, *, check_indices: bool = Tru
     placed = PlacedProgram(program.source, graph, program.mesh, program.notes)
     notes = (*shared_leaves(program, placed), *whole_leaves(program, placed), *walk.notes, *notes_of(placed))
     return PlacedProgram(program.source, graph, program.mesh, (*program.notes, *notes))
+
+
+def _put_to_rest(leaf: fx.Node, fqn: str, request: AtRest, walk: Walk, marks: dict[fx.Node, NodePlacement]) -> None:
+    """Let ranks hold a parameter in shards, from which each use gathers it."""
+    used, shape = walk.settled[leaf], edit.shape(leaf)
+    sharding = walk.program.at_rest(leaf, used)
+    if sharding == used:
+        over = f"{request.axis}={walk.program.mesh.degree(request.axis)}"
+        text = f"'{fqn}' {list(shape)} is held whole over {over}, which divides no dim ({request.asked_by})"
+        walk.notes.append(Note("plan", text))
+    walk.settled[leaf] = sharding
+    marks[leaf] = replace(
+        marks[leaf], shardings=(sharding,), reason=f"{marks[leaf].reason}; at rest: {request.asked_by}"
+    )
 
 
 def _mark_output(program: PlannedProgram, walk: Walk) -> NodePlacement:
@@ -76,7 +96,10 @@ def _insert_reshards(node: fx.Node, seen: dict[fx.Node, Sharding], program: Plan
         have, want = seen[operand], mark.wants[index]
         if have != want:
             made = edit.insert_before(node, reshard, (operand,), "reshard")
-            change = Reshard(made.name, have, want, "inherent" if have.partial else mark.why, mark.reason)
+            why, reason = "inherent" if have.partial else mark.why, mark.reason
+            if rests := program.resting.get(operand.name):
+                why, reason = "plan-demanded", rests.asked_by
+            change = Reshard(made.name, have, want, why, reason)
             seen[_put_change(made, change)] = want
             if node.target is pin:
                 made.meta[PIN] = node.meta[PIN]

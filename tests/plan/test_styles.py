@@ -28,7 +28,7 @@ from tpcompiler.plan.styles import ALIASES, REFUSED, STYLES, read_style
 R, S0 = Replicate(), Shard(0)
 KNOWN = (
     "use one of colwise, colwise_gather_output, rowwise, rowwise_split_input, embedding_rowwise, packed_colwise, "
-    "packed_rowwise, replicate, sequence_parallel, gather, moe_tp_experts, grouped_gemm, attend_in_turns, or a placement such as S(0) or R"
+    "packed_rowwise, replicate, sequence_parallel, gather, moe_tp_experts, grouped_gemm, attend_in_turns, shard_at_rest, or a placement such as S(0) or R"
 )
 PLACEMENT = "write R, S(dim) such as S(0) or S(-1), or P(op) with op one of sum, avg, product, max, min"
 PIECES = "write the sizes of parts, such as S(0, parts 16 8 8r), or a unit or a block, such as S(0, unit 4)"
@@ -82,6 +82,7 @@ NAMES = {
     "moe_identity_expert": Style("moe_tp_experts"),
     "grouped_gemm": Style("grouped_gemm", placement=Shard(0), axis="ep"),
     "attend_in_turns": Style("attend_in_turns", in_turns=True, axis="cp"),
+    "shard_at_rest": Style("shard_at_rest", axis="dp"),
     "sequence_parallel": Style("sequence_parallel", whole=True, inputs=(Shard(1),), outputs=(Shard(1),)),
     "colwise": COLWISE,
     "local_colwise": COLWISE,

@@ -7,7 +7,7 @@ Facts about a node are stored in `node.meta` under the keys below, so that they 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,8 +16,10 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
 from tpcompiler._torch import GRADIENT_KINDS, LEAF_KINDS, WRITTEN_KINDS, tree_names
+from tpcompiler.ir.at_rest import AtRest
 from tpcompiler.ir.constraints import AnyStyle, AsUsed, Constraint
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.sharding import Sharding
 from tpcompiler.runtime.records import Note as Note
 
 PIN = "tpcompiler_pin"
@@ -121,12 +123,19 @@ class PlannedProgram(Program):
     Attributes:
         constraints: by placeholder name: every input has one, and every leaf that the plan concerns.
         rest: what leaves without a constraint may be.
+        resting: parameters that are gathered for their uses, by placeholder name.
     """
 
     mesh: Mesh
     constraints: Mapping[str, Constraint]
     notes: tuple[Note, ...]
     rest: AnyStyle | AsUsed
+    resting: Mapping[str, AtRest] = field(default_factory=dict)
+
+    def at_rest(self, leaf: fx.Node, used: Sharding) -> Sharding:
+        """Return the sharding in which ranks hold a leaf that its uses want as `used`."""
+        own = self.resting.get(leaf.name)
+        return used if own is None else own.applied(used, leaf.meta["val"].shape, self.mesh)
 
     @property
     def is_searched(self) -> bool:

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from tpcompiler.errors import PlanError, UnsupportedError, option
+from tpcompiler.ir.names import modules_around
 from tpcompiler.plan.config import config_plan, is_config
 from tpcompiler.plan.file import read_plan_file
 from tpcompiler.plan.fold import folded
@@ -215,9 +216,14 @@ class Plan:
         matched = {entry: [name for name in names if entry.matches(name)] for entry in self.entries}
         refuse_unmatched(self.entries, [entry for entry, names_of_entry in matched.items() if names_of_entry], names)
         for entry, names_of_entry in matched.items():
-            for name in names_of_entry:
+            for name in () if entry.style.rests else names_of_entry:
                 rivals.setdefault(name, []).append(entry)
         return {name: _most_specific(rivals[name], name) for name in names if name in rivals}
+
+    def find_resting(self, fqn: str) -> PlanEntry | None:
+        """Return the entry that says how a parameter is held between its uses, if there is one."""
+        own = [e for e in self.entries if e.style.rests and any(map(e.matches, (fqn, *modules_around(fqn))))]
+        return _most_specific(own, fqn) if own else None
 
     def completed(self, found: Mapping[str, str], names: Iterable[str]) -> Plan:
         """Return the plan with the search's styles for all layers that it does not name, equal ones under one pattern.

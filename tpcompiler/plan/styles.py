@@ -53,18 +53,25 @@ class Style:
         return bool(self.cut or self.whole or self.placement is not None or self.inputs or self.outputs)
 
     @property
+    def rests(self) -> bool:
+        """True if the style says how parameters are held between their uses, next to what another entry asks."""
+        return self.name == "shard_at_rest"
+
+    @property
     def is_form(self) -> bool:
         """True if the style requests another form of the program, which the search may choose by itself too."""
         return self.name in ("attend_in_turns", "grouped_gemm", "sequence_parallel")
 
     @property
     def written(self) -> str:
-        """The name in a plan, with the sizes."""
+        """The name in a plan, with the sizes or the axis."""
+        if self.rests:
+            return f"{self.name}({self.axis})"
         return f"{self.name}:{','.join(map(str, self.sizes))}" if self.sizes else self.name
 
     def to_data(self) -> str | dict[str, object]:
         """Return the style as plain JSON data, which `read_style` reads back to an equal style."""
-        if self == AUTO or (self.name in STYLES and replace(self, sizes=()) == STYLES[self.name]):
+        if self == AUTO or self.rests or (self.name in STYLES and replace(self, sizes=()) == STYLES[self.name]):
             return self.written
         if self.placement is not None:
             text = format_spec(self.placement)
@@ -93,6 +100,7 @@ STYLES = {
         Style("moe_tp_experts"),  # its weights have their own entries; pending sums are reduced where they are small
         Style("grouped_gemm", placement=Shard(0), axis="ep"),  # each rank holds some experts
         Style("attend_in_turns", in_turns=True, axis="cp"),
+        Style("shard_at_rest", axis="dp"),  # gathered for each use
     )
 }
 
@@ -159,6 +167,8 @@ def _known_styles() -> str:
 
 
 def _read_text(text: str, where: str) -> Style:
+    if resting := re.fullmatch(r"shard_at_rest\((\w+)\)", text):
+        return replace(STYLES["shard_at_rest"], axis=resting[1])
     if "(" in text or text in ("R", "Replicate"):
         return Style("placement", placement=_read_spec(text, where))
     return _read_name(text, where)

@@ -63,7 +63,7 @@ def measure_leaves(found: Solution) -> dict[str, int]:
         first_of = tied(program)
         for node, fqn in program.leaves():
             if first_of[node.name] == node.name:
-                held[fqn] = local_bytes(edit.fake(node), found.leaves[node], program.mesh)
+                held[fqn] = local_bytes(edit.fake(node), program.at_rest(node, found.leaves[node]), program.mesh)
     return held
 
 
@@ -77,7 +77,7 @@ def _find_peak(program: PlannedProgram, found: Solution) -> tuple[int, str]:
     for node in program.graph.nodes:
         if node in leaves or not edit.outputs(node):
             continue
-        gathered[node] = _gathered_bytes(found, node)
+        gathered[node] = _gathered_bytes(found, node, program)
         if is_view(node) and not gathered[node] and (source := node.all_input_nodes[0]) in owner:
             owner[node] = owner[source]
             continue
@@ -94,11 +94,12 @@ def _find_peak(program: PlannedProgram, found: Solution) -> tuple[int, str]:
     return most, at.name if most else ""
 
 
-def _gathered_bytes(found: Solution, node: fx.Node) -> int:
+def _gathered_bytes(found: Solution, node: fx.Node, program: PlannedProgram) -> int:
     """Return the bytes of operands that are gathered for this op only."""
     total = 0
     if node in found.choices:
         for operand, want in zip(edit.operands(node), found.choices[node].wants, strict=True):
-            held, wanted = (local_bytes(edit.fake(operand), each, found.mesh) for each in (found.seen(operand), want))
+            seen = program.at_rest(operand, found.seen(operand))
+            held, wanted = (local_bytes(edit.fake(operand), each, found.mesh) for each in (seen, want))
             total += wanted if wanted > held else 0
     return total

@@ -282,9 +282,17 @@ def _state(problem: Problem, domain: Domain) -> None:
     names = {fqn: node for node, fqn in leaves.items()} | {node.name: node for node in program.user_inputs()}
     for value, name in program.followers():
         if value in problem.values:
-            uses.setdefault(value, []).append(problem.values[names[name]])
+            uses.setdefault(value, []).append(_at_rest(problem.values[names[name]], names[name], program, stage))
     for value, wanted_by in uses.items():
         _find_changes(problem, value, wanted_by, value in unmoved, domain.weight)
+
+
+def _at_rest(leaf: Values, node: fx.Node, program: PlannedProgram, stage: Stage) -> Values:
+    """Return the shardings of a gradient: those in which ranks hold its leaf."""
+    request = program.resting.get(node.name)
+    if request is None or request.axis not in stage.axes:
+        return leaf
+    return leaf._replace(shardings=tuple(program.at_rest(node, used) for used in leaf.shardings))
 
 
 def _choices(problem: Problem, domain: Domain, node: fx.Node) -> Choices:
