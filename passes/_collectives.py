@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch.distributed.tensor import Replicate, Shard
@@ -13,7 +13,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.ordered import decode, encode, is_lossy
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut_dim, join_dim
-from tpcompiler.passes._lines import LINE, Line
+from tpcompiler.passes._lines import Line
 
 Number = Callable[[], torch.Tensor]  # returns the next of `numbers_of`
 
@@ -28,18 +28,19 @@ def change_on_line(x: torch.Tensor, line: Line, over: DeviceMesh, number: Number
 
 def _change(x: torch.Tensor, line: Line, over: DeviceMesh, number: Number) -> torch.Tensor:
     source, target, mesh, rank = line.source, line.target, line.mesh, line.here
-    degree = mesh.world_size
     # Symbolic sizes are computed from the local tensor, as the traced graph must do.
     shape = tuple(
-        size if isinstance(size, int) else x.shape[d] * (degree if source.dims[d].axes else 1)
+        size if isinstance(size, int) else x.shape[d] * mesh.size(source.dims[d].axes)
         for d, size in enumerate(line.shape)
     )
     here = mesh.coordinate(rank)
-    if any(dim.parts for dim in (*source.dims, *target.dims)):
+    if len(mesh.names) > 1 and (source.partial or target.is_replicated) and _is_grid(source, target, shape, mesh):
+        return _over_grid(x, source, target, mesh, over)
+    if len(mesh.names) > 1 or any(dim.parts for dim in (*source.dims, *target.dims)):
         if line.kind == "slice":
             (dim,) = (d for d, by in enumerate(target.dims) if by.axes)
             return cut_dim(x, dim, target.dims[dim], mesh, here, lambda v, d, _, size: _rows_from(v, d, number(), size))
-        return _in_parts(x, source, target, shape, mesh, rank, over)
+        return _by_pieces(x, source, target, shape, mesh, rank, over)
     local_target = target.local_shape(shape, mesh, here)
     ways = [a if a.axes else b for a, b in zip(source.dims, target.dims, strict=True)]
     blocks = [way.block for way in ways]
@@ -159,7 +160,30 @@ def _by_unit(sharding: Sharding, ways: Sequence[DimSharding]) -> Sharding:
     return Sharding(tuple(dims), sharding.partial)
 
 
-def _in_parts(
+def _is_grid(source: Sharding, target: Sharding, shape: Sequence[Size], mesh: Mesh) -> bool:
+    """Return True if all ranks hold equal shares, each a box of the whole."""
+    plain = not any(dim.parts or dim.block for dim in (*source.dims, *target.dims))
+    return plain and source.is_even(shape, mesh) and target.is_even(shape, mesh)
+
+
+def _over_grid(x: torch.Tensor, source: Sharding, target: Sharding, mesh: Mesh, over: DeviceMesh) -> torch.Tensor:
+    """Gather or scatter boxes as rows of a new first dim; the ranks hold them in row-major order of the mesh's axes."""
+    dims = [have.axes or want.axes for have, want in zip(source.dims, target.dims, strict=True)]
+    degrees, axes = [mesh.degree(axis) for axis in mesh.names], len(mesh.names)
+    if source.partial:
+        local = [size // mesh.size(by) for size, by in zip(x.shape, dims, strict=True)]
+        boxes = x.reshape([n for size, by in zip(local, dims, strict=True) for n in (*map(mesh.degree, by), size)])
+        at = [axis for by in dims for axis in (*by, "")]
+        order = [*map(at.index, mesh.names), *(place for place, axis in enumerate(at) if not axis)]
+        rows = boxes.permute(order).clone(memory_format=torch.contiguous_format).view([mesh.world_size, *local])
+        return redistribute(rows, over, source.placements(mesh)[:1], [Shard(0)], list(rows.shape)).squeeze(0)
+    rows = redistribute(x.unsqueeze(0), over, [Shard(0)], [Replicate()], [mesh.world_size, *x.shape])
+    order = [place for d, by in enumerate(dims) for place in (*map(mesh.names.index, by), axes + d)]
+    boxes = rows.view([*degrees, *x.shape]).permute(order).clone(memory_format=torch.contiguous_format)
+    return boxes.view([size * mesh.size(by) for size, by in zip(x.shape, dims, strict=True)])
+
+
+def _by_pieces(
     x: torch.Tensor,
     source: Sharding,
     target: Sharding,
@@ -168,28 +192,63 @@ def _in_parts(
     rank: int,
     over: DeviceMesh,
 ) -> torch.Tensor:
-    """Change a dim in parts, where each rank's share is spread over several places of the whole."""
-    ranks = [{LINE: other} for other in range(mesh.world_size)]
-    before = next((d for d, dim in enumerate(source.dims) if dim.axes), None)
-    after = next((d for d, dim in enumerate(target.dims) if dim.axes), None)
-    own: list[torch.Tensor] = []
-    if after is not None:
-        own = [cut_dim(x, after, target.dims[after], mesh, other) for other in ranks]
-    if before is None:
-        assert after is not None
-        most = max(part.shape[after] for part in own)
-        rows = torch.stack([_pad(part, after, most) for part in own])
-        received = redistribute(rows, over, source.placements(mesh), [Shard(0)], list(rows.shape)).squeeze(0)
-        return received.narrow(after, 0, own[rank].shape[after]).clone(memory_format=torch.contiguous_format)
-    by = source.dims[before]
-    sizes = [by.local_size(shape[before], mesh, other) for other in ranks]
-    if after is not None:
-        pieces = _exchange(own, before, sizes, rank, over.get_group(0).group_name)
+    """Change dims piece by piece: in parts, or over several axes whose shares are not those of one axis."""
+    ranks = [mesh.coordinate(other) for other in range(mesh.world_size)]
+    before = [d for d, dim in enumerate(source.dims) if dim.axes]
+    own = [_cut(x, target, mesh, other) for other in ranks]
+    if not before:
+        most = _most([part.shape for part in own])
+        rows = torch.stack([_pad_to(part, most) for part in own])
+        received = redistribute(rows, over, source.placements(mesh)[:1], [Shard(0)], list(rows.shape)).squeeze(0)
+        return _trim(received, own[rank].shape).clone(memory_format=torch.contiguous_format)
+    shapes = [
+        [local if isinstance(size, int) else here for size, local, here in zip(shape, locals, x.shape, strict=True)]
+        for locals in (source.local_shape(shape, mesh, other) for other in ranks)
+    ]
+    if any(dim.axes for dim in target.dims):
+        (dim,) = before
+        pieces = _exchange(own, dim, [each[dim] for each in shapes], rank, over.get_group(0).group_name)
     else:
-        padded = _pad(x, before, max(sizes)).unsqueeze(0)
+        padded = _pad_to(x, _most(shapes)).unsqueeze(0)
         rows = redistribute(padded, over, [Shard(0)], [Replicate()], [mesh.world_size, *padded.shape[1:]])
-        pieces = [rows.select(0, other).narrow(before, 0, size) for other, size in enumerate(sizes)]
-    return join_dim(pieces, before, by, shape[before], mesh)
+        pieces = [_trim(rows.select(0, other), each) for other, each in enumerate(shapes)]
+    return _join(pieces, source, shape, mesh)
+
+
+def _cut(x: torch.Tensor, target: Sharding, mesh: Mesh, here: Mapping[str, int]) -> torch.Tensor:
+    for dim, by in enumerate(target.dims):
+        x = cut_dim(x, dim, by, mesh, here)
+    return x
+
+
+def _join(pieces: Sequence[torch.Tensor], source: Sharding, shape: Sequence[Size], mesh: Mesh) -> torch.Tensor:
+    """Join the pieces of all ranks, one dim after the other."""
+    for dim in (d for d, by in enumerate(source.dims) if by.axes):
+        by = source.dims[dim]
+        over, rest = ([each for each in mesh.axes if (each[0] in by.axes) is inside] for inside in (True, False))
+        groups, line = mesh.groups(by.axes), Mesh(tuple(over))
+        pieces = [join_dim([pieces[rank] for rank in ranks], dim, by, shape[dim], line) for ranks in groups]
+        mesh = Mesh(tuple(rest)) if rest else line
+    return pieces[0]
+
+
+def _most(shapes: Sequence[Sequence[Size]]) -> list[Size]:
+    """Return the largest size of each dim; a dynamic one is the same in all."""
+    return [
+        max(sizes) if all(isinstance(size, int) for size in sizes) else sizes[0] for sizes in zip(*shapes, strict=True)
+    ]
+
+
+def _pad_to(x: torch.Tensor, shape: Sequence[Size]) -> torch.Tensor:
+    for dim, size in enumerate(shape):
+        x = _pad(x, dim, size) if isinstance(size, int) else x
+    return x
+
+
+def _trim(x: torch.Tensor, shape: Sequence[Size]) -> torch.Tensor:
+    for dim, size in enumerate(shape):
+        x = x.narrow(dim, 0, size) if isinstance(size, int) and x.shape[dim] != size else x
+    return x
 
 
 def _all_to_all(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tpcompiler.cost.path import Step
-from tpcompiler.ir.dim_sharding import WHOLE, DimSharding, Size, chunk
+from tpcompiler.cost.path import Step, is_flat
+from tpcompiler.ir.dim_sharding import WHOLE, DimSharding, Level, Size, chunk
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 
@@ -15,8 +15,9 @@ LINE = "line"
 
 @dataclass(frozen=True)
 class Line:
-    """One step as a change over a mesh of one axis, of the part of the tensor that a group's ranks hold together.
+    """One step as a change over a line of ranks, of the part of the tensor that a group's ranks hold together.
 
+    Its mesh has one axis, or the step's axes where their nested shares are not those of one axis.
     `shape`: the shape of that part; a symbolic size is read off the local tensor when it is needed.
     """
 
@@ -37,40 +38,54 @@ class Line:
 def put_on_line(step: Step, shape: Sequence[Size], mesh: Mesh, rank: int, order: Sequence[int]) -> Line:
     """Return the step as a change of its group's part of the tensor, with the dims in `order`."""
     coordinate = mesh.coordinate(rank)
-    line = Mesh(((LINE, mesh.size(step.axes)),))
+    own = Mesh(tuple((axis, mesh.degree(axis)) for axis in step.axes))
+    cuts = [(cut, size) for state in (step.source, step.target) for cut, size in zip(state.dims, shape, strict=True)]
+    is_line = all(_on_one_axis(cut, size, step.axes, mesh) for cut, size in cuts)
+    line = Mesh(((LINE, own.world_size),)) if is_line else own
     ends, sizes = [], list(shape)
     for state in (step.source, step.target):
         dims = []
         for dim, (cut, size) in enumerate(zip(state.dims, shape, strict=True)):
-            extent, by = _along(cut, size, step.axes, mesh, coordinate)
+            extent, by = _along(cut, size, step.axes, mesh, coordinate, line)
             dims.append(by)
             if by.axes or state is step.source:
                 sizes[dim] = extent
-        partial = tuple((LINE, op) for axis, op in state.partial if axis == step.axes[0])
+        partial = tuple((line.names[0], op) for axis, op in state.partial if axis == step.axes[0])
         ends.append(Sharding(tuple(dims), partial).permuted(order))
     shape_in_order = tuple(sizes[dim] for dim in order)
     return Line(step.kind, step.axes, ends[0], ends[1], shape_in_order, line, mesh.index(step.axes, rank))
 
 
+def _on_one_axis(cut: DimSharding, size: Size, axes: tuple[str, ...], mesh: Mesh) -> bool:
+    """Return True if a group over these axes shards a dim as one axis would."""
+    if cut.parts:
+        return all(_on_one_axis(how, length, axes, mesh) for length, how in cut.parts)
+    own = [cut.axes.index(axis) for axis in axes if axis in cut.axes]
+    return not own or (len(own) == len(axes) and is_flat(cut, min(own), size, mesh))
+
+
 def _along(
-    cut: DimSharding, size: Size, axes: tuple[str, ...], mesh: Mesh, here: Mapping[str, int]
+    cut: DimSharding, size: Size, axes: tuple[str, ...], mesh: Mesh, here: Mapping[str, int], line: Mesh
 ) -> tuple[Size, DimSharding]:
     """Return the part of a dim that a group over these axes holds together, and how the group shards it."""
-    if axes[0] not in cut.axes:
+    if not (own := [axis for axis in axes if axis in cut.axes]):
         return cut.local_size(size, mesh, here), WHOLE
     if cut.parts:
-        parts = [_along(how, length, axes, mesh, here) for length, how in cut.parts]
+        parts = [_along(how, length, axes, mesh, here, line) for length, how in cut.parts]
         extent, by = sum(length for length, _ in parts), DimSharding.of_parts(parts)
     else:
-        outer = cut.axes.index(axes[0])
+        outer = min(map(cut.axes.index, own))
         count, piece = 1, size
         for _, count, piece in DimSharding(cut.levels[:outer]).pieces(size, mesh, here):  # noqa: B007  (the last of them)
             pass
-        _, block, unit = cut.levels[outer]
+        first, *rest = cut.levels[outer:]
         nested = any(level.block for level in cut.levels[:outer])
-        extent, by = count * piece, DimSharding.by(LINE, block=block or (piece if nested else 0), unit=unit)
+        first = first._replace(block=first.block or (piece if nested else 0))
+        if line.names == (LINE,):  # several axes cut evenly, between any units
+            first, rest = Level(LINE, first.block, 1 if rest else first.unit), []
+        extent, by = count * piece, DimSharding((first, *rest))
     is_empty = isinstance(extent, int) and extent == 0  # no rank of the group has any block, part or unit of it
-    return extent, DimSharding.by(LINE) if is_empty else by
+    return extent, DimSharding.by(*(by.axes)) if is_empty else by
 
 
 def numbers_of(line: Line) -> list[int]:

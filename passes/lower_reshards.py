@@ -20,7 +20,7 @@ from tpcompiler.ir.node_placement import PLACEMENT, NodePlacement, Reshard, orig
 from tpcompiler.ir.program import GLOBAL, LoweredProgram, PlacedProgram, reshard
 from tpcompiler.ir.rank_numbers import read_number
 from tpcompiler.passes._collectives import change_on_line, on_first
-from tpcompiler.passes._lines import Line, numbers_of, put_on_line
+from tpcompiler.passes._lines import LINE, Line, numbers_of, put_on_line
 
 Traces = dict[Any, fx.Graph]
 
@@ -108,7 +108,7 @@ def _trace(
             if line.axes not in over:
                 groups.enter_context(fake_group(group, line.here, line.mesh.world_size, local.device.type))
                 degrees = [line.mesh.world_size]
-                over[line.axes] = traced_mesh(local.device.type, line.mesh.names, degrees, line.here, [group])
+                over[line.axes] = traced_mesh(local.device.type, (LINE,), degrees, line.here, [group])
 
         def body(x: torch.Tensor, *own: torch.Tensor) -> torch.Tensor:
             # Collectives read memory in order, so dims are put in memory order before the change and back after it.

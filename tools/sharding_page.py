@@ -148,8 +148,10 @@ cell.
 BOTTOM = """## Reshards
 
 A reshard takes the fastest collectives: a shortest path over shardings. Each step is one collective over one axis, or
-over several axes as one group, and costs a machine's predicted seconds ([search.md](search.md)). If only bytes on the
-wire count, these are the paths for the tensor above in float32, in torch's notation:
+over several axes as one group, and costs a machine's predicted seconds ([search.md](search.md)). So a value that is cut
+over two axes, in one dim or in two, evenly or not, is gathered at once: the same bytes and half the latency. Two steps
+remain where they are faster: between nodes, and where they copy less of a large value. If only bytes on the wire count,
+these are the paths for the tensor above in float32, in torch's notation:
 
 | from | to | path | wire bytes |
 |---|---|---|---|
@@ -159,6 +161,7 @@ PATHS = [
     ("dp=2,tp=2", "[S(0), P(sum)]", "[R, R]"),
     ("dp=2,tp=2", "[P(sum), P(sum)]", "[R, R]"),
     ("dp=2,tp=2", "[S(0), S(0)]", "[R, R]"),
+    ("dp=2,tp=2", "[S(0), S(1)]", "[R, R]"),
     ("dp=2,tp=2", "[S(0), S(1)]", "[S(1), S(0)]"),
     ("dp=2,tp=2", "[P(sum), S(0)]", "[S(0), S(1)]"),
     ("dp=2,tp=2", "[S(1), S(0)]", "[R, S(1)]"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from functools import lru_cache
 from typing import cast
@@ -156,8 +157,8 @@ S(0)S(1)->S(0)S(0)->S(1)S(1)->S(1)S(0)
     all_to_all over tp (1152), all_to_all over dp.tp (1344), all_to_all over tp (1152)
 P(sum)P(sum)->RR
     all_reduce over dp.tp (21504)
-P(sum)P(sum)->S(0)P(sum)->S(0)S(1)
-    reduce_scatter over dp (6144), reduce_scatter over tp (4608)
+P(sum)P(sum)->S(0)S(1)
+    reduce_scatter over dp.tp (10752)
 P(sum)P(avg)->RP(avg)->RR
     all_reduce over dp (12288), all_reduce over tp (18432)
 S(0)P(sum)->RP(sum)->RS(0)
@@ -171,13 +172,69 @@ S(0)R->S(0)P(sum)->RP(sum)
 # Nodes of four ranks, so that tp stays on one: 4e11 bytes/s there, 4e10 between them, and 10 us for every collective.
 NODES = Machine(
     1.0,
-    1.0,
+    math.inf,
     1.0,
     {("", 0): [Link(1e-5, 4e11)]},
     ranks_per_node=4,
     between_nodes={("", 0): [Link(1e-5, 4e10)]},
 )
 SLOW = {("all_to_all", 0): [Link(1e-3, 4e11)]}
+
+
+def test_axes_that_are_cut_together_are_gathered_together() -> None:
+    """97 rows over 2 x 4 ranks, of which the first hold 13; the order of the axes does not matter.
+
+    One gather sends 7/8 of the 97 x 8 floats. Nodes of four ranks take two where that is faster: 3/4 of the 49 rows of a
+    node on its own link, and half of all rows between the nodes.
+    """
+    rows, wide = (97, 8), (97, 100_000)
+    assert 97 * 8 * 4 * 7 // 8 == 2716
+    assert (49 * 100_000 * 4 * 3 // 4, 97 * 100_000 * 4 // 2) == (14_700_000, 19_400_000)
+    assert_expected_inline(
+        "".join(
+            described(*ends, shape=rows)
+            for ends in [
+                ("[S(0), S(0)]", "[R, R]"),
+                ("[S(0), S(0, outside dp)]", "[R, R]"),
+                ("[P(sum), P(sum)]", "[S(0), S(0, outside dp)]"),
+                ("[S(0), S(1)]", "[R, R]"),
+            ]
+        )
+        + described("[S(0), S(0)]", "[R, R]", shape=rows, machine=NODES)
+        + described("[S(0), S(0)]", "[R, R]", shape=wide, machine=NODES),
+        """\
+S(0)S(0)->RR
+    all_gather over dp.tp (2716)
+S(0)S(0)->RR
+    all_gather over dp.tp (2716)
+P(sum)P(sum)->S(0)S(0)
+    reduce_scatter over dp.tp (2716)
+S(0)S(1)->RR
+    all_gather over dp.tp (2716)
+S(0)S(0)->RR
+    all_gather over dp.tp (2716)
+S(0)S(0)->S(0)R->RR
+    all_gather over tp (14700000), all_gather over dp (19400000)
+""",
+    )
+
+
+def test_a_gather_that_copies_more_must_be_worth_it() -> None:
+    """10 us for a collective: at 1e12 bytes/s, 2 MB are read and written in 4 us, 64 MB in 128 us.
+
+    Gathered apart, the second dim goes first, and the first dim's shares arrive in their places.
+    """
+    machine = Machine(1.0, 1e12, 1.0, {("", 0): [Link(1e-5, 4e11)]})
+    assert_expected_inline(
+        described("[S(0), S(1)]", "[R, R]", shape=(16, 32_768), machine=machine)
+        + described("[S(0), S(1)]", "[R, R]", shape=(16, 1_000_000), machine=machine),
+        """\
+S(0)S(1)->RR
+    all_gather over dp.tp (1835008)
+S(0)S(1)->RS(1)->RR
+    all_gather over dp (8000000), all_gather over tp (48000000)
+""",
+    )
 
 
 def test_the_fastest_path_is_that_of_a_machine() -> None:

@@ -124,7 +124,7 @@ def copied_bytes(step: Step, value: torch.Tensor, mesh: Mesh) -> int:
     dims = [
         dim for dim, (have, want) in enumerate(zip(step.source.dims, step.target.dims, strict=True)) if have != want
     ]
-    is_inner = any(dim > 0 for dim in dims)
+    is_inner = any(dim > 0 for dim in dims) or step.copied > 0
     copies = {"slice": target, "all_to_all": 2 * source + target}  # an all_to_all splits the source twice
     if is_inner:
         copies |= {"all_gather": target, "reduce_scatter": source}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -26,18 +27,22 @@ from tpcompiler.ir.sharding import Sharding, commute
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice", "hold"]
 
 FREE = ("slice", "hold")
-WIRE = Machine(1.0, 1.0, 1.0, {("", 0): [Link(0.0, 1e9)]}, name="wire bytes")  # counts bytes alone
+WIRE = Machine(1.0, math.inf, 1.0, {("", 0): [Link(0.0, 1e9)]}, name="wire bytes")  # counts bytes alone
 UNIT = 1e-15  # seconds: smaller differences between paths are ties
 
 
 class Step(NamedTuple):
-    """One collective over the flattened group of `axes`; "slice" (R -> S) and "hold" (R -> P) send nothing."""
+    """One collective over the flattened group of `axes`; "slice" (R -> S) and "hold" (R -> P) send nothing.
+
+    `copied`: bytes that it reorders in memory, and that steps over one axis each would leave in place.
+    """
 
     kind: Kind
     axes: tuple[str, ...]
     source: Sharding
     target: Sharding
     wire_bytes: int
+    copied: int = 0
 
 
 @lru_cache(maxsize=1 << 16)
@@ -75,8 +80,11 @@ def cheapest_path(
 
 
 def step_seconds(step: Step, machine: Machine, mesh: Mesh) -> float:
-    """Return the seconds of one step, 0 without a collective."""
-    return 0.0 if step.kind in FREE else machine.collective_seconds(step.kind, step.axes, step.wire_bytes, mesh)
+    """Return the seconds of one step and of the bytes that it alone copies, 0 without a collective."""
+    if step.kind in FREE:
+        return 0.0
+    sent = machine.collective_seconds(step.kind, step.axes, step.wire_bytes, mesh)
+    return sent + 2 * step.copied / machine.memory_bandwidth
 
 
 def reshard_wire_bytes(source: Sharding, target: Sharding, shape: Sequence[Size], itemsize: int, mesh: Mesh) -> int:
@@ -138,7 +146,11 @@ def _steps(
     def step(kind: Kind, axes: tuple[str, ...], state_after: Sharding) -> Step:
         size = sent_itemsize(pending.get(axes[0], ""), itemsize)
         moved = (state_after if kind == "all_gather" else state).local_bytes(shape, size, mesh)
-        return Step(kind, axes, state, state_after, 0 if kind in FREE else wire_bytes(kind, moved, mesh.size(axes)))
+        if kind in FREE:
+            return Step(kind, axes, state, state_after, 0)
+        in_rows = kind in ("all_gather", "reduce_scatter") and len(axes) > 1
+        copied = moved if in_rows and _reorders(state, state_after, shape, mesh) else 0
+        return Step(kind, axes, state, state_after, wire_bytes(kind, moved, mesh.size(axes)), copied)
 
     for axes in (some for count in range(1, len(used) + 1) for some in itertools.combinations(used, count)):
         if len({pending.get(axis) for axis in axes}) > 1:
@@ -148,15 +160,16 @@ def _steps(
             yield step("all_reduce", axes, rest)
             for state_after in _grow(rest, axes, dims, target, shape, mesh, dynamic):
                 yield step("reduce_scatter", axes, state_after)
+            if (scattered := _grow_apart(rest, axes, target, shape, mesh, dynamic)) is not None:
+                yield step("reduce_scatter", axes, scattered)
         elif not state.axes.isdisjoint(axes):
-            for dim in dims:
-                stripped = _strip(state.dims[dim], axes, shape[dim], mesh)
-                if stripped is None:
-                    continue
-                rest = _with(state, dim, stripped)
-                yield step("all_gather", axes, rest)
-                for state_after in _grow(rest, axes, [d for d in dims if d != dim], target, shape, mesh, dynamic):
-                    yield step("all_to_all", axes, state_after)
+            if (gathered := _strip_dims(state, axes, shape, mesh, dynamic)) is None:
+                continue
+            yield step("all_gather", axes, gathered)
+            others = [d for d in dims if gathered.dims[d] == state.dims[d]]
+            is_one = len(others) == len(dims) - 1
+            for state_after in _grow(gathered, axes, others, target, shape, mesh, dynamic) if is_one else ():
+                yield step("all_to_all", axes, state_after)
         elif len(axes) == 1:
             for state_after in _grow(state, axes, dims, target, shape, mesh, dynamic):
                 yield step("slice", axes, state_after)
@@ -169,20 +182,69 @@ def _with(state: Sharding, dim: int, cut: DimSharding) -> Sharding:
     return replace(state, dims=(*state.dims[:dim], cut, *state.dims[dim + 1 :]))
 
 
-def _strip(cut: DimSharding, axes: tuple[str, ...], size: int, mesh: Mesh) -> DimSharding | None:
+def _reorders(state: Sharding, after: Sharding, shape: Sequence[int], mesh: Mesh) -> bool:
+    """Return True if the ranks' shares of the first dim, which lie in memory as they are sent, change their order."""
+    changed = [d for d in range(state.ndim) if state.dims[d] != after.dims[d]]
+    few, many = sorted((state.dims[0], after.dims[0]), key=lambda cut: len(cut.axes))
+    if changed[0] > 0 or many.parts or not many.is_even(shape[0], mesh):  # these are copied in any case
+        return False
+    return len(changed) > 1 or not is_flat(many, len(few.axes), shape[0], mesh)
+
+
+def _strip_dims(
+    state: Sharding, axes: tuple[str, ...], shape: Sequence[int], mesh: Mesh, dynamic: frozenset[int]
+) -> Sharding | None:
+    """Return the state without these axes, which must all be the innermost ones of the dims that they shard."""
+    for dim, own in _by_dim(state, axes).items():
+        cut = _strip(state.dims[dim], own, shape[dim], mesh, dim in dynamic)
+        if cut is None:
+            return None
+        state = _with(state, dim, cut)
+    return state if state.axes.isdisjoint(axes) else None
+
+
+def _strip(cut: DimSharding, axes: tuple[str, ...], size: int, mesh: Mesh, is_dynamic: bool) -> DimSharding | None:
     """Return the cut without its innermost axes, which must be these; parts that they do not shard stay as they are."""
     if cut.parts:
         parts = [
-            (length, _strip(how, axes, length, mesh) if not set(axes).isdisjoint(how.axes) else how)
+            (length, _strip(how, axes, length, mesh, is_dynamic) if not set(axes).isdisjoint(how.axes) else how)
             for length, how in cut.parts
         ]
         if set(axes).isdisjoint(cut.axes) or any(how is None for _, how in parts):
             return None
         return DimSharding.of_parts([(length, how) for length, how in parts if how is not None])
     count = len(cut.axes) - len(axes)
-    if count < 0 or cut.axes[count:] != axes or not _flat(cut, count, size, mesh):
+    if count < 0 or set(cut.axes[count:]) != set(axes) or not _is_joint(cut, count, size, mesh, is_dynamic):
         return None
     return _prefix(cut, count)
+
+
+def _grow_apart(
+    state: Sharding,
+    axes: tuple[str, ...],
+    target: Sharding,
+    shape: Sequence[int],
+    mesh: Mesh,
+    dynamic: frozenset[int],
+) -> Sharding | None:
+    """Return the state with two or more dims sharded by these axes too, as in the target."""
+    own = _by_dim(target, axes)
+    if len(own) < 2 or sum(map(len, own.values())) < len(axes):
+        return None
+    for dim, inner in own.items():
+        cut = _toward(state.dims[dim], target.dims[dim], inner, shape[dim], mesh)
+        if cut is None or not (
+            cut.parts or _is_joint(cut, len(state.dims[dim].axes), shape[dim], mesh, dim in dynamic)
+        ):
+            return None
+        state = _with(state, dim, cut)
+    return state
+
+
+def _by_dim(state: Sharding, axes: tuple[str, ...]) -> dict[int, tuple[str, ...]]:
+    """Return these axes by the dim that each shards."""
+    inside = {dim: tuple(axis for axis in axes if axis in cut.axes) for dim, cut in enumerate(state.dims)}
+    return {dim: own for dim, own in inside.items() if own}
 
 
 def _prefix(cut: DimSharding, count: int) -> DimSharding:
@@ -190,10 +252,17 @@ def _prefix(cut: DimSharding, count: int) -> DimSharding:
     return DimSharding(cut.levels[:count])
 
 
-def _flat(cut: DimSharding, first: int, size: int, mesh: Mesh) -> bool:
+def is_flat(cut: DimSharding, first: int, size: Size, mesh: Mesh) -> bool:
     """Return True if the axes from this one on shard like one axis of all their ranks."""
-    single = len(cut.axes) - first == 1
-    return single or (not any(level.block for level in cut.levels[first + 1 :]) and cut.is_even(size, mesh))
+    axes = cut.axes[first:]
+    in_order = axes == mesh.ordered(axes) and not any(level.block for level in cut.levels[first + 1 :])
+    return len(axes) == 1 or (in_order and cut.is_even(size, mesh))
+
+
+def _is_joint(cut: DimSharding, first: int, size: int, mesh: Mesh, is_dynamic: bool) -> bool:
+    """Return True if one collective can run over the axes from this one on, each block or part being whole shares."""
+    nested = not any(level.block for level in cut.levels[first + 1 :])
+    return is_flat(cut, first, size, mesh) or (nested and not is_dynamic)
 
 
 def _grow(
@@ -210,7 +279,8 @@ def _grow(
         have = state.dims[dim]
         plain = _plain(have, axes) if dim not in dynamic else None
         for cut in dict.fromkeys((_toward(have, target.dims[dim], axes, shape[dim], mesh), plain)):
-            if cut is not None and (cut.parts or _flat(cut, len(have.axes), shape[dim], mesh)):
+            fits = cut is not None and (cut.parts or _is_joint(cut, len(have.axes), shape[dim], mesh, dim in dynamic))
+            if cut is not None and fits:
                 yield _with(state, dim, cut)
 
 
@@ -233,11 +303,11 @@ def _toward(have: DimSharding, want: DimSharding, axes: tuple[str, ...], size: i
             if own and own != axes:
                 return None
             partway = _toward(piece, cut, axes, length, mesh) if own else piece
-            if partway is None or (own and not _flat(partway, len(piece.axes), length, mesh)):
+            if partway is None or (own and not _is_joint(partway, len(piece.axes), length, mesh, False)):
                 return None
             parts.append((length, partway))
         return DimSharding.of_parts(parts) if not set(axes).isdisjoint(want.axes) else None
     count = len(have.axes)
-    if have.parts or want.axes[count : count + len(axes)] != axes or _prefix(want, count) != have:
+    if have.parts or set(want.axes[count : count + len(axes)]) != set(axes) or _prefix(want, count) != have:
         return None
     return _prefix(want, count + len(axes))

@@ -71,7 +71,7 @@ def cut_dim(
 
 
 def join_dim(pieces: Sequence[torch.Tensor], dim: int, by: DimSharding, size: int, mesh: Mesh) -> torch.Tensor:
-    """Join the parts of one dim of `size` elements, one part per rank of a mesh with one axis."""
+    """Join the parts of one dim of `size` elements, one per rank of a mesh; only the first level may have blocks."""
     if not by.axes:
         return pieces[0]
     if by.parts:
@@ -82,10 +82,12 @@ def join_dim(pieces: Sequence[torch.Tensor], dim: int, by: DimSharding, size: in
         split = [torch.split(piece, sizes, dim) for piece, sizes in zip(pieces, lengths, strict=True)]
         groups = zip(by.parts, zip(*split, strict=True), strict=True)
         return torch.cat([join_dim(own, dim, how, length, mesh) for (length, how), own in groups], dim)
+    places = [tuple(mesh.coordinate(rank)[axis] for axis in by.axes) for rank in range(len(pieces))]
+    in_order = [pieces[rank] for rank in sorted(range(len(pieces)), key=places.__getitem__)]
     if by.block:
-        rows = [torch.unflatten(piece, dim, (size // by.block, -1)) for piece in pieces]
+        rows = [torch.unflatten(piece, dim, (size // by.block, -1)) for piece in in_order]
         return torch.cat(rows, dim + 1).flatten(dim, dim + 1)
-    return torch.cat(list(pieces), dim)
+    return torch.cat(in_order, dim)
 
 
 def join(parts: Sequence[torch.Tensor], sharding: Sharding, mesh: Mesh, shape: Sequence[int]) -> list[torch.Tensor]:

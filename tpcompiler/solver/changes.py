@@ -13,7 +13,7 @@ import torch
 from tpcompiler._torch import sym_hint
 from tpcompiler.cost.objective import Objective
 from tpcompiler.cost.path import reshard_wire_bytes
-from tpcompiler.ir.dim_sharding import DimSharding, divides
+from tpcompiler.ir.dim_sharding import DimSharding, Size, divides
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.solver.stage import Known
@@ -61,12 +61,17 @@ def price_changes(
 def _alike(source: Sharding, target: Sharding, tensor: torch.Tensor, mesh: Mesh) -> tuple[Any, ...]:
     """Equal for changes with equal collectives: of as many bytes, between cuts of dims that are alike.
 
-    The size of a dim counts only where not all axes of the change divide it, or where it is cut in blocks or parts.
+    The size of a dim counts only where not all axes of the change divide it, or where it is cut in blocks or parts;
+    its place, where that is the first: its shares need no copy.
     """
     ranks = mesh.size(mesh.ordered(source.axes | target.axes))
+
+    def is_even(have: DimSharding, want: DimSharding, size: Size) -> bool:
+        return _is_plain(have) and _is_plain(want) and divides(size, ranks)
+
     dims = tuple(
-        (have, want, 0 if _is_plain(have) and _is_plain(want) and divides(size, ranks) else sym_hint(size), type(size))
-        for have, want, size in zip(source.dims, target.dims, tensor.shape, strict=True)
+        (at > 0, have, want, 0 if is_even(have, want, size) else sym_hint(size), type(size))
+        for at, (have, want, size) in enumerate(zip(source.dims, target.dims, tensor.shape, strict=True))
         if have.axes or want.axes
     )
     return dims, source.partial, target.partial, sym_hint(tensor.numel()), tensor.element_size()
