@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.export import ExportedProgram
+from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import OutputKind
 
 import tpcompiler
@@ -198,6 +199,26 @@ def test_all_ranks_together(name: str, mesh: dict[str, int]) -> None:
     for each in collectives_of(subject.programs[0]):
         damaged = [without_collective(rank, each) for rank in subject.programs]
         assert not compared_calls({SINGLE: replace(subject, programs=damaged)}, call).ok, each
+
+
+@pytest.mark.parametrize("without_weights", [False, True])
+def test_any_number_of_samples_and_tokens(without_weights: bool) -> None:
+    """Exported with dynamic sizes; with weights compared at sizes that the export has not seen."""
+    shape = {0: Dim("samples"), 1: Dim("length", max=64)}
+    sizes = {"input_ids": shape, "labels": shape}
+    with tpcompiler.weightless() if without_weights else nullcontext():
+        example = dict.fromkeys(sizes, IDS)
+        program = tpcompiler.export_training(llama().train(), kwargs=example, dynamic_shapes=sizes)
+    outputs = {"outputs.logits": ROWS}
+    made = tpcompiler.parallelize(program, {"dp": 2, "tp": 2}, PLAN, inputs=dict.fromkeys(sizes, ROWS), outputs=outputs)
+    parameters = 2 * 9 + 3
+    assert collectives(made) == {
+        ("all_reduce", "dp", "inherent"): parameters + 2,
+        ("all_reduce", "tp", "inherent"): 2 * (2 + 2) + 1,
+    }
+    for own in () if without_weights else ((4, 6), (2, 9)):
+        ids = torch.randint(0, 64, own)
+        assert made.verify(kwargs={"input_ids": ids, "labels": ids}).ok
 
 
 def swapped(made: tpcompiler.ParallelProgram, first: str, second: str) -> list[str]:

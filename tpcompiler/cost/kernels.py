@@ -167,7 +167,10 @@ class _Fusion:
         for own, nodes in members.items():
             results = [node for node in nodes if node in self.users]
             inputs = {
-                operand for node in nodes for operand in node.all_input_nodes if self.of(operand) not in self.parent
+                operand
+                for node in nodes
+                for operand in node.all_input_nodes
+                if self.of(operand) not in self.parent and edit.outputs(operand)  # sizes are no operands
             }
             if len(results) != 1 or len(self.users[results[0]]) != 1 or not inputs:
                 continue

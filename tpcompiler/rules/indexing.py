@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -354,11 +355,15 @@ def _way(node: fx.Node) -> str:
 def slice_scatter(node: fx.Node) -> RuleText:
     """ "d0 [x c z], d0 c -> d0 [x c z]": rows before and after the part may be sharded in their own way.
 
-    With steps or dynamic sizes, "d0 d1!, d0 s! -> d0 d1!".
+    With steps or dynamic sizes, "d0 d1!, d0 s! -> d0 d1!"; but of the whole dim, "d0 d1, d0 d1 -> d0 d1".
     """
     args, shape = edit.bound(node), edit.shape(node)
     dim = args["dim"] % len(shape)
     part_size = edit.shape(edit.operands(node)[1])[dim]
+    is_open = not args["start"] and args["end"] in (None, sys.maxsize) and args["step"] == 1
+    if is_open and isinstance(part_size, torch.SymInt) and statically_equal(part_size, shape[dim]):
+        text = dims_text(len(shape), set())
+        return RuleText(f"{text}, {text} -> {text}", linear=((0, 1),))
     word, factors, counts = find_slice(args, shape[dim], part_size, "") or (f"d{dim}!", {}, {})
     text = at_dim(len(shape), dim, word)
     part = at_dim(len(shape), dim, "c" if counts else "s!")
