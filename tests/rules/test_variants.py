@@ -74,6 +74,8 @@ SAMPLES: dict[OpOverload, list[Any]] = {
     aten.cumsum.default: [(X, 1), (TIES, 1), ((9 * X).to(torch.int8), 1), ((X, -1), {"dtype": torch.float32})],
     aten.cumprod.default: [(X, 1), (TIES, 0), ((9 * X).int(), 1), ((X > 0, -1), {"dtype": torch.int32})],
     aten.logcumsumexp.default: [(X, 1), (TIES, 1)],
+    aten.cummax.default: [(X, 1), (TIES, 1), (TIES, 0), ((9 * X).to(torch.int8), 1), (X > 0, -1)],
+    aten.cummin.default: [(X, 1), (TIES, 1), (TIES, 0), ((2 * X).long(), 1), (X > 0, -1)],
     aten.topk.default: [(X, 3), (X, 2, 0), (X, 5, 1, False)],
     pt2e.choose_qparams.tensor: [(X.float(), *BYTE), (X.float() - 99, *BYTE), (-TIES[:1], *BYTE), (TIES, *BYTE)],
     pt2e.choose_qparams_symmetric.tensor: [(X.float(), *BYTE)],

@@ -21,7 +21,7 @@ from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.reductions import linear_cast
 from tpcompiler.rules.registry import op_rule, op_variant
 from tpcompiler.rules.structure import dims_text
-from tpcompiler.rules.variants import Pieces, widen
+from tpcompiler.rules.variants import Pieces, count_along, widen
 
 SCANS = aten.cumsum, aten.cumprod, aten.logcumsumexp, aten.cummax, aten.cummin
 
@@ -49,6 +49,47 @@ def cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None, pieces: Pi
 @op_variant(aten.logcumsumexp.default)
 def logcumsumexp(x: Tensor, dim: int, *, pieces: Pieces) -> Any:
     return NotImplemented if x.is_complex() else _scanned(_log_sums, torch.logaddexp, -math.inf, x, dim, None, pieces)
+
+
+@op_variant(aten.cummax.default)
+def cummax(x: Tensor, dim: int, *, pieces: Pieces) -> Any:
+    return _scanned_extrema(torch.cummax, torch.ge, x, dim, pieces)
+
+
+@op_variant(aten.cummin.default)
+def cummin(x: Tensor, dim: int, *, pieces: Pieces) -> Any:
+    return _scanned_extrema(torch.cummin, torch.le, x, dim, pieces)
+
+
+def _scanned_extrema(
+    op: Callable[..., tuple[Tensor, Tensor]],
+    is_beyond: Callable[[Tensor, Tensor], Tensor],
+    x: Tensor,
+    dim: int,
+    pieces: Pieces,
+) -> Any:
+    """Scan every block by itself, and join it with the blocks before: the last of equal extrema counts, and any NaN."""
+    at = dim % max(x.ndim, 1)
+    count = pieces.get(at, 1)
+    if x.ndim == 0 or type(size := x.shape[at]) is not int or size % count or not size:
+        return NotImplemented
+    own, within = op(aten.unflatten.int(x, at, [count, -1]), at + 1)
+    places = within + count_along(count, at, within) * (size // count)
+    before, block = op(_shifted(own.select(at + 1, -1), at, _least(x.dtype, is_beyond is torch.ge)), at)
+    places_before = _shifted(places.select(at + 1, -1), at, 0).gather(at, block)
+    before, places_before = before.unsqueeze(at + 1), places_before.unsqueeze(at + 1)
+    stays = is_beyond(own, before) | own.isnan()
+    both = torch.where(stays, own, before), torch.where(stays, places, places_before)
+    return both[0].flatten(at, at + 1), both[1].flatten(at, at + 1)
+
+
+def _least(dtype: torch.dtype, is_maximum: bool) -> float:
+    """Return a number that no other of the dtype is behind, in a search for the maximum or the minimum."""
+    if dtype.is_floating_point:
+        return -math.inf if is_maximum else math.inf
+    if dtype is torch.bool:
+        return not is_maximum
+    return torch.iinfo(dtype).min if is_maximum else torch.iinfo(dtype).max
 
 
 def _scanned(

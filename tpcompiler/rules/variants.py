@@ -228,7 +228,7 @@ def _best(x: Tensor, dim: int | None, keepdim: bool, extremum: Callable[..., Ten
     is_best = values == best
     if values.is_floating_point():
         is_best = is_best | values.isnan()
-    places = _places(size, at, x)
+    places = count_along(size, at, x)
     where = torch.where(is_best, places, size).amin([at], keepdim)
     return (best if keepdim else best.squeeze(at)).to(x.dtype), where
 
@@ -242,12 +242,12 @@ def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, ordered: bool =
         return NotImplemented
     parts = aten.unflatten.int(x, at, [count, size // count])
     best, within = parts.topk(k, at + 1, largest, ordered)
-    places = within + _places(count, at, parts) * (size // count)
+    places = within + count_along(count, at, parts) * (size // count)
     values, which = best.flatten(at, at + 1).topk(k, at, largest, ordered)
     return values, places.flatten(at, at + 1).gather(at, which)
 
 
-def _places(count: int, dim: int, x: Tensor) -> Tensor:
+def count_along(count: int, dim: int, x: Tensor) -> Tensor:
     """Return positions from 0 along one dim."""
     return torch.arange(count, device=x.device).view([count if d == dim else 1 for d in range(x.ndim)])
 

@@ -233,7 +233,8 @@ def _take_operands(domain: Domain, node: fx.Node) -> None:
 
 def _let_leaves_be_whole(domain: Domain, touched: Set[fx.Node]) -> None:
     """Leaves of styles may be whole over the axis where an op that cuts its other operands cannot take what is made of
-    them cut, such as keys and values of which there are fewer heads than ranks.
+    them cut, such as keys and values of which there are fewer heads than ranks. Operands that are made of the same
+    leaves do not count: they would be whole too.
     """
     stage = domain.stage
     reached: dict[fx.Node, tuple[Sharding, ...]] = {  # what values may be without a change on the way from such a leaf
@@ -248,12 +249,15 @@ def _let_leaves_be_whole(domain: Domain, touched: Set[fx.Node]) -> None:
             reached[made] = stage.known.once(("reached", ways, have, at), partial(made_of, stage, ways, have, at))
         if any(domain.leaves[o.name].is_fixed for o in operands if o.name in domain.leaves):
             continue
-        are_touched = tuple(operand in touched for operand in operands)
         for index, operand in enumerate(operands):
+            leaves = domain.comes_of.get(operand, frozenset())
+            are_touched = tuple(
+                o in touched and not (o in domain.comes_of and domain.comes_of[o] <= leaves) for o in operands
+            )
             known = "can", ways, index, are_touched, have
             if not stage.known.once(known, partial(can_take, stage, ways, index, are_touched, have)):
                 for leaf in domain.leaves.values():
-                    if leaf.group in domain.comes_of.get(operand, ()):
+                    if leaf.group in leaves:
                         leaf.let_be_whole()
 
 
