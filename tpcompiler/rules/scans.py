@@ -1,7 +1,7 @@
 """Running sums, products and extrema: a result depends on all elements before it, so the rules keep the dim whole.
 
-For sums and products, each rank can scan its shard and add the total of the ranks before it: they exchange one number
-per line and rank.
+Each rank can scan its shard and join it with the totals of the ranks before: they exchange one number per line and
+rank, and for an extremum its place.
 """
 
 from __future__ import annotations
