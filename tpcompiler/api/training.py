@@ -56,7 +56,12 @@ def export_training(
     finally:
         model.__dict__.pop("forward", None)
         model.__dict__.update({name: own[name] for name in ("forward",) if name in own})
-    return add_backward(program, ops_with_rules(), "loss" if callable(loss) else loss)
+    return add_gradients(program, "loss" if callable(loss) else loss)
+
+
+def add_gradients(program: ExportedProgram, loss: str | None = None) -> ExportedProgram:
+    """Return a program with the gradients of one output, as `export_training` does; `loss` is the output's name."""
+    return add_backward(program, ops_with_rules(), loss)
 
 
 def _with_loss(forward: Callable[..., Any], loss: Callable[..., torch.Tensor], targets: Sequence[str]) -> Any:

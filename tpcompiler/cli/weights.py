@@ -38,6 +38,9 @@ def export(
     max_length: Annotated[
         int, typer.Option("--max-length", metavar="N", help="Tokens per row that this cache can hold.", min=3)
     ] = 512,
+    training: Annotated[
+        bool, typer.Option("--training", help="Export the model's loss with the gradients of all parameters.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Export a model without its weights.
@@ -50,9 +53,12 @@ def export(
       tpcompiler export checkpoint -o model.pt2
       tpcompiler convert model.pt2 --tp 2 --plan checkpoint/config.json --checkpoint checkpoint -o out
       tpcompiler export models:build -o model.pt2
+      tpcompiler export checkpoint --training --batch 8 -o training.pt2
       tpcompiler export checkpoint --prefill-decode --batch 1 --max-length 512 -o models
       tpcompiler convert models/prefill.pt2 models/decode.pt2 --tp 2 --plan checkpoint/config.json -o out
     """
+    if prefill_decode and training:
+        raise typer.BadParameter("leave it out with --prefill-decode", param_hint="--training")
     sizes = ""
     with progress(f"exporting {source}", quiet=json):
         from tpcompiler.cli import printing
@@ -71,7 +77,13 @@ def export(
             program, files = made["decode"].program, [out / f"{name}.pt2" for name in made]
             sizes = "\n".join(f"{name}: {each.sizes}" for name, each in made.items() if each.sizes)
         else:
-            program, sizes = export_without_weights(source, batch=batch, length=length, dtype=dtype, static=static)
+            program, sizes = export_without_weights(
+                source, batch=batch, length=length, dtype=dtype, static=static, training=training
+            )
+            if training:
+                from tpcompiler.api.training import add_gradients  # it reads the rules, which an export does not need
+
+                program = add_gradients(program, None if ":" in source and not os.path.exists(source) else "loss")
             files = [out]
             try:
                 with replacing(out) as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -92,6 +93,30 @@ def build_example(model: Any, batch: int, length: int) -> Example:
                 help="export it with a function that returns (model, args, kwargs): tpcompiler export module:factory",
             )
     return example
+
+
+def add_labels(example: Example, model: Any) -> None:
+    """Add labels with which the model computes its loss: one for each token, or one for each sample.
+
+    Raises:
+        ProgramError: it computes no loss of either.
+    """
+    ids = next((each for each in ("decoder_input_ids", "input_ids") if each in example.inputs), None)
+    samples = next(iter(example.inputs), "")
+    if "labels" in inspect.signature(model.forward).parameters:
+        for like, dims in ((ids, 2), (samples, 1)):
+            if like:
+                labels = torch.zeros(example.inputs[like].shape[:dims], dtype=torch.int64)
+                arguments = {**example.arguments(), "labels": labels}
+                with contextlib.suppress(Exception):  # any error that a model raises for labels of another shape
+                    loss = getattr(model(**arguments), "loss", None)
+                    if isinstance(loss, torch.Tensor) and not loss.ndim:
+                        example.add("labels", labels, *list(example.sizes[like].values())[:dims])
+                        return
+    raise ProgramError(
+        f"{type(model).__name__} computes no loss of labels for tokens or for samples",
+        help="export it with its loss: tpcompiler.export_training(model, args, loss=..., targets=...)",
+    )
 
 
 def _runs(model: Any, example: Example) -> bool:

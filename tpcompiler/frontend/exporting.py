@@ -22,7 +22,7 @@ from torch.export import ExportedProgram
 from tpcompiler._torch import quiet_torch, tree_map
 from tpcompiler.errors import ArtifactError, ProgramError, reason
 from tpcompiler.frontend.dynamic_sizes import Sizes
-from tpcompiler.frontend.example_inputs import Example, build_example, configs_of, takes_only
+from tpcompiler.frontend.example_inputs import Example, add_labels, build_example, configs_of, takes_only
 from tpcompiler.frontend.prefill_decode import build_steps
 from tpcompiler.runtime.hub import download_help
 from tpcompiler.runtime.model_file import import_modules
@@ -48,6 +48,7 @@ def export_without_weights(
     length: int = 16,
     dtype: str | None = None,
     static: bool = False,
+    training: bool = False,
 ) -> Export:
     """Export a model whose parameters have no values; memory holds only its graph and its small buffers.
 
@@ -58,18 +59,20 @@ def export_without_weights(
         length: tokens of the example, at least 2 if their number is dynamic; for sound, the steps.
         dtype: of the parameters, such as "bfloat16"; by default the config's, or float32.
         static: make all sizes fixed numbers, as in the example; a factory's own shapes take precedence.
+        training: in training mode, with gradients (`frontend.training` adds the backward). A Hugging Face model takes
+            labels too.
 
     Raises:
         ArtifactError: no config.json, a model that transformers does not have, a module that cannot be imported.
-        ProgramError: torch.export cannot export it, or it takes inputs of an unknown kind.
+        ProgramError: torch.export cannot export it, or it takes inputs of an unknown kind; it computes no loss.
     """
     text = os.fspath(source)
-    with weightless(), torch.no_grad(), warnings.catch_warnings():
+    with weightless(), torch.set_grad_enabled(training), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if ":" in text and not os.path.exists(text):
             model, args, kwargs, shapes = _from_factory(text)
-            return Export(_exported(text, model, kwargs, shapes, args), "")
-        return _export_directory(Path(text), batch, length, dtype, static)
+            return Export(_exported(text, model.train(training), kwargs, shapes, args), "")
+        return _export_directory(Path(text), batch, length, dtype, static, training)
 
 
 def export_prefill_and_decode(
@@ -107,7 +110,7 @@ def export_prefill_and_decode(
             raise error if isinstance(error, ProgramError) else _not_exported(str(path), error) from error
         least = 1 if "encoder" in steps else 2
         limits = {"length": (least, max_length), "source": (1, max_length)}
-        return {each: _export_dynamic(str(path), step, step.example, limits) for each, step in steps.items()}
+        return {each: _export_dynamic(str(path), step.eval(), step.example, limits) for each, step in steps.items()}
 
 
 def _exported(
@@ -120,7 +123,7 @@ def _exported(
     kwargs = tree_map(lambda each: each.clone() if isinstance(each, torch.Tensor) else each, dict(kwargs))
     try:  # on copies, because torch marks the examples of dynamic inputs
         with quiet_torch(), contextlib.redirect_stderr(io.StringIO()):  # torch prints a graph that it could not finish
-            return torch.export.export(model.eval(), tuple(args), kwargs, dynamic_shapes=shapes, strict=False)
+            return torch.export.export(model, tuple(args), kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as error:  # any error that a model raises
         raise _not_exported(text, error) from error
 
@@ -168,13 +171,15 @@ def _from_factory(text: str) -> tuple[torch.nn.Module, Any, Any, Any]:
     return model, args, kwargs or {}, shapes
 
 
-def _export_directory(path: Path, batch: int, length: int, dtype: str | None, static: bool) -> Export:
-    model: Any = _model_of(path, dtype)[0].eval()
+def _export_directory(path: Path, batch: int, length: int, dtype: str | None, static: bool, training: bool) -> Export:
+    model: Any = _model_of(path, dtype)[0].train(training)
     for module in model.modules():
         for config in configs_of(module.config) if hasattr(module, "config") else ():
             config.use_cache = False
     try:
         example = build_example(model, batch, length)
+        if training:
+            add_labels(example, model)
     except Exception as error:  # any error that a model raises while computing its features
         raise error if isinstance(error, ProgramError) else _not_exported(str(path), error) from error
     forward = model.forward
