@@ -183,7 +183,7 @@ def _with(state: Sharding, dim: int, cut: DimSharding) -> Sharding:
 
 
 def _reorders(state: Sharding, after: Sharding, shape: Sequence[int], mesh: Mesh) -> bool:
-    """Return True if the ranks' shares of the first dim, which lie in memory as they are sent, change their order."""
+    """Return True if the ranks' shares of the first dim, which are in memory as they are sent, change their order."""
     changed = [d for d in range(state.ndim) if state.dims[d] != after.dims[d]]
     few, many = sorted((state.dims[0], after.dims[0]), key=lambda cut: len(cut.axes))
     if changed[0] > 0 or many.parts or not many.is_even(shape[0], mesh):  # these are copied in any case

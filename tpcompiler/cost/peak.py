@@ -72,7 +72,7 @@ def local_values(program: LocalProgram) -> Values:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Return True for an op whose result lies in its first operand's memory."""
+    """Return True for an op whose result shares its first operand's memory."""
     target: Any = node.target
     return node.op == "call_function" and (
         target in (operator.getitem, pin) or (isinstance(target, OpOverload) and target.is_view)
