@@ -23,6 +23,9 @@ FLOOR = 16.0  # units of machine epsilon: two orders of summation cannot be dist
 # an output that is zero except for rounding, such as the mean of normalised values, has no scale.
 CEILING = 0.5
 ROUNDED = 64.0
+# The error of one order in one number may be small by chance. So outputs of at most FEW elements are judged by the
+# largest of ROUNDINGS more, those of values that are moved by a unit in the last place.
+FEW, ROUNDINGS = 16, 4
 # Next to a mask's -1e9, no logit of 10 could be wrong relative to the scale. Values this far apart, the larger ones at
 # least LARGE, are judged separately.
 GAP, LARGE = 1e3, 1e4
@@ -59,11 +62,19 @@ class Layout:
 
 
 def difference(
-    name: str, laid_out: str, want: Any, exact: Any, parts: Sequence[Any], layout: Layout, magnitude: float
+    name: str,
+    laid_out: str,
+    want: Any,
+    exact: Any,
+    parts: Sequence[Any],
+    layout: Layout,
+    magnitude: float,
+    others: Sequence[torch.Tensor] = (),
 ) -> Difference:
     """Return the difference of one output or value written back.
 
-    `laid_out` is its name in the layout, `magnitude` the largest magnitude in the program's computation.
+    `laid_out` is its name in the layout, `magnitude` the largest magnitude in the program's computation, `others` are
+    more roundings of `want`.
     """
     if not isinstance(want, torch.Tensor):
         same = all(part == want for part in parts)
@@ -88,6 +99,7 @@ def difference(
     largest, verdicts = 0.0, []
     for band in _bands(exact):
         scale, noise = scale_and_noise(want[band], exact[band])
+        noise = max([noise, *(largest_difference(o.cpu()[band], want[band]) / scale for o in others)])
         tolerance = max(SPREAD * noise, FLOOR * epsilon)
         if noise * scale > ROUNDED * epsilon * magnitude:
             tolerance = min(tolerance, CEILING)
