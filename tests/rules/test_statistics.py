@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,32 @@ def test_a_small_batch_is_gathered_where_that_is_faster() -> None:
     program = converted(normed("batch"), x, {"dp": BATCH}, {"dp": 2}, machine="h100")
     assert [each.kind for each in program.collectives()] == ["all_gather"]
     assert program.verify((x,)).ok
+
+
+class Regression(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = normed("batch", mean=0.0)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.net(x), target)
+
+
+def test_gradients() -> None:
+    """A training step sends two numbers per channel forward, and two backward, which are gradients too."""
+    x, y = torch.randn(2, 12, 3, 4, 4)
+    rows = {"dp": "S(0)"}
+    program = tpcompiler.parallelize(
+        tpcompiler.export_training(Regression(), (x, y)), {"dp": 2}, {}, inputs={"x": rows, "target": rows}
+    )
+    assert program.verify((x, y)).ok
+    forward, loss = [CHANNELS * ITEM] * 2, [ITEM]
+    first, norm, second = (
+        [n * CHANNELS * ITEM for n in (3, 1)],
+        [CHANNELS * ITEM] * 2,
+        [3 * CHANNELS * ITEM, 3 * ITEM],
+    )
+    assert Counter(sent(program)) == Counter(("all_reduce", n) for n in [*forward, *loss, *first, *norm, *second])
 
 
 def own_statistics_only(artifact: Artifact) -> None:
