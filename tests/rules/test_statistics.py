@@ -85,6 +85,13 @@ def test_shares_of_several_sizes_reduce_the_mean_first(norm: str, dim: int) -> N
     assert program.verify((x,)).ok
 
 
+def test_an_empty_share() -> None:
+    x = torch.randn(3, 3, 4, 5)
+    program = converted(normed("batch"), x, {"dp": BATCH}, {"dp": 4})
+    assert sent(program) == [("all_reduce", CHANNELS * ITEM)] * 2
+    assert program.verify((x,), then=[((x.sin(),), {})]).ok
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dim", [BATCH, ROWS])
@@ -106,6 +113,24 @@ def test_two_axes(shape: tuple[int, ...], cut: dict[str, int]) -> None:
     program = converted(normed("batch"), x, cut, {"dp": 2, "tp": 2})
     assert sum(each.wire_bytes for each in program.collectives()) <= 4 * 2 * CHANNELS * ITEM
     assert program.verify((x,), then=[((x.sin(),), {})]).ok
+
+
+def test_samples_that_are_merged_with_cut_steps() -> None:
+    """A rank holds a part of each sample's steps, which is no piece of the merged dim: two reductions."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.norm, self.down = nn.Linear(8, CHANNELS), nn.BatchNorm1d(CHANNELS), nn.Linear(CHANNELS, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.up(x)
+            return self.down(self.norm(h.flatten(0, 1)).view_as(h))  # type: ignore[no-any-return]
+
+    x = torch.randn(4, 64, 8)
+    program = converted(randomise(Net()).train(), x, {"cp": 1}, {"cp": 2})
+    assert sent(program) == [("all_reduce", CHANNELS * ITEM)] * 2
+    assert program.verify((x,)).ok
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)

@@ -28,9 +28,9 @@ def find_moments(x: Tensor, dims: list[int], pieces: Pieces) -> tuple[Tensor, Te
     """
     cut = {dim: pieces[dim] for dim in sorted(dims) if dim in pieces}
     if not cut or not all(divides(x.shape[dim], count) for dim, count in cut.items()):
-        mean = x.mean(dims, True)
+        mean = _average(x, dims)
         centred = x - mean
-        return mean, (centred * centred).mean(dims, True)
+        return mean, _average(centred * centred, dims)
     inner, outer = dims, [dim + at for at, dim in enumerate(cut)]
     for dim in reversed(cut):
         x = aten.unflatten.int(x, dim, [cut[dim], -1])
@@ -41,6 +41,12 @@ def find_moments(x: Tensor, dims: list[int], pieces: Pieces) -> tuple[Tensor, Te
     apart = own_mean - mean
     variance = (own_variance + apart * apart).mean(outer, True)
     return mean.squeeze(outer), variance.squeeze(outer)
+
+
+def _average(x: Tensor, dims: list[int]) -> Tensor:
+    """Return the mean, by a sum if the sizes are known: any shards add up, also empty ones and blocks."""
+    count = math.prod(x.shape[dim] for dim in dims)
+    return x.sum(dims, True) / count if type(count) is int else x.mean(dims, True)
 
 
 @op_variant(aten._native_batch_norm_legit.no_stats)

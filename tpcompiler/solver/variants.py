@@ -51,11 +51,12 @@ def find_places(domain: Domain, node: fx.Node, index: int, shardings: Sequence[S
 def _refused_places(
     node: fx.Node, rule: Rule, term: Term, sharding: Sharding, axes: Sequence[str], mesh: Mesh
 ) -> Iterator[Place]:
-    """Yield the parts of a sharding over these axes that a rule refuses; none where the variant does not use them."""
+    """Yield the contiguous shards over these axes that a rule refuses; none where the variant does not use them."""
     for axis in axes if takes_pieces(node.target) else ():
         for dim in sharding.dims_cut_by(axis):
-            alone = Sharding.replicated(sharding.ndim).with_dim(dim, sharding.dims[dim].only(axis))
-            if isinstance(follow(rule, term, alone, mesh), Refusal):
+            cut = sharding.dims[dim]
+            alone = Sharding.replicated(sharding.ndim).with_dim(dim, cut.only(axis))
+            if not (cut.block or cut.parts) and isinstance(follow(rule, term, alone, mesh), Refusal):
                 yield Place(axis, mesh.degree(axis), dim)
 
 
