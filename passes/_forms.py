@@ -1,7 +1,7 @@
 """Find forms of a program that the search may try although no style requests them.
 
-The forms are dealt-out experts, norms on shares of the sequence, and attention in turns. Each finder is a cheap
-necessary condition on the solution without the form; the search decides if the form pays.
+The forms are dealt-out experts, norms on shares of the sequence, attention in turns, and parameters in shards. Each
+finder is a cheap necessary condition on the solution without the form; the search decides if the form pays.
 """
 
 from __future__ import annotations
@@ -198,9 +198,20 @@ def find_attention(found: Solution, device: str) -> Iterator[tuple[str, str]]:
         yield from ((name, "attend_in_turns") for name, fit in modules.items() if name and all(fit))
 
 
+def find_resting(found: Solution) -> Iterator[tuple[str, str]]:
+    """Yield all parameters, to be held in shards over the axes that cut samples, if nothing else fits."""
+    for program in found.given if found.too_large is not None else ():
+        inputs = (program.constraints[node.name].sharding.axes for node in program.user_inputs())
+        axes = {axis for own in inputs for axis in own} - {program.mesh.model_axis}
+        graded = {name for _, name in program.gradients()}
+        if axes and not program.resting:
+            style = f"shard_at_rest({program.mesh.ordered(axes)[0]})"
+            yield from ((fqn, style) for _, fqn in program.leaves() if fqn in graded)
+
+
 def find_forms(device: str) -> list[Finder]:
     """Return the finders for a device, in the order in which the search tries their forms."""
-    return [find_experts, find_norms, partial(find_attention, device=device)]
+    return [find_experts, find_norms, partial(find_attention, device=device), find_resting]
 
 
 def note_forms(
@@ -215,6 +226,8 @@ def note_forms(
     for style in dict.fromkeys(entry.style.name for plan in plans for entry in plan.forms.entries):
         ruled = (plan.assign(own) for own, plan in zip(names, plans, strict=True))
         named = dict.fromkeys(name for own in ruled for name, entry in own.items() if entry.style.name == style)
+        if STYLES[style].rests:
+            named = dict.fromkeys(entry.pattern for plan in plans for entry in plan.entries if entry.style.rests)
         alike = Counter(map(fold_layers, named))
         others = (replace(plan, entries=tuple(e for e in plan.entries if e.style.name != style)) for plan in plans)
         programs = plan_programs([*others])

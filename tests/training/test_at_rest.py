@@ -108,6 +108,25 @@ def test_for_inference_too() -> None:
     assert made.verify().ok
 
 
+def test_the_search_takes_it_where_nothing_else_fits() -> None:
+    """Layers that are cut alone hold 1.12 kB. The plan that it writes gives the same program."""
+    _, program, args, named = built("mlp")
+    given: dict[str, Any] = {
+        "inputs": {"x": ROWS, "labels": ROWS},
+        "outputs": {"outputs.output": ROWS},
+        "memory": 1_000,
+    }
+    made = tpcompiler.parallelize(program, {"dp": 2, "tp": 2}, "auto", **given)
+    plan = made.manifest().plan
+    assert (plan["gate"], plan["gate.weight"]) == ("colwise", "shard_at_rest(dp)")
+    assert "; without it a call would take" in made.report()
+    assert made.verify(args, named).ok
+    again = tpcompiler.parallelize(program, {"dp": 2, "tp": 2}, plan, **given)
+    shardings, others = ({row.name: row.sharding for row in each.manifest().tensors} for each in (made, again))
+    assert shardings == others
+    assert again.collectives() == made.collectives()
+
+
 def test_written_and_read() -> None:
     plan = Plan.of({"**": "shard_at_rest(fsdp)", "up": "colwise"})
     assert plan.to_data() == {"**": "shard_at_rest(fsdp)", "up": "colwise"}

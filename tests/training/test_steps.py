@@ -46,9 +46,10 @@ def single(batches: list[list[torch.Tensor]]) -> tuple[Any, list[torch.Tensor], 
 
 
 @pytest.mark.slow
-def test_adamw_on_two_by_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rest", [{}, {"**": "shard_at_rest(dp)"}], ids=["whole over dp", "in shards"])
+def test_adamw_on_two_by_two_ranks(rest: dict[str, str], tmp_path: Path) -> None:
     """Four steps of two batches each, clipped; parameters, losses and norms within 1e-12 of the single device."""
-    plan = {f"model.{name}": style for name, style in PLAN.items()}
+    plan = {f"model.{name}": style for name, style in PLAN.items()} | rest
     inputs = dict.fromkeys(["ids", "labels"], ROWS)
     program = tpcompiler.export_training(network(), (IDS, IDS))
     made = tpcompiler.parallelize(program, {"dp": 2, "tp": 2}, plan, inputs=inputs)

@@ -60,7 +60,7 @@ class Style:
     @property
     def is_form(self) -> bool:
         """True if the style requests another form of the program, which the search may choose by itself too."""
-        return self.name in ("attend_in_turns", "grouped_gemm", "sequence_parallel")
+        return self.name in ("attend_in_turns", "grouped_gemm", "sequence_parallel", "shard_at_rest")
 
     @property
     def written(self) -> str:

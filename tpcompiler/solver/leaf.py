@@ -25,6 +25,7 @@ class Leaf:
     is_followed: bool
     before: Sharding
     value: torch.Tensor
+    has_gradient: bool = False
     shardings: dict[Sharding, None] = field(default_factory=dict)
 
     @property

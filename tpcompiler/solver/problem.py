@@ -190,20 +190,23 @@ def _find_groups(programs: Sequence[PlannedProgram]) -> dict[fx.Node, str]:
 def _find_leaves(problem: Problem, stage: Stage, before: Mapping[str, Sharding]) -> list[dict[str, Leaf]]:
     """Placeholder name -> leaf, for each program."""
     allowed: dict[str, Allowed] = {}
-    leading: set[str] = set()
+    leading, graded = set[str](), set[str]()
     for program in problem.programs:
-        followed = {name for _, name in program.followers()}
+        followed, with_gradient = {n for _, n in program.followers()}, {n for _, n in program.gradients()}
         for node, fqn in program.leaves():
             group, constraint = problem.groups[node], program.constraints.get(node.name)
             if constraint is not None and constraint.request is not None:
                 allowed.setdefault(group, constraint.allowed)
             if fqn in followed:
                 leading.add(group)
+            if fqn in with_gradient:
+                graded.add(group)
     made: dict[str, Leaf] = {}
     for node, group in problem.groups.items():
         if group not in made:
             known, value = before.get(group, Sharding.replicated(edit.ndim(node))), edit.fake(node)
-            made[group] = Leaf(group, allowed.get(group, stage.rest), group in leading, known, value)
+            asked = allowed.get(group, stage.rest)
+            made[group] = Leaf(group, asked, group in leading, known, value, group in graded)
             made[group].start(stage)
     return [{node.name: made[problem.groups[node]] for node, _ in program.leaves()} for program in problem.programs]
 
@@ -224,7 +227,7 @@ def _add_layers(problem: Problem) -> None:
         weights = {
             node: fqn
             for _, node in largest.values()
-            if (fqn := leaves[node]) not in problem.layers and not domain.leaves[node.name].shardings
+            if (fqn := leaves[node]) not in problem.layers and _has_style(domain.leaves[node.name])
             if layer_of(fqn)
         }
         owned = Counter(map(layer_of, weights.values()))
@@ -240,6 +243,11 @@ def _add_layers(problem: Problem) -> None:
                 name = owner if "replicate" in styles else weight_of(fqn)
                 problem.owners.add(owner)
                 problem.layers[fqn] = Layer(name, problem.tables.variable(len(styles)), styles)
+
+
+def _has_style(leaf: Leaf) -> bool:
+    """Return True if a style of its layer may place a leaf: no constraint does, and no value that is written to it."""
+    return not leaf.shardings or (leaf.has_gradient and not leaf.is_fixed)
 
 
 def _styles_of(value: Any, sides: Mapping[str, Set[int]], stage: Stage, is_alone: bool) -> dict[str, int | None]:
@@ -349,6 +357,10 @@ def _add_leaf(problem: Problem, node: fx.Node, leaf: Leaf) -> None:
         if leaf.within is not None:
             allowed = [leaf.may_be(sharding, problem.stage) for sharding in values.shardings]
             problem.price([values], numpy.where(allowed, 0.0, NEVER))
+        if (layer := problem.layers.get(leaf.group)) is not None:
+            cuts = [own.only(problem.stage.axis) for own in values.shardings]
+            fits = [[_is_cut(cut, dim) for cut in cuts] for dim in layer.styles.values()]
+            problem.price([Values(layer.variable, ()), values], numpy.where(fits, 0.0, NEVER))
     if leaf.group in problem.leaves:
         problem.values[node] = problem.leaves[leaf.group]
 
