@@ -201,6 +201,41 @@ def test_all_ranks_together(name: str, mesh: dict[str, int]) -> None:
         assert not compared_calls({SINGLE: replace(subject, programs=damaged)}, call).ok, each
 
 
+class Dropped(nn.Module):
+    """Dropout in layers and in attention, under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            q, k, v = self.qkv(x).view(4, 6, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.2 if self.training else 0.0, is_causal=True)
+            made: torch.Tensor = self.out(F.dropout(y.transpose(1, 2).reshape(4, 6, 8), 0.3, self.training))
+            return made.float() + x
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2}], ids=str)
+def test_random_numbers_and_narrow_floats(mesh: dict[str, int]) -> None:
+    """All ranks drop what the single device drops, and autograd with the same seed."""
+    torch.manual_seed(0)
+    model, x, labels = Dropped().train(), torch.randn(4, 6, 8), torch.randn(4, 6, 8)
+    program = tpcompiler.export_training(model, (x,), loss=squares, targets={"labels": labels})
+    torch.manual_seed(1)
+    got = program.module(check_guards=False)(x, labels=labels)["gradients"]
+    torch.manual_seed(1)
+    squares(model(x), labels).backward()
+    torch.testing.assert_close(got, {name: value.grad for name, value in model.named_parameters()})
+    inputs = {"x": ROWS, "labels": ROWS} if "dp" in mesh else {}
+    made = tpcompiler.parallelize(program, mesh, {"out": "rowwise"} if "tp" in mesh else {}, inputs=inputs)
+    assert made.verify((x,), {"labels": labels}).ok
+    torch.manual_seed(2)
+    assert not torch.equal(
+        program.module(check_guards=False)(x, labels=labels)["gradients"]["out.bias"], got["out.bias"]
+    )
+
+
 @pytest.mark.parametrize("without_weights", [False, True])
 def test_any_number_of_samples_and_tokens(without_weights: bool) -> None:
     """Exported with dynamic sizes; with weights compared at sizes that the export has not seen."""
