@@ -27,16 +27,18 @@ def find_moments(x: Tensor, dims: list[int], pieces: Pieces) -> tuple[Tensor, Te
     of several sizes subtract the mean of all ranks first.
     """
     cut = {dim: pieces[dim] for dim in sorted(dims) if dim in pieces}
-    if not cut or not all(divides(x.shape[dim], count) for dim, count in cut.items()):
-        mean = _average(x, dims)
-        centred = x - mean
-        return mean, _average(centred * centred, dims)
+    cut = cut if all(divides(x.shape[dim], count) for dim, count in cut.items()) else {}
     inner, outer = dims, [dim + at for at, dim in enumerate(cut)]
     for dim in reversed(cut):
         x = aten.unflatten.int(x, dim, [cut[dim], -1])
         inner = [each + (each >= dim) for each in inner]
-    own = torch.stack(torch.var_mean(x, inner, correction=0, keepdim=True))
-    own_variance, own_mean = own.select(0, 0), own.select(0, 1)
+    mean = _average(x, inner)
+    centred = x - mean
+    variance = _average(centred * centred, inner)
+    if not cut:
+        return mean, variance
+    own = torch.stack([mean, variance])  # gathered at once
+    own_mean, own_variance = own.select(0, 0), own.select(0, 1)
     mean = own_mean.mean(outer, True)
     apart = own_mean - mean
     variance = (own_variance + apart * apart).mean(outer, True)
