@@ -289,6 +289,13 @@ def test_no_output_is_the_loss(loss: Any, said: str) -> None:
     assert str(raised.value).splitlines()[0] == said
 
 
+def test_an_argument_with_the_name_of_a_builtin() -> None:
+    model, x, labels = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), torch.randn(4, 8), torch.randn(4, 8)
+    program = tpcompiler.export_training(model, (x,), loss=squares, targets={"labels": labels})
+    made = tpcompiler.parallelize(program, 2, {"0": "colwise", "2": "rowwise"})
+    assert made.verify((x,), {"labels": labels}).ok
+
+
 def test_two_outputs_could_be_the_loss() -> None:
     both = Call(lambda self, x: (self.up(x).sum(), self.up(x).mean()), up=nn.Linear(8, 8))
     with pytest.raises(InputsError, match="2 of the outputs"):

@@ -111,6 +111,7 @@ class _Writer:
         placeholders = (node for node in self.program.graph.nodes if node.op == "placeholder")
         for node, spec in zip(placeholders, self.program.graph_signature.input_specs, strict=True):
             copied = self.graph.placeholder(node.name)
+            copied.name = copied.target = node.name  # fx gives another to an argument such as `input`
             copied.meta = dict(node.meta)
             key: Key = str(spec.target)
             if spec.kind is InputKind.USER_INPUT:
