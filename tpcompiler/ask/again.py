@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.cost.objective import Objective
 from tpcompiler.errors import TpCompilerError
+from tpcompiler.ir import edit
 from tpcompiler.ir.constraints import Constraint, Dims
 from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.local import no_new_guards
@@ -29,9 +31,11 @@ from tpcompiler.parallel.conversion import Conversion, asked_boundary
 from tpcompiler.parallel.converted import ConvertedProgram
 from tpcompiler.parallel.pipeline import convert_programs, find_placements
 from tpcompiler.passes.place import place
+from tpcompiler.passes.regions.attend_in_turns import ATTENTION, axis_of_turns
 from tpcompiler.plan import Plan, join_plans
 from tpcompiler.solver.otherwise import Otherwise, price_otherwise
 from tpcompiler.solver.solution import Solution
+from tpcompiler.solver.step_time import sends_around
 from tpcompiler.solver.task import Aim
 
 
@@ -39,7 +43,8 @@ class Price(NamedTuple):
     """A choice over the last of `axes`, and the totals of the whole program with it.
 
     `wire_bytes` of a call and `held_bytes` of weights are of one rank, `seconds` as in docs/search.md: None if no
-    placement has the choice, or if the one that the search finds cannot be used; `failed` is the reason.
+    placement has the choice, or if the one that the search finds cannot be used; `failed` is the reason. `sends`: the
+    collectives of values that the call reads or makes, by kind. `form`: the style that it needs.
     """
 
     axes: tuple[str, ...]
@@ -49,6 +54,8 @@ class Price(NamedTuple):
     held_bytes: int | None
     seconds: float | None
     failed: str = ""
+    sends: tuple[str, ...] = ()
+    form: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,7 @@ class Again:
     found: Solution
     at: int
     machine: Machine
+    conversions: Sequence[Conversion]
 
     @property
     def program(self) -> PlannedProgram:
@@ -79,10 +87,31 @@ class Again:
         ]
         objective = Objective.of(self.machine)
         with no_new_guards(*(program.graph for program in programs)):
+            around = [value] if value.op == "call_function" else []
             choices = price_otherwise(replace(self.found, programs=programs), value, objective)
-            return [self._price(each) for each in choices]
+            return [self._price(each, around) for each in choices]
 
-    def _price(self, choice: Otherwise) -> Price:
+    def price_turns(self, call: fx.Node, axes: tuple[str, ...]) -> Price | None:
+        """Price attention in turns, a form of the program; None if the call does not attend to sharded steps.
+
+        Args:
+            axes: those of the other choices of the call, next to which this one is listed.
+        """
+        module, style = edit.module_path(call), "attend_in_turns"
+        axis, qkv = axis_of_turns(self.found.mesh), edit.operands(call)[:3] if call.target is ATTENTION else []
+        if not module or not any(axis in self.found.seen(operand).dims[-2].axes for operand in qkv):
+            return None
+        try:
+            formed = [each.with_styles({module: style}) for each in self.conversions]
+            found = find_placements(formed, Aim(self.machine, forms=False))
+        except TpCompilerError as error:
+            return Price(axes, (), (), None, None, None, failed=error.message, form=style)
+        inside = {node.name: node for node in edit.calls(found.programs[self.at].graph)}
+        made = (found.seen(inside[call.name]),)
+        around = [node for node in inside.values() if edit.module_path(node) == module]
+        return self._price(Otherwise(axes, (), made, found), around)._replace(form=style)
+
+    def _price(self, choice: Otherwise, around: Sequence[fx.Node]) -> Price:
         own = choice.axes, choice.wants, choice.made
         if math.isinf(choice.solution.seconds):
             return Price(*own, None, None, None)
@@ -90,7 +119,18 @@ class Again:
             placed = place(choice.solution.programs[self.at], choice.solution)
         except TpCompilerError as error:  # such as a packed style whose uses show no parts then
             return Price(*own, None, None, None, failed=error.message)
-        return Price(*own, wire_bytes(placed, self.machine), held_bytes(placed), choice.solution.seconds)
+        return Price(
+            *own,
+            wire_bytes(placed, self.machine),
+            held_bytes(placed),
+            choice.solution.seconds,
+            sends=count_kinds(kind for kind, *_ in sends_around(choice.solution, around)),
+        )
+
+
+def count_kinds(kinds: Iterable[str]) -> tuple[str, ...]:
+    """Return the number of each kind, as in `4 all_to_all`."""
+    return tuple(f"{count} {kind}" for kind, count in Counter(kinds).items())
 
 
 def search_again(program: ArtifactProgram, machine: Machine) -> Again:
@@ -100,7 +140,7 @@ def search_again(program: ArtifactProgram, machine: Machine) -> Again:
         ArtifactError: the single-device program is missing, damaged or, without trust, could run code.
     """
     conversions, at = _conversions(program)
-    return Again(find_placements(conversions, Aim(machine, forms=False)), at, machine)
+    return Again(find_placements(conversions, Aim(machine, forms=False)), at, machine, conversions)
 
 
 def advise(program: ArtifactProgram, machine: str | os.PathLike[str] | None = None) -> dict[str, str]:

@@ -14,7 +14,7 @@ from torch import fx
 from tpcompiler._torch import sym_hint
 from tpcompiler.artifact.counts import predict_call
 from tpcompiler.artifact.program import ArtifactProgram
-from tpcompiler.ask.again import Again, Price, search_again
+from tpcompiler.ask.again import Again, Price, count_kinds, search_again
 from tpcompiler.ask.written import Operand, Written, read_claimed
 from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.cost.timeline import duration
@@ -58,6 +58,8 @@ class Alternative(Record, frozen=True):
     is_chosen: bool  # whether it is the artifact's
     is_tied: bool  # whether it is another one of the same seconds as the artifact's
     failed: str  # why the cheapest placement with it cannot be carried out; empty if it can, or has none
+    sends: tuple[str, ...]  # of an op, the collectives of what it reads or makes, such as `4 all_to_all`
+    form: str  # the style that makes it a choice, such as `attend_in_turns`; empty if it needs none
 
     def row(self) -> tuple[str, ...]:
         """Return the table cells."""
@@ -70,7 +72,8 @@ class Alternative(Record, frozen=True):
                 "" if count is None else f"{'+' * (count >= 0)}{format_bytes(count)}"
                 for count in (self.wire_bytes, self.held_bytes)
             ),
-            notes.get((self.is_chosen, self.is_tied), ""),
+            ", ".join(self.sends),
+            self.form or notes.get((self.is_chosen, self.is_tied), ""),
         )
 
 
@@ -119,7 +122,8 @@ class Explanation(Record, Shown, frozen=True, kw_only=True):
         yield Table("collectives", ("name", "kind", "bytes", "wire bytes", "why"), rows)
         makes = "makes" if any(each.needs for each in self.alternatives) else "sharding"
         axis = "axis" if len({each.axis for each in self.alternatives}) > 1 else ""
-        headers = (axis, makes, "needs", "us", "wire bytes", "held bytes", "")
+        sends = "sends" if any(each.sends for each in self.alternatives) else ""
+        headers = (axis, makes, "needs", "us", "wire bytes", "held bytes", sends, "")
         call = f"a call of the artifact takes {duration(self.seconds)} on {self.machine}"
         yield Table(
             f"alternatives (us above the least; {call})",
@@ -201,10 +205,15 @@ def _of_value(written: Written, again: Again, name: str) -> Explanation:
     pins = [f"'{fqn}' is pinned by {entry}" for fqn, entry in asked if entry]  # a complete plan is in the reason
     is_call = node in again.found.choices
     prices = again.prices(node, layers) if is_call else []
+    prices += [turns] if prices and (turns := again.price_turns(node, prices[-1].axes)) else []
     wants = again.found.choices[node].wants if is_call else ()
     reads = [edit.fake(operand) for operand in edit.operands(node)]
     made, taken = list(zip(placed, tensors, strict=False)), list(zip(wants, reads, strict=False))
-    alternatives = _priced(prices, made, taken, again.found.mesh)
+    sent = written.sent(name)
+    own = [
+        replace(each, sends=count_kinds(record.kind for record in sent)) if each.is_chosen else each
+        for each in _priced(prices, made, taken, again.found.mesh)
+    ]
     return Explanation(
         name=name,
         kind="input" if is_input else "op",
@@ -218,10 +227,10 @@ def _of_value(written: Written, again: Again, name: str) -> Explanation:
         slices=list(_slices(tensors[0], placed[0], mesh)) if placed else [],
         operands=written.operands(name),
         users=[],
-        collectives=written.sent(name),
+        collectives=sent,
         machine=again.machine.name,
         seconds=predict_call(written.exported.graph, written.manifest, again.machine).total.total,
-        alternatives=alternatives,
+        alternatives=own,
     )
 
 
@@ -285,7 +294,7 @@ def _priced(prices: Sequence[Price], made: Sequence[Placed], wants: Sequence[Pla
 def _of_axis(
     prices: Sequence[Price], made: tuple[Sharding, ...], wants: tuple[Sharding, ...], least: float | None, mesh: Mesh
 ) -> list[Alternative]:
-    alike = [price for price in prices if price.made == made]
+    alike = [price for price in prices if price.made == made and not price.form]
     needs = [price for price in alike if not price.wants or price.wants == wants]
     chosen = next(iter(needs or alike), None)
     at = chosen.seconds if chosen else None
@@ -302,6 +311,8 @@ def _of_axis(
             is_chosen=price is chosen,
             is_tied=is_tied and price is not chosen,
             failed=price.failed,
+            sends=price.sends,
+            form=price.form,
         )
 
     def place(price: Price) -> tuple[float, bool]:
