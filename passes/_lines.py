@@ -85,7 +85,7 @@ def _along(
             first, rest = Level(LINE, first.block, 1 if rest else first.unit), []
         extent, by = count * piece, DimSharding((first, *rest))
     is_empty = isinstance(extent, int) and extent == 0  # no rank of the group has any block, part or unit of it
-    return extent, DimSharding.by(*(by.axes)) if is_empty else by
+    return extent, DimSharding.by(*(line.names if line.names == (LINE,) else own)) if is_empty else by
 
 
 def numbers_of(line: Line) -> list[int]:

@@ -14,6 +14,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import has_bodies
 from tpcompiler.ir.constraints import Constraint, Dims
 from tpcompiler.ir.dim_sharding import WHOLE
+from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import layer_of
 from tpcompiler.ir.node_placement import Counts, LocalShare, NodePlacement
 from tpcompiler.ir.program import PIN, UNCUT, Note, PlannedProgram, pin
@@ -143,7 +144,7 @@ def _mark_op(node: fx.Node, walk: Walk) -> NodePlacement:
     kept = [operand for operand, have, want in pairs if have == want and have.axes and operand in walk.pinned]
     if rule is not None and rule.relayout and operands[0] in walk.pinned:
         walk.pinned[node] = walk.pinned[operands[0]]
-    reason = _reason(node, rule, choice.option, refusals)
+    reason = _reason(node, rule, choice.option, refusals, walk.program.mesh)
     if kept:
         reason += f", asked by {' and '.join(dict.fromkeys(walk.pinned[operand].asked_by for operand in kept))}"
     why: Why = "plan-demanded" if kept or len(asked) == len(refusals) > 0 else "fallback"
@@ -191,10 +192,10 @@ def _unruled(node: fx.Node) -> str:
     return "its bodies run whole on every rank" + (f", as {why}" if (why := node.meta.get(UNCUT)) else "")
 
 
-def _reason(node: fx.Node, rule: Rule | None, option: Option, refusals: Mapping[int, str]) -> str:
+def _reason(node: fx.Node, rule: Rule | None, option: Option, refusals: Mapping[int, str], mesh: Mesh) -> str:
     if rule is None:
         return _unruled(node) if has_bodies(node) else "the op has no rule"
-    cuts = [f"{factor} is cut by {' and '.join(cut.axes)}" for factor, cut in option.cuts.items()]
+    cuts = [f"{factor} is cut by {mesh.text(cut.axes).replace('.', ' and ')}" for factor, cut in option.cuts.items()]
     through = [f"a pending {op} over {axis} passes through" for axis, (op, _) in option.through.items()]
     refused = [f"{op_name(node)}: {text}" for text in dict.fromkeys(refusals.values())]
     return "; ".join([*refused, *cuts, *through]) or "operands are replicated"  # a refused operand explains the change
@@ -209,7 +210,7 @@ def _refuse(node: fx.Node, operand: fx.Node, why: str, walk: Walk) -> None:
     what = f"cannot use '{fqn}' as {sharding.text(mesh)}: {node.target} says: {why}"
     for size, cut, dim in zip(shape, sharding.dims, range(sharding.ndim), strict=True):
         if cut.axes:
-            axis, degree = "' and '".join(cut.axes), mesh.size(cut.axes)
+            axis, degree = mesh.text(cut.axes).replace(".", "' and '"), mesh.size(cut.axes)
             what = f"cannot shard '{fqn}' on dim {dim} of {size} by mesh axis '{axis}' of {degree}"
             what += f" for {node.target}: {why}"
             if size % degree:

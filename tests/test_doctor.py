@@ -122,7 +122,7 @@ def test_heads_that_ranks_share_are_named() -> None:
     """Four heads of keys for eight ranks: eight rows of 64 features each would be enough, and sixteen are held."""
     found = tpcompiler.diagnose(CASES["llama"].export(False))
     (eight,) = (each for each in found.degrees if each.ranks == 8)
-    assert eight.mesh == {"tp_0": 4, "tp_1": 2}
+    assert eight.mesh == {"tp": 8}
     first, *rest = eight.remarks
     assert first == "4 kv heads (model.layers.*.self_attn) do not divide evenly"
     assert rest == [

@@ -91,7 +91,8 @@ def costs(own: Conversion, heads: int, machine: Machine) -> Iterator[tuple[str, 
     ways = {"gather": dict.fromkeys(axes, STEPS_DIM), "all_to_all": dict.fromkeys(axes, HEADS_DIM)}
     both = planned
     if len(axes) == 1 and heads < own.mesh.world_size:  # as many ranks as heads, next to each other
-        both, axes = on_split_axis(planned, *axes, own.mesh.world_size // heads), (f"{axes[0]}_0", f"{axes[0]}_1")
+        both = on_split_axis(planned, *axes, own.mesh.world_size // heads)
+        axes = both.mesh.names
     if len(axes) == 2:
         ways["both"] = dict(zip(axes, (STEPS_DIM, HEADS_DIM), strict=True))
     with no_new_guards(planned.graph, both.graph):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from pathlib import Path
 
 import torch
@@ -110,19 +111,21 @@ DRAWN: list[tuple[str, list[tuple[str, str, str]]]] = [
         "More ranks than heads",
         [
             (
-                "tp_0=2,tp_1=2",
-                "[S(1), R]",
-                "`tp=4` with 2 kv heads runs as two axes: the heads of keys and values are sharded over `tp_0`, and "
-                "the ranks of `tp_1` share them. This adds no collective.",
+                "tp=4",
+                "2xS(1) 2xR",
+                "With 2 kv heads, the heads of keys and values are in 2 shares, and 2 ranks in a row have the same "
+                "one. This adds no collective. A collective over a part of the axis names it as a slice: `tp[:2]` is "
+                "over 2 ranks in a row, `tp[::2]` over every second one.",
             ),
             (
-                "tp_0=2,tp_1=2",
-                "[S(1), S(1)]",
-                "The queries of the same layer: each rank of `tp_1` takes a part of the group.",
+                "tp=4",
+                "S(1)",
+                "The queries of the same layer: each of the two takes a part of the group. (An uneven size is cut into "
+                "halves, and these again, so its shares are not those of `torch.chunk`.)",
             ),
             (
-                "tp_0=2,tp_1=2",
-                "[S(1, parts 4 2 2), S(1, parts 4 2r 2r)]",
+                "tp=4",
+                "2xS(1, parts 4 2 2) 2xS(1, parts 4 2r 2r)",
                 "Both in one packed matrix: 4 columns of queries over all ranks, keys and values shared by pairs.",
             ),
         ],
@@ -189,7 +192,7 @@ def page() -> str:
     for title, drawn in DRAWN:
         parts.append(f"## {title}\n")
         for name, text, said in drawn:
-            parts.append(f"`{text}` on `{name}`. {said}\n\n```\n{drawing(_mesh(name), text)}\n```\n")
+            parts.append(f"`{text}` on `{name}`. {said}\n\n```\n{drawing(_mesh(name, text), text)}\n```\n")
     rows = []
     for name, before, after in PATHS:
         mesh = _mesh(name)
@@ -203,9 +206,10 @@ def page() -> str:
     return "\n".join(parts) + "\n" + BOTTOM + "".join(rows)
 
 
-def _mesh(text: str) -> Mesh:
-    pairs = (part.split("=") for part in text.split(","))
-    return Mesh(tuple((axis, int(degree)) for axis, degree in pairs))
+def _mesh(name: str, text: str = "") -> Mesh:
+    degrees = {axis: int(degree) for axis, degree in (part.split("=") for part in name.split(","))}
+    factors = [int(degree) for degree in re.findall(r"(\d+)x", text)]
+    return Mesh.of(degrees, {"tp": factors} if factors else {})
 
 
 if __name__ == "__main__":

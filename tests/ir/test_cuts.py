@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut, cut_dim, join, read_sharding
+from tpcompiler.runtime.records import BoundaryRecord, read_record
 
 DP, TP = DimSharding.by("dp"), DimSharding.by("tp")
 
@@ -133,9 +135,10 @@ def test_an_axis_that_is_two() -> None:
     mesh = Mesh((("dp", 2), ("tp", 4)))
     split = mesh.split("tp", 2)
     for by in (TP, DP.inside(TP), TP.inside(DP), DimSharding.by("tp", block=8, unit=2)):
-        assert held(by.over("tp", ("tp_0", "tp_1")), 16, split) == held(by, 16, mesh)
+        assert held(by.over("tp", split.parts_of("tp")), 16, split) == held(by, 16, mesh)
+        assert Sharding((by.over("tp", split.parts_of("tp")),)).text(split) == Sharding((by,)).text(mesh)
     parts = DimSharding.of_parts([(8, TP), (8, DP)])
-    assert held(parts.over("tp", ("tp_0", "tp_1")), 16, split) == held(parts, 16, mesh)
+    assert held(parts.over("tp", split.parts_of("tp")), 16, split) == held(parts, 16, mesh)
 
 
 def test_an_empty_part_is_none() -> None:
@@ -143,3 +146,27 @@ def test_an_empty_part_is_none() -> None:
     parts = [(0, WHOLE), (4, TP), (0, DP), (3, WHOLE)]
     assert DimSharding.of_parts(parts) == DimSharding.of_parts([(4, TP), (3, WHOLE)])
     assert DimSharding.of_parts([(0, TP), (5, WHOLE)]) == DimSharding.of_parts([(0, TP)]) == WHOLE
+
+
+SHARED = Mesh.of({"dp": 2, "tp": 4}, {"tp": [2, 2]})
+
+
+@given(cuts(SHARED), st.sampled_from(["", "tp[::2]", "tp[:2]", "both"]), st.sampled_from(["sum", "max"]))
+def test_the_text_of_factors_is_read_back(drawn: Cut, pending: str, op: str) -> None:
+    """Of one sharding or another: over both factors alike as over the axis, else of each."""
+    parts = SHARED.parts_of("tp") if pending == "both" else (pending,) if pending else ()
+    sharding = Sharding((drawn[1],), tuple(sorted((part, op) for part in parts if part not in drawn[1].axes)))
+    text = sharding.text(SHARED)
+    assert read_sharding(text, SHARED, 1) == sharding
+    assert read_record(BoundaryRecord, {"name": "x", "shape": [1], "dtype": "f32", "sharding": text})
+    joined, mesh = sharding.joined(SHARED)
+    assert ("2x" in text) is bool(mesh.factors)
+    assert joined.axes <= {*mesh.names}
+
+
+def test_factors_that_the_mesh_does_not_have() -> None:
+    for text in ("4xS(0) 2xR", "2xS(0) 2xR", "2xS(0)", "[R, 2xR 2xR]"):
+        with pytest.raises(ValueError, match=r"has other factors|is no sharding|zip\(\)"):
+            read_sharding(text, Mesh.of(4), 1)
+    with pytest.raises(ValueError, match=r"'4xS\(0\) 1xR' has other factors than the mesh"):
+        read_sharding("4xS(0) 1xR", Mesh.of(4, {"tp": [2, 2]}), 1)

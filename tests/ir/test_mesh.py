@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -39,11 +40,34 @@ def test_group_names_tell_meshes_apart() -> None:
 
 def test_a_running_group_is_not_divided() -> None:
     halves = Mesh(Mesh.of(4).axes, group_of_world="0").split("tp", 2)
-    assert halves.axes == (("tp_0", 2), ("tp_1", 2))
-    assert halves.group_name(("tp_0", "tp_1")) == "0"
-    assert halves.axes_of("0") == ("tp_0", "tp_1")
-    with pytest.raises(UnsupportedError, match=r"over tp_1 of mesh tp_0=2,tp_1=2 needs groups inside of the running"):
-        halves.group_name(("tp_1",))
+    assert (halves.axes, halves.parts) == ((("tp", 4),), (("tp[::2]", 2), ("tp[:2]", 2)))
+    assert halves.group_name(("tp[::2]", "tp[:2]")) == "0"
+    assert halves.axes_of("0") == ("tp[::2]", "tp[:2]")
+    with pytest.raises(UnsupportedError, match=r"over tp\[:2\] of mesh tp=4 needs groups inside of the running"):
+        halves.group_name(("tp[:2]",))
+
+
+def test_a_factor_is_named_after_the_ranks_of_its_first_group() -> None:
+    """A slice of the axis; its groups follow from the name alone, and all factors together are the axis."""
+    mesh = Mesh.of({"dp": 2, "tp": 8}, {"tp": [2, 2, 2]})
+    assert mesh.names == ("dp", "tp[::4]", "tp[:4:2]", "tp[:2]")
+    assert str(mesh) == "dp=2,tp=8"
+    assert mesh.coordinate(13) == {"dp": 1, "tp[::4]": 1, "tp[:4:2]": 0, "tp[:2]": 1}
+    for axis, slices in (("tp[::4]", slice(None, None, 4)), ("tp[:4:2]", slice(None, 4, 2)), ("tp[:2]", slice(2))):
+        assert mesh.group((axis,), 0) == tuple(range(8))[slices]
+    for count in (1, 2, 3, 4):
+        for axes in itertools.combinations(mesh.names, count):
+            name = mesh.group_name(axes)
+            assert (mesh.axes_of(name), groups_named(name)) == (axes, mesh.groups(axes))
+    assert mesh.text(mesh.names) == "dp.tp"
+    assert mesh.joined("tp") == Mesh.of({"dp": 2, "tp": 8})
+    for name in ("tp=4:tp[:3]", "tp=4:tp[:0]", "tp=4:tp[0:2]", "tp=4:dp[:2]", "tp=4:tp_0"):
+        assert groups_named(name) == ()
+
+
+def test_only_the_compiler_makes_factors() -> None:
+    with pytest.raises(MeshError, match=r"mesh axis 'tp\[:2\]' is not a name"):
+        Mesh.of({"tp[:2]": 2})
 
 
 def test_names_say_which_ranks_are_in_a_group() -> None:

@@ -120,4 +120,4 @@ def test_steps_are_dealt_as_the_axis_says_that_was_asked_for(packed: bool) -> No
     even = torch.randn(4, 8, 16)
     exported = export(Attention(8, 2, packed), (even,))
     program = tpcompiler.parallelize(exported, 4, plan, inputs=["S(1)"], outputs=["S(1)"])
-    assert program.manifest().mesh == {"tp_0": 2, "tp_1": 2}  # where both say the same it may
+    assert program.manifest().factors == {"tp": [2, 2]}  # where both say the same it may

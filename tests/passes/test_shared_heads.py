@@ -124,7 +124,7 @@ def test_an_odd_vocabulary(rows: int, dynamic: bool) -> None:
 def test_the_report_says_who_shares_and_what_is_uneven() -> None:
     shared = converted(8, 2, 4, False, False)
     said = {(note.kind, note.text) for note in shared.converted.resharded.notes}
-    assert ("mesh", "tp=4 runs as tp_0=2,tp_1=2: ranks that differ in tp_1 alone share some weights") in said
+    assert ("mesh", "tp=4: some weights in 2 shares, each on 2 ranks in a row") in said
     assert ("shared", "k.weight: 2 ranks hold the same share") in said
     uneven = converted(6, 3, 2, False, False)
     said = {(note.kind, note.text) for note in uneven.converted.resharded.notes}

@@ -30,7 +30,7 @@ def test_a_change_is_small_where_nothing_happens(placement: str, shape: list[int
     artifact = Artifact.of(tpcompiler.parallelize(exported, 2, {"0": "rowwise"}, outputs=[placement]))
     report = check_programs(artifact.written(), artifact.manifest)
     assert (report.ok, report.findings) == (True, [])
-    made = folded(artifact.ranks[0], artifact.manifest, Mesh.of(artifact.manifest.mesh), {})
+    made = folded(artifact.ranks[0], artifact.manifest, Mesh.of(artifact.manifest.mesh, artifact.manifest.factors), {})
     region = next(each for each in made.regions.values() if any(map(edit.is_collective, each.nodes)))
     assert change_shape(made, region.nodes, region) == shape
 

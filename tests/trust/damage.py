@@ -43,7 +43,7 @@ class Artifact:
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh.of(self.manifest.mesh)
+        return Mesh.of(self.manifest.mesh, self.manifest.factors)
 
     @property
     def last(self) -> ExportedProgram:

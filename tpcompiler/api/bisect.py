@@ -108,11 +108,16 @@ def bisect_artifact(
 ) -> str:
     """Convert the model again as the artifact specifies, `bisect` that, and return the finding as a sentence."""
     manifest = artifact.manifest
-    if any(note.kind == "mesh" for note in manifest.notes):
+    if manifest.mesh != manifest.asked.mesh:  # an older version wrote an axis that runs as two
         return "not bisected: an axis of the mesh runs as two; call tpcompiler.api.bisect.bisect with the mesh as given"
     mesh = Mesh.of(manifest.mesh)
     boundary = [
-        {row.name: _spec(row_sharding(row, mesh), mesh) for row in rows if row.sharding != "R"}
+        {
+            row.name: _spec(sharding, mesh)
+            for row in rows
+            for sharding, whole in [row_sharding(row, artifact.mesh).joined(artifact.mesh)]
+            if sharding.axes and whole == mesh  # else the search found it
+        }
         for rows in (manifest.inputs, manifest.outputs)
     ]
     piece = bisect(model, mesh, manifest.plan, args, kwargs, inputs=boundary[0] or None, outputs=boundary[1] or None)
@@ -196,7 +201,7 @@ def _piece(
     program: PlacedProgram, nodes: Sequence[fx.Node], last: fx.Node, values: Mapping[fx.Node, Any]
 ) -> WrongPiece:
     """Export these ops as a separate program: leaves keep their names, other operands become inputs."""
-    names = dict(program.leaves())
+    names, mesh = dict(program.leaves()), _apart(program.mesh)
     graph, root = fx.Graph(), torch.nn.Module()
     env: dict[fx.Node, Any] = {}
     plan: dict[str, Any] = {}
@@ -209,7 +214,7 @@ def _piece(
         if used in names and edit.is_tensor(used):
             _put(root, names[used], values[used])
             if not (sharding := placement_of(used).shardings[0]).partial:
-                plan[names[used]] = _spec(sharding, program.mesh)
+                plan[names[used]] = _spec(sharding, program.mesh, mesh)
         elif used not in nodes and edit.is_tensor(used):
             inputs.append(used)
     for used in inputs:
@@ -223,8 +228,8 @@ def _piece(
     graph.output(result)
     module = fx.GraphModule(root, graph)
     exported = torch.export.export(module, tuple(values[node] for node in inputs))
-    given = [_spec(wants[node].settled(), program.mesh) for node in inputs]
-    return WrongPiece(exported, program.mesh, plan, given, tuple(f"{op_name(node)} ('{node.name}')" for node in nodes))
+    given = [_spec(wants[node].settled(), program.mesh, mesh) for node in inputs]
+    return WrongPiece(exported, mesh, plan, given, tuple(f"{op_name(node)} ('{node.name}')" for node in nodes))
 
 
 def _put(root: torch.nn.Module, name: str, value: torch.Tensor) -> None:
@@ -239,9 +244,15 @@ def _put(root: torch.nn.Module, name: str, value: torch.Tensor) -> None:
         root.register_buffer(last, value)
 
 
-def _spec(sharding: Sharding, mesh: Mesh) -> Any:
-    """Return a sharding in the form of a plan: one placement, or one for each axis."""
-    placements = dict(zip(mesh.names, sharding.placements(mesh), strict=True))
+def _apart(mesh: Mesh) -> Mesh:
+    """Return a mesh that has the factors of axes as axes, so that a plan can name them."""
+    names = {name: name if name.isidentifier() else f"factor_{at}" for at, name in enumerate(mesh.names)}
+    return Mesh(tuple((names[name], degree) for name, degree in mesh.parts))
+
+
+def _spec(sharding: Sharding, mesh: Mesh, names: Mesh | None = None) -> Any:
+    """Return a sharding in the form of a plan: one placement, or one for each axis, by its name in `names`."""
+    placements = dict(zip((names or mesh).names, sharding.placements(mesh), strict=True))
     return format_spec(placements if len(placements) > 1 else next(iter(placements.values())))
 
 

@@ -88,8 +88,7 @@ class Degree(Record, frozen=True, kw_only=True):
     """A number of ranks that the model can be placed on."""
 
     ranks: int  # their number
-    asked: dict[str, int]  # axis -> degree, as it was tried
-    mesh: dict[str, int]  # axis -> degree, as it runs: where ranks share heads, `tp` is two axes
+    mesh: dict[str, int]  # axis -> degree
     bytes: HeldBytes  # of the rank that holds most
     calls: dict[str, ProgramCall]  # of each program; one alone is called `model`
     fits: bool  # true within the limit, perhaps with more sent than without one
@@ -99,7 +98,7 @@ class Degree(Record, frozen=True, kw_only=True):
 
     def limits(self, name: str) -> Iterator[str]:
         """Yield the largest part of a call's time, and its collectives."""
-        call, ranks, of = self.calls[name], _named(self.asked), _of(name, self.calls)
+        call, ranks, of = self.calls[name], _named(self.mesh), _of(name, self.calls)
         time = call.seconds
         parts = {"work": time.work, "kernels": time.kernels, "network": time.network, "host": time.host}
         most = max(parts, key=parts.__getitem__)
@@ -112,7 +111,7 @@ class Degree(Record, frozen=True, kw_only=True):
         prefill, decode = self.calls["prefill"], self.calls["decode"]
         rate = 1 / decode.seconds.total if decode.seconds.total else math.inf
         rates = (f"{rows * rate:,.0f}" for rows in (decode.rows, 1))
-        return _named(self.asked), duration(prefill.seconds.total), *rates
+        return _named(self.mesh), duration(prefill.seconds.total), *rates
 
 
 class Stop(Record, frozen=True):
@@ -140,16 +139,16 @@ class Diagnosis(Record, Shown, frozen=True, kw_only=True):
     def parts(self) -> Iterator[Part]:
         """Yield a line for each degree, then the obstacles and costs."""
         yield f"on {self.machine} a rank may hold {format_bytes(self.limit)}"
-        ranks = "ranks" if [*self.degrees[0].asked] == [AXIS] else "mesh"
+        ranks = "ranks" if [*self.degrees[0].mesh] == [AXIS] else "mesh"
         held = (ranks, "weights", "caches", "at peak", "in all")
         rows = [
-            (_named(each.asked), *map(format_bytes, astuple(each.bytes)), "yes" if each.fits else "no")
+            (_named(each.mesh), *map(format_bytes, astuple(each.bytes)), "yes" if each.fits else "no")
             for each in self.degrees
         ]
         yield Table("a rank holds", (*held, "fits"), rows, right=held)
         called = ("sends", "work", "kernels", "network", "host", "step", "speed-up")
         for name, alone in self.degrees[0].calls.items():
-            rows = [(_named(each.asked), *each.calls[name].cells(alone)) for each in self.degrees]
+            rows = [(_named(each.mesh), *each.calls[name].cells(alone)) for each in self.degrees]
             title = f"one call{_of(name, self.degrees[0].calls)}"
             yield Table(title, (ranks, *called), rows, right=(ranks, *called))
         if {"prefill", "decode"} <= self.degrees[0].calls.keys():
@@ -157,12 +156,12 @@ class Diagnosis(Record, Shown, frozen=True, kw_only=True):
                 "generation", (ranks, *SPOKEN), [each.spoken() for each in self.degrees], right=(ranks, *SPOKEN)
             )
         yield from self._limits()
-        lines = [f"{_named(each.asked)}: {remark}" for each in self.degrees for remark in each.remarks]
+        lines = [f"{_named(each.mesh)}: {remark}" for each in self.degrees for remark in each.remarks]
         lines += [f"{_named(stop.mesh)}: not possible: {stop.reason}" for stop in self.stopped]
         lines += _folded(self.untried)
         lines.append(count_searches(sum((Counter(each.searches) for each in self.degrees), Counter())))
         yield from (*lines, "")
-        least = next(each.asked for each in self.degrees if each.ranks == self.least)
+        least = next(each.mesh for each in self.degrees if each.ranks == self.least)
         yield f"the smallest that fits: {f'--tp {self.least}' if ranks == 'ranks' else f'--mesh {_named(least)}'}"
 
     def _limits(self) -> Iterator[str]:
@@ -175,7 +174,7 @@ class Diagnosis(Record, Shown, frozen=True, kw_only=True):
                 yield from each.limits(name)
             least = min(self.degrees, key=lambda each: each.calls[name].seconds.total)
             if least is not self.degrees[-1]:
-                yield f"beyond --tp {least.asked[AXIS]} a call{of} takes no less: the network takes what is saved"
+                yield f"beyond --tp {least.mesh[AXIS]} a call{of} takes no less: the network takes what is saved"
         if len(self.degrees) > 1 and len({each.bytes.weights for each in self.degrees}) == 1:
             yield (
                 "nothing is cut: convert says how much longer a call would take with each layer cut; "
@@ -296,8 +295,7 @@ class _Examined:
         self.least[asked.world_size] = least
         return Degree(
             ranks=asked.world_size,
-            asked=dict(asked.axes),
-            mesh=dict(found.mesh.axes),
+            mesh=dict(asked.axes),
             bytes=HeldBytes(held.weights, held.caches, held.activations, held.total),
             calls=calls,
             fits=least.total <= self.limit,
@@ -308,7 +306,7 @@ class _Examined:
 
 def _sends(collectives: Sequence[Collective], mesh: Mesh, machine: Machine) -> list[Sends]:
     alike = Counter(
-        (each.kind, each.wire_bytes, machine.collective_seconds(each.kind, each.axis.split("."), each.wire_bytes, mesh))
+        (each.kind, each.wire_bytes, machine.collective_seconds(each.kind, mesh.read(each.axis), each.wire_bytes, mesh))
         for each in collectives
     )
     return [Sends(kind, count, wire_bytes, seconds) for (kind, wire_bytes, seconds), count in alike.items()]

@@ -267,7 +267,7 @@ class Programs(Shown, Mapping[str, T]):
 def _described(manifest: Manifest) -> str:
     whole, per_rank, sent = summarize(manifest).bytes, held_per_rank(manifest), manifest.collectives
     return (
-        f"mesh {Mesh.of(manifest.mesh)} on {manifest.device_type}: {format_bytes(max(per_rank))} of "
+        f"mesh {Mesh.of(manifest.mesh, manifest.factors)} on {manifest.device_type}: {format_bytes(max(per_rank))} of "
         f"{format_bytes(whole)} of weights on a rank; {counted_kinds(each.kind for each in sent)}, "
         f"{format_bytes(sum(each.wire_bytes for each in sent))} sent per rank and call"
     )

@@ -41,7 +41,7 @@ def transfer_of(node: fx.Node, mesh: Mesh) -> Transfer:
     axes = mesh.axes_of(str(node.args[-1]))
     payload, size = _bytes(edit.fake(sent_value(node))), mesh.size(axes)
     wire = wire_bytes(kind, payload, size)
-    return Transfer(kind=kind, axis=".".join(axes), payload_bytes=payload, group_size=size, wire_bytes=wire)
+    return Transfer(kind=kind, axis=mesh.text(axes), payload_bytes=payload, group_size=size, wire_bytes=wire)
 
 
 def sent_value(node: fx.Node) -> fx.Node:

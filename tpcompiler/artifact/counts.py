@@ -31,7 +31,7 @@ def predict_call(graph: fx.Graph, manifest: Manifest, machine: Machine) -> Times
     Raises:
         ArtifactError: it calls other collectives than the manifest records.
     """
-    mesh = Mesh.of(manifest.mesh)
+    mesh = Mesh.of(manifest.mesh, manifest.factors)
     records = records_of(graph, manifest)
     sent = {node.name: record_seconds(row, row.wire_bytes, machine, mesh) for node, row in records.items()}
     return predict_times(graph, sent, machine, mesh)
@@ -39,4 +39,4 @@ def predict_call(graph: fx.Graph, manifest: Manifest, machine: Machine) -> Times
 
 def record_seconds(record: Collective, wire_bytes: float, machine: Machine, mesh: Mesh) -> float:
     """Seconds of one collective of a manifest, with so many bytes."""
-    return machine.collective_seconds(record.kind, record.axis.split("."), wire_bytes, mesh)
+    return machine.collective_seconds(record.kind, mesh.read(record.axis), wire_bytes, mesh)

@@ -42,7 +42,7 @@ def as_dtensors(program: ArtifactProgram, mesh: DeviceMesh) -> dict[str, Any]:
     """
     manifest = program.manifest
     rank = _rank_in(mesh, manifest)
-    shardings, own = shardings_of(manifest), Mesh.of(manifest.mesh)
+    shardings, own = shardings_of(manifest), Mesh.of(manifest.mesh, manifest.factors)
     stored = {row.name: row for row in manifest.tensors if row.kind != "constant_tensor" and row.persistent}
     state: dict[str, Any] = {}
     whole = []
@@ -51,7 +51,7 @@ def as_dtensors(program: ArtifactProgram, mesh: DeviceMesh) -> dict[str, Any]:
         if first in state:
             state[name] = state[first]
             continue
-        placements = _placements(shardings[first], own)
+        placements = _placements(shardings[first], row.shape, own)
         if placements is None:
             whole.append(first)
             local, placements = program.read(first), [Replicate()] * mesh.ndim
@@ -81,7 +81,7 @@ def write_dtensors(files: ProgramFiles, state: Mapping[str, Any]) -> None:
         MeshError: the world has another number of ranks than the artifact.
     """
     manifest, path = files.manifest, files.folder
-    mesh, rank = Mesh.of(manifest.mesh), dist.get_rank()
+    mesh, rank = Mesh.of(manifest.mesh, manifest.factors), dist.get_rank()
     if dist.get_world_size() != mesh.world_size:
         raise MeshError(
             f"the artifact has {mesh.world_size} ranks, this world has {dist.get_world_size()}",
@@ -139,8 +139,14 @@ def _rank_in(mesh: DeviceMesh, manifest: Manifest) -> int:
     return int(mesh.get_rank())
 
 
-def _placements(sharding: Sharding, mesh: Mesh) -> Sequence[Placement] | None:
+def _placements(sharding: Sharding, shape: Sequence[int], mesh: Mesh) -> Sequence[Placement] | None:
     """Return torch's placements for a sharding; None if they cannot express it."""
+    if mesh.factors:
+        joined, whole = sharding.joined(mesh)
+        is_even = all(by.is_even(size, mesh) for by, size in zip(sharding.dims, shape, strict=True))
+        if whole.factors or not is_even:  # nested factors deal uneven shares in another way than `torch.chunk`
+            return None
+        sharding, mesh = joined, whole
     placements = sharding.placements(mesh)
     texts = [format_placement(each) for each in placements]
     if sharding.partial or sharding.text(mesh) != (texts[0] if len(texts) == 1 else f"[{', '.join(texts)}]"):

@@ -109,7 +109,7 @@ class ArtifactProgram(ABC):
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh.of(self.manifest.mesh)
+        return Mesh.of(self.manifest.mesh, self.manifest.factors)
 
     @property
     def world_size(self) -> int:

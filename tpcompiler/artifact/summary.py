@@ -27,7 +27,7 @@ NOTE_TITLES = {  # kinds of `Note`, as people read them
     "no rule": "ops without a rule",
     "size": "dynamic sizes that the mesh must divide",
     "random": "ops that draw random numbers",
-    "mesh": "axes that run as two",
+    "mesh": "axes over which ranks share weights",
     "both": "conds of which both branches are computed",
     "shared": "weights that several ranks share",
     "idle": "axes that cut nothing: their ranks repeat each other",
@@ -130,7 +130,7 @@ class ConvertedPrograms(Record, frozen=True, kw_only=True):
 
 def summarize(manifest: Manifest) -> ArtifactSummary:
     """Return mesh, bytes per rank, tensors, boundary, collectives by kind and cause, notes, versions of an artifact."""
-    mesh = Mesh.of(manifest.mesh)
+    mesh = Mesh.of(manifest.mesh, manifest.factors)
     tensors = [
         HeldTensor(
             **structs.asdict(row),

@@ -122,7 +122,7 @@ def costs_of(written: Written, at: Mapping[str, int], machine: Machine) -> CostT
         InputsError: as `count_costs`.
     """
     sizes, meant = _sizes(written, dict(at))
-    mesh = Mesh.of(written.manifest.mesh)
+    mesh = Mesh.of(written.manifest.mesh, written.manifest.factors)
     values = {sympy.Symbol(size.name): size.value for size in sizes}
     found: dict[tuple[str, str], list[tuple[Expr, int, float]]] = {}
     for node, record in records_of(written.exported.graph, written.manifest).items():
@@ -152,7 +152,7 @@ def _summed(each: list[tuple[Expr, int, float]]) -> tuple[str, int, float]:
 
 def _sizes(written: Written, at: dict[str, int]) -> tuple[list[Size], dict[Expr, Expr]]:
     """The sizes that the user gives, and what each of the program's symbols is in their names."""
-    found, meant, mesh = list[Size](), dict[Expr, Expr](), Mesh.of(written.manifest.mesh)
+    found, meant, mesh = list[Size](), dict[Expr, Expr](), Mesh.of(written.manifest.mesh, written.manifest.factors)
     ranges = written.manifest.calling.ranges
     for name, value, sharding in written.inputs():
         for dim, size in enumerate(value.shape):

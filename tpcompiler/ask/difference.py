@@ -147,8 +147,8 @@ def find_differences(
         wire_bytes=wire_bytes,
         held_bytes=held_bytes,
         sent_seconds=(
-            sent_seconds(a.collectives, here, Mesh.of(a.mesh)),
-            sent_seconds(b.collectives, there, Mesh.of(b.mesh)),
+            sent_seconds(a.collectives, here, Mesh.of(a.mesh, a.factors)),
+            sent_seconds(b.collectives, there, Mesh.of(b.mesh, b.factors)),
         ),
         steps=(_step(first, here), _step(second, there)),
     )

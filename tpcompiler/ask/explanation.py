@@ -174,7 +174,7 @@ def _of_collective(written: Written, again: Again, record: Any) -> Explanation:
     changed = written.change(record)
     node, leaves = _node(again, changed.name), dict(again.program.leaves())
     found = _of_leaf(written, again, node, leaves[node]) if node in leaves else _of_value(written, again, changed.name)
-    mesh, value = Mesh.of(written.manifest.mesh), edit.fake(node)
+    mesh, value = Mesh.of(written.manifest.mesh, written.manifest.factors), edit.fake(node)
     return replace(
         found,
         name=record.node,
@@ -183,7 +183,7 @@ def _of_collective(written: Written, again: Again, record: Any) -> Explanation:
         module=record.module,
         source=record.source,
         sharding=[change := f"{changed.sharding} -> {changed.needed}"],
-        words=describe_sharding(change, mesh.names),
+        words=describe_sharding(change, mesh),
         reason=f"{record.why}: {record.reason}",
         slices=list(_slices(value, read_claimed(changed.needed, mesh, value), mesh)),
         operands=[changed],
@@ -193,7 +193,7 @@ def _of_collective(written: Written, again: Again, record: Any) -> Explanation:
 
 
 def _of_value(written: Written, again: Again, name: str) -> Explanation:
-    mesh, node = Mesh.of(written.manifest.mesh), _node(again, name)
+    mesh, node = Mesh.of(written.manifest.mesh, written.manifest.factors), _node(again, name)
     is_input = node.op == "placeholder"
     rows = [row.sharding for row in written.manifest.inputs if row.name == name]
     shardings, reason = (rows, "an input") if is_input else written.placed(name)
@@ -222,7 +222,7 @@ def _of_value(written: Written, again: Again, name: str) -> Explanation:
         source=edit.source_line(node),
         type=", ".join(map(value_text, tensors)),
         sharding=shardings,
-        words="; ".join(dict.fromkeys(describe_sharding(text, mesh.names) for text in shardings)),
+        words="; ".join(dict.fromkeys(describe_sharding(text, mesh) for text in shardings)),
         reason="; ".join([reason, *pins]),
         slices=list(_slices(tensors[0], placed[0], mesh)) if placed else [],
         operands=written.operands(name),
@@ -235,7 +235,7 @@ def _of_value(written: Written, again: Again, name: str) -> Explanation:
 
 
 def _of_leaf(written: Written, again: Again, node: fx.Node, name: str) -> Explanation:
-    mesh, value = Mesh.of(written.manifest.mesh), edit.fake(node)
+    mesh, value = Mesh.of(written.manifest.mesh, written.manifest.factors), edit.fake(node)
     row = next(row for row in written.manifest.tensors if row.name == name)
     placed, users = read_claimed(row.sharding, mesh, value), written.users(name)
     sent = {record.node: record for user in users for record in written.sent(user)}
@@ -248,7 +248,7 @@ def _of_leaf(written: Written, again: Again, node: fx.Node, name: str) -> Explan
         source="",
         type=value_text(value),
         sharding=[row.sharding],
-        words=describe_sharding(row.sharding, mesh.names),
+        words=describe_sharding(row.sharding, mesh),
         reason=_why(again, node, name, users, written),
         slices=list(_slices(value, placed, mesh)),
         operands=[],
@@ -334,7 +334,7 @@ def _slices(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> Iterator[Sli
             _listed(by.runs(sym_hint(size), mesh, here)) if by.axes else ":"
             for size, by in zip(value.shape, sharding.dims, strict=True)
         )
-        pending = "".join(f", a {op} pending over {axis}" for axis, op in sharding.partial)
+        pending = "".join(f", a {op} pending over {axis}" for axis, op in sharding.joined(mesh)[0].partial)
         held.setdefault((f"[{shape}]", f"[{', '.join(dims)}]{pending}"), []).append(rank)
     yield from (Slice(tuple(ranks), *both) for both, ranks in held.items())
 

@@ -69,7 +69,7 @@ class Written:
         Raises:
             ArtifactError: as `read_claimed`.
         """
-        rows, mesh = {row.name: row for row in self.manifest.inputs}, Mesh.of(self.manifest.mesh)
+        rows, mesh = {row.name: row for row in self.manifest.inputs}, Mesh.of(self.manifest.mesh, self.manifest.factors)
         for node in self.exported.graph.nodes:
             if node.op == "placeholder" and node.name in rows:
                 yield node.name, edit.fake(node), read_claimed(rows[node.name].sharding, mesh, edit.fake(node))

@@ -101,7 +101,7 @@ class _Work:
             )
         self.values = read_values(files)
         self.leaves = leaves_of(self.manifest)
-        self.mesh = Mesh.of(self.manifest.mesh)
+        self.mesh = Mesh.of(self.manifest.mesh, self.manifest.factors)
         self.shardings = shardings_of(self.manifest)
         self.entries = {rank: entries_of(self.manifest, rank) for rank in self.ranks}
         self.size = sum(entry.nbytes for entries in self.entries.values() for entry in entries)
@@ -214,7 +214,7 @@ def read_shares(
     Raises:
         ArtifactError: as `cut_programs`.
     """
-    leaves, mesh, source = leaves_of(manifest), Mesh.of(manifest.mesh), open_source(checkpoint)
+    leaves, mesh, source = leaves_of(manifest), Mesh.of(manifest.mesh, manifest.factors), open_source(checkpoint)
     recipes = find_sources(wanted_leaves(manifest, values), source, partial=True)
     shardings, taken, shares = shardings_of(manifest), taken_by(program), {}
     for leaf in leaves:

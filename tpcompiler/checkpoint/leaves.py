@@ -68,7 +68,7 @@ def held_per_rank(manifest: Manifest) -> list[int]:
     Raises:
         ArtifactError: a tensor cannot have its sharding.
     """
-    mesh = Mesh.of(manifest.mesh)
+    mesh = Mesh.of(manifest.mesh, manifest.factors)
     held = [bytes_per_rank(row, mesh) for row in manifest.tensors if row.tied_to is None]
     return [sum(own) for own in zip(*held, strict=True)] if held else [0] * mesh.world_size
 
@@ -93,13 +93,13 @@ def dtype_of(text: str) -> torch.dtype:
 
 def shardings_of(manifest: Manifest) -> dict[str, Sharding]:
     """Return the sharding of each tensor by name."""
-    mesh = Mesh.of(manifest.mesh)
+    mesh = Mesh.of(manifest.mesh, manifest.factors)
     return {row.name: row_sharding(row, mesh) for row in manifest.tensors}
 
 
 def entries_of(manifest: Manifest, rank: int) -> list[TensorEntry]:
     """Return the entries of a rank's weights file, in order."""
-    shardings, mesh = shardings_of(manifest), Mesh.of(manifest.mesh)
+    shardings, mesh = shardings_of(manifest), Mesh.of(manifest.mesh, manifest.factors)
     here = mesh.coordinate(rank)
     own = [
         TensorEntry(leaf.name, leaf.dtype, tuple(map(int, shardings[leaf.name].local_shape(leaf.shape, mesh, here))))

@@ -100,7 +100,7 @@ class _Program:
 
     def __init__(self, files: ProgramFiles) -> None:
         manifest = files.manifest
-        self.mesh, self.shardings = Mesh.of(manifest.mesh), shardings_of(manifest)
+        self.mesh, self.shardings = Mesh.of(manifest.mesh, manifest.factors), shardings_of(manifest)
         self.files: list[Path] = []
         self.mapped: dict[int, dict[str, torch.Tensor]] = {}
         for rank in range(manifest.world_size):

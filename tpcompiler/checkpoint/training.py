@@ -81,7 +81,7 @@ class _Loss(torch.autograd.Function):
 
 def _count_replicas(manifest: Manifest) -> dict[str, int]:
     """Return how many ranks hold each element of a parameter, by its FQN."""
-    mesh = Mesh(tuple(manifest.mesh.items()))
+    mesh = Mesh.of(manifest.mesh, manifest.factors)
     rows = (row for row in manifest.tensors if row.kind == "parameter")
     return {row.name: mesh.world_size // mesh.size(mesh.ordered(row_sharding(row, mesh).axes)) for row in rows}
 

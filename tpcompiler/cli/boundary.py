@@ -23,7 +23,7 @@ def cut_inputs(
     Raises:
         InputsError: a tensor with another shape than the whole input, or a dynamic size that ranks do not divide.
     """
-    mesh, shares = Mesh.of(manifest.mesh), dict(tensors)
+    mesh, shares = Mesh.of(manifest.mesh, manifest.factors), dict(tensors)
     for row in manifest.inputs:
         if is_whole(row.sharding) or row.name not in tensors:
             continue
@@ -48,7 +48,7 @@ def cut_inputs(
 
 def join_outputs(named: Mapping[str, torch.Tensor], manifest: Manifest) -> dict[str, torch.Tensor]:
     """Gather the whole outputs on rank 0; other ranks return their shares. Every rank must call it."""
-    mesh, whole = Mesh.of(manifest.mesh), dict(named)
+    mesh, whole = Mesh.of(manifest.mesh, manifest.factors), dict(named)
     for row in manifest.outputs:
         if is_whole(row.sharding):
             continue

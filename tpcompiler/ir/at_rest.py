@@ -25,9 +25,10 @@ class AtRest:
 
         The axis cuts the first dim that it cuts evenly, inside of what cuts the dim already; none if it cuts no dim so.
         """
+        parts = mesh.parts_of(self.axis)
         for dim, (cut, size) in enumerate(zip(used.dims, shape, strict=True)):
-            if self.axis not in used.axes and not cut.parts and not cut.block:
-                inner = cut.inside(DimSharding.by(self.axis))
+            if used.axes.isdisjoint(parts) and not cut.parts and not cut.block:
+                inner = cut.inside(DimSharding.by(*parts))
                 if inner.is_even(size, mesh):
                     return used.with_dim(dim, inner)
         return used

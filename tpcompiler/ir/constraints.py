@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tpcompiler.ir.sharding import Sharding, refuse_mixed
@@ -110,8 +111,8 @@ class Constraint:
         assert isinstance(self.allowed, Exactly | Dims)
         return replace(self, allowed=replace(self.allowed, shardings=(*self.allowed.shardings, *others)))
 
-    def over(self, axis: str, both: tuple[str, str]) -> Constraint:
-        """Return the same constraint on a mesh that has the two axes `both` instead of `axis`."""
+    def over(self, axis: str, both: Sequence[str]) -> Constraint:
+        """Return the same constraint on a mesh that has the axes `both` instead of `axis`."""
         shardings = tuple(each.over(axis, both) for each in self.request.shardings) if self.request else ()
         match self.allowed:
             case Exactly() | Dims() as allowed:

@@ -167,13 +167,19 @@ class DimSharding:
         remainder = DimSharding(tuple(level for level in self.levels if level.axis == axis))
         return DimSharding.of_parts(parts) if parts else remainder
 
-    def over(self, axis: str, both: tuple[str, str]) -> DimSharding:
-        """Return the same cut on a mesh that has the two axes `both`, nested, instead of `axis`."""
+    def over(self, axis: str, parts: Sequence[str]) -> DimSharding:
+        """Return the same cut on a mesh that has the nested axes `parts` instead of `axis`."""
         levels: list[Level] = []
         for level in self.levels:
-            inner = Level(both[1], 0, level.unit)
-            levels += [level._replace(axis=both[0]), inner] if level.axis == axis else [level]
-        return DimSharding(tuple(levels), tuple((size, cut.over(axis, both)) for size, cut in self.parts))
+            inner = [Level(part, 0, level.unit) for part in parts[1:]]
+            levels += [level._replace(axis=parts[0]), *inner] if level.axis == axis else [level]
+        return DimSharding(tuple(levels), tuple((size, cut.over(axis, parts)) for size, cut in self.parts))
+
+    def under(self, axis: str, parts: Sequence[str]) -> DimSharding:
+        """Invert `over`, for a cut that it makes."""
+        levels = [each._replace(axis=axis) if each.axis == parts[0] else each for each in self.levels]
+        kept = tuple(level for level in levels if level.axis not in parts)
+        return DimSharding(kept, tuple((size, cut.under(axis, parts)) for size, cut in self.parts))
 
     def inside(self, inner: DimSharding) -> DimSharding:
         """Return this cut with `inner` nested in each piece; unchanged if the two have different parts."""

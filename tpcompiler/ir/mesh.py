@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from types import MappingProxyType
 
 from tpcompiler.errors import MeshError, UnsupportedError, option
 
 MAX_AXES = 64  # torch's own limit on the dims of a tensor
+FACTOR = re.compile(r"\[:([1-9]\d*)?(?::([1-9]\d*))?\]$")  # of a part of an axis, at the end of its name
 MAX_RANKS = 1 << 16  # more than any machine has; a hidden size passed as a degree by mistake would run for hours
 
 
@@ -19,6 +23,8 @@ class Mesh:
     """Named axes and their degrees, e.g. `Mesh((("dp", 2), ("tp", 4)))`; rank = row-major index.
 
     `group_of_world` names an existing process group that a mesh of one axis uses instead of a logical name.
+    `factors`: axes that run as several, nested, such as `(("tp", (2, 2)),)` for pairs of ranks that share heads.
+    Shardings name these, as slices that select the first group's ranks: `tp[::2]`, then `tp[:2]`. Users see `tp=4`.
 
     Raises:
         MeshError: no axes, a repeated or unreadable name, a degree below 1, more axes than `MAX_AXES`, or more ranks
@@ -27,6 +33,7 @@ class Mesh:
 
     axes: tuple[tuple[str, int], ...]
     group_of_world: str | None = None
+    factors: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.axes]
@@ -38,7 +45,7 @@ class Mesh:
         if len(names) > MAX_AXES:
             raise MeshError(f"a mesh has {len(names)} axes", help=f"use at most {MAX_AXES}")
         for name, degree in self.axes:
-            if not (isinstance(name, str) and name.isidentifier()):
+            if not (isinstance(name, str) and FACTOR.sub("", name).isidentifier()):
                 raise MeshError(f"mesh axis {name!r} is not a name", help='use a name such as "tp"')
             if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
                 raise MeshError(
@@ -52,15 +59,27 @@ class Mesh:
             )
 
     @classmethod
-    def of(cls, mesh: Mesh | int | Mapping[str, int]) -> Mesh:
+    def of(
+        cls, mesh: Mesh | int | Mapping[str, int], factors: Mapping[str, Sequence[int]] = MappingProxyType({})
+    ) -> Mesh:
         """Return the mesh that a user wrote as a `Mesh`, a mapping, or an int (one axis named `tp`)."""
-        if isinstance(mesh, Mesh):
-            return mesh
-        return cls(tuple(mesh.items()) if isinstance(mesh, Mapping) else (("tp", mesh),))
+        if not isinstance(mesh, Mesh):
+            axes = tuple(mesh.items()) if isinstance(mesh, Mapping) else (("tp", mesh),)
+            mesh = cls(axes, factors=tuple((axis, tuple(degrees)) for axis, degrees in factors.items()))
+        if parts := [axis for axis, _ in mesh.axes if FACTOR.search(axis)]:
+            raise MeshError(f"mesh axis {parts[0]!r} is not a name", help='use a name such as "tp"')
+        return mesh
 
-    @property
+    @cached_property
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """The axes that shardings name, with their degrees: an axis that runs as several as its factors."""
+        own = dict(self.factors)
+        return tuple(part for axis, degree in self.axes for part in _named(axis, own.get(axis, (degree,))))
+
+    @cached_property
     def names(self) -> tuple[str, ...]:
-        return tuple(name for name, _ in self.axes)
+        """The axes that shardings name."""
+        return tuple(name for name, _ in self.parts)
 
     @property
     def world_size(self) -> int:
@@ -72,10 +91,18 @@ class Mesh:
     @property
     def model_axis(self) -> str:
         """The axis over which a plan's styles shard layers: `tp`, or the last axis if there is no `tp`."""
-        return "tp" if "tp" in self.names else self.names[-1]
+        return self.parts_of("tp" if "tp" in dict(self.axes) else self.axes[-1][0])[-1]
 
     def degree(self, axis: str) -> int:
-        return dict(self.axes)[axis]
+        return self._degrees[axis]
+
+    @cached_property
+    def _degrees(self) -> dict[str, int]:
+        return dict(self.axes) | dict(self.parts)
+
+    def parts_of(self, axis: str) -> tuple[str, ...]:
+        """Return the names of an axis' factors, outermost first; the axis itself if it has none."""
+        return tuple(name for name, _ in _named(axis, dict(self.factors).get(axis, (1,))))
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Return the position of `rank` on each axis.
@@ -89,16 +116,17 @@ class Mesh:
                 help=f"use a rank from 0 to {self.world_size - 1}",
             )
         position = {}
-        for name, degree in reversed(self.axes):
+        for name, degree in reversed(self.parts):
             rank, position[name] = divmod(rank, degree)
         return {name: position[name] for name in self.names}
 
     def split(self, axis: str, outer: int) -> Mesh:
-        """Return the mesh with `axis` replaced by two axes: `tp=8` becomes `tp_0=2,tp_1=4`."""
-        axes = []
-        for name, degree in self.axes:
-            axes += [(f"{name}_0", outer), (f"{name}_1", degree // outer)] if name == axis else [(name, degree)]
-        return Mesh(tuple(axes), self.group_of_world)
+        """Return the mesh on which `axis` runs as two, the outer one with `outer` ranks."""
+        return replace(self, factors=(*self.factors, (axis, (outer, self.degree(axis) // outer))))
+
+    def joined(self, axis: str) -> Mesh:
+        """Return the mesh on which `axis` is one again."""
+        return replace(self, factors=tuple(own for own in self.factors if own[0] != axis))
 
     def ordered(self, axes: Collection[str]) -> tuple[str, ...]:
         """Return `axes` in the mesh's order."""
@@ -132,11 +160,11 @@ class Mesh:
 
     def _places(self, fixed: Mapping[str, int]) -> Iterator[tuple[int, ...]]:
         """Yield the positions with these coordinates, in rank order."""
-        return itertools.product(*([fixed[name]] if name in fixed else range(degree) for name, degree in self.axes))
+        return itertools.product(*([fixed[name]] if name in fixed else range(degree) for name, degree in self.parts))
 
     def _rank(self, place: Iterable[int]) -> int:
         rank = 0
-        for (_, degree), at in zip(self.axes, place, strict=True):
+        for (_, degree), at in zip(self.parts, place, strict=True):
             rank = rank * degree + at
         return rank
 
@@ -147,10 +175,10 @@ class Mesh:
             UnsupportedError: the group is a part of the running process group, and nobody made a group of that part.
         """
         if self.group_of_world is None:
-            return f"{self}:{'.'.join(axes)}"
+            return f"{self}:{self.text(axes)}"
         if self.size(axes) < self.world_size:
             raise UnsupportedError(
-                f"a collective over {'.'.join(axes)} of mesh {self} needs groups inside of the running process group",
+                f"a collective over {self.text(axes)} of mesh {self} needs groups inside of the running process group",
                 help="use tpcompiler.parallelize and tpcompiler.load, which makes them",
             )
         return self.group_of_world
@@ -159,18 +187,48 @@ class Mesh:
         """Return the axes of a group, given a name that `group_name` returned."""
         if group_name == self.group_of_world:
             return self.names
-        return tuple(group_name.rpartition(":")[2].split("."))
+        return self.read(group_name.partition(":")[2])
+
+    def text(self, axes: Sequence[str]) -> str:
+        """Return the text of a group's axes, such as `dp.tp`; all factors of an axis are that axis."""
+        left, words = list(axes), []
+        for axis, _ in self.axes:
+            own = [name for name in self.parts_of(axis) if name in left]
+            words += [axis] if len(own) == len(self.parts_of(axis)) else own
+            left = [name for name in left if name not in own]
+        return ".".join([*words, *left])
+
+    def read(self, text: str) -> tuple[str, ...]:
+        """Return the axes that `text` printed."""
+        return tuple(name for axis in text.split(".") for name in self.parts_of(axis))
 
     def __str__(self) -> str:
         return ",".join(f"{name}={degree}" for name, degree in self.axes)
 
 
+def _named(axis: str, degrees: Sequence[int]) -> Iterator[tuple[str, int]]:
+    """Yield the names and degrees of an axis' factors: slices that select the ranks of the first group over each."""
+    whole = stop = math.prod(degrees)
+    for degree in degrees:
+        step = stop // degree
+        inside = f"[:{stop if stop < whole else ''}{f':{step}' if step > 1 else ''}]"
+        yield axis if len(degrees) == 1 else f"{axis}{inside}", degree
+        stop = step
+
+
 @lru_cache
 def groups_named(name: str) -> tuple[tuple[int, ...], ...]:
     """Return the groups of ranks with a name that `Mesh.group_name` returned; () for any other name."""
-    text, _, axes = name.rpartition(":")
+    text, _, axes = name.partition(":")
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(axis.isidentifier() and degree.isdecimal() for axis, _, degree in pairs):
         return ()
-    mesh = Mesh(tuple((axis, int(degree)) for axis, _, degree in pairs))
-    return mesh.groups(tuple(axes.split(".")))
+    degrees = {axis: int(degree) for axis, _, degree in pairs}
+    bounds: dict[str, set[int]] = {}
+    for part in axes.split("."):
+        if found := FACTOR.search(part):
+            axis = part[: found.start()]
+            bounds.setdefault(axis, {1, degrees.get(axis, 1)}).update(int(bound) for bound in found.groups() if bound)
+    factors = {axis: [big // small for big, small in pairwise(sorted(own)[::-1])] for axis, own in bounds.items()}
+    mesh = Mesh.of(degrees, factors)
+    return mesh.groups(mesh.read(axes)) if {*mesh.read(axes)} <= {*mesh.names} else ()

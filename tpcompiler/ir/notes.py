@@ -71,7 +71,7 @@ def _cuts(program: PlacedProgram) -> tuple[Note, ...]:
         phrases = []
         if any(_is_special(cut) for cut in sharding.dims):
             text = sharding.text(mesh)
-            phrases.append(f"{text} ({describe_sharding(text, mesh.names)})")
+            phrases.append(f"{text} ({describe_sharding(text, mesh)})")
         if value.numel() and not sharding.is_even(value.shape, mesh):
             sizes = [sharding.local_bytes(value.shape, value.itemsize, mesh, rank) for rank in range(mesh.world_size)]
             phrases.append(f"the largest share is {max(sizes) * len(sizes) / sum(sizes):.2f} times an even one")

@@ -3,35 +3,43 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from torch.distributed.tensor import Partial, Shard
 
 from tpcompiler.errors import PlanError
+from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import Cut, Piece, parse_placement
 
 WHOLE = "whole on every rank"
 
 
-def describe_sharding(text: str, axes: Sequence[str]) -> str:
+def describe_sharding(text: str, mesh: Mesh) -> str:
     """Describe a sharding, or a change of one, in words: `S(0)` is "dim 0 cut over tp".
 
     Return "" for any other text.
     """
-    sides = [_describe(side, axes) for side in text.split(" -> ")]
+    sides = [_describe(side, mesh) for side in text.split(" -> ")]
     return " -> ".join(sides) if all(sides) else ""
 
 
-def _describe(text: str, axes: Sequence[str]) -> str:
+def _describe(text: str, mesh: Mesh) -> str:
     inside = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     texts = re.split(r", (?![^(]*\))", inside)
-    if len(texts) != len(axes) or not all(texts):
+    if len(texts) != len(mesh.axes) or not all(texts):
         return ""
     try:
-        phrases = [phrase for each, axis in zip(texts, axes, strict=True) for phrase in _over(each, axis)]
-    except PlanError:
+        parts = [part for each, (axis, _) in zip(texts, mesh.axes, strict=True) for part in _parts(each, axis, mesh)]
+        phrases = [phrase for each, axis in parts for phrase in _over(each, axis)]
+    except (PlanError, ValueError):
         return ""
     return ", ".join(phrases) or WHOLE
+
+
+def _parts(text: str, axis: str, mesh: Mesh) -> Iterator[tuple[str, str]]:
+    """Yield the placement over an axis, or over each of its factors: `2xS(0) 2xR`."""
+    factors = re.findall(r"\d+x([RSP](?:\([^)]*\))?)", text) if text[0].isdigit() else ()
+    yield from zip(factors, mesh.parts_of(axis), strict=True) if factors else ((text, axis),)
 
 
 def _over(text: str, axis: str) -> Iterator[str]:

@@ -70,11 +70,11 @@ def _pieces(words: str, text: str) -> tuple[Piece, ...]:
     phrases = [" ".join(word.split()) for word in words.split(",")]
     if phrases[0].startswith("parts "):
         each = [
-            re.fullmatch(rf"({_N})(r?)(?:u({_N}))?(?:b({_N}))?(?:<(\w+))?", word) for word in phrases[0].split()[1:]
+            re.fullmatch(rf"({_N})(r?)(?:u({_N}))?(?:b({_N}))?(?:<(\S+))?", word) for word in phrases[0].split()[1:]
         ]
         pieces = [Piece(int(p[1]), not p[2], int(p[3] or 1), int(p[4] or 0), p[5] or "") for p in each if p]
     else:
-        matches = (re.search(rf"\b{name} (\w+)", ", ".join(phrases)) for name in ("unit", "block", "outside"))
+        matches = (re.search(rf"\b{name} ([^\s,]+)", ", ".join(phrases)) for name in ("unit", "block", "outside"))
         unit, block, outside = (match[1] if match else "" for match in matches)
         numbers = [int(value) if re.fullmatch(_N, value) else 0 for value in (unit, block)]
         pieces = [Piece(0, True, numbers[0] or 1, numbers[1], outside)]

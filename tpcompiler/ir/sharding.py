@@ -67,7 +67,7 @@ class Sharding:
         by_axis: Mapping[str, Placement]
         if isinstance(spec, Mapping):
             by_axis = spec
-        elif len(mesh.axes) == 1 or type(spec) is Replicate:  # R holds for every axis
+        elif len(mesh.names) == 1 or type(spec) is Replicate:  # R holds for every axis
             by_axis = dict.fromkeys(mesh.names, spec)
         else:
             raise ShardingError(
@@ -142,10 +142,21 @@ class Sharding:
         """Return the sharding of `tensor.permute(order)`."""
         return Sharding(tuple(self.dims[dim] for dim in order), self.partial)
 
-    def over(self, axis: str, both: tuple[str, str]) -> Sharding:
-        """Return the same layout on a mesh that has the two axes `both` instead of `axis`."""
-        partial = [(a, op) for old, op in self.partial for a in (both if old == axis else (old,))]
-        return Sharding(tuple(dim.over(axis, both) for dim in self.dims), tuple(sorted(partial)))
+    def over(self, axis: str, parts: Sequence[str]) -> Sharding:
+        """Return the same layout on a mesh that has the axes `parts` instead of `axis`."""
+        partial = [(a, op) for old, op in self.partial for a in (parts if old == axis else (old,))]
+        return Sharding(tuple(dim.over(axis, parts) for dim in self.dims), tuple(sorted(partial)))
+
+    def joined(self, mesh: Mesh) -> tuple[Sharding, Mesh]:
+        """Return the sharding and the mesh without the factors of axes of which it shards all alike, or none."""
+        found = self
+        for axis, _ in mesh.factors:
+            parts = mesh.parts_of(axis)
+            partial = {(axis if old == parts[0] else old, op) for old, op in found.partial if old not in parts[1:]}
+            one = Sharding(tuple(dim.under(axis, parts) for dim in found.dims), tuple(sorted(partial)))
+            if one.over(axis, parts) == found:
+                found, mesh = one, mesh.joined(axis)
+        return found, mesh
 
     def only(self, axis: str) -> Sharding:
         """Return the part of this sharding over `axis`."""
@@ -206,13 +217,25 @@ class Sharding:
 
         `S(0, parts 16 8 8r)`: three pieces in a row; the axis leaves the last one whole. `S(0, outside dp)`: the axis
         `dp` is nested in this one although the mesh names it first; for one piece: `16<dp`.
+
+        `2xS(1) 2xR`: two halves of an axis of 4 ranks, each on two neighbours. `S(1)` shards a dim over one factor of
+        the axis and then over the next, so the shares of an uneven dim are not those of `torch.chunk`.
         """
-        parts = []
+        if mesh.factors:
+            joined, mesh = self.joined(mesh)
+            if joined is not self:
+                return joined.text(mesh)
+        words = dict[str, str]()
         for axis, placement in zip(mesh.names, self.placements(mesh), strict=True):
             if type(placement) is Shard:
                 placement = Cut(placement.dim, _pieces(self.dims[placement.dim], axis, mesh))
-            parts.append(format_placement(placement))
-        return parts[0] if len(parts) == 1 else f"[{', '.join(parts)}]"
+            words[axis] = format_placement(placement)
+        texts = []
+        for axis, _ in mesh.axes:
+            own = mesh.parts_of(axis)
+            each = [f"{mesh.degree(part)}x{words[part]}" for part in own]
+            texts.append(words[axis] if len(own) == 1 else " ".join(each))
+        return texts[0] if len(texts) == 1 else f"[{', '.join(texts)}]"
 
 
 def _pieces(dim: DimSharding, axis: str, mesh: Mesh) -> tuple[Piece, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -239,10 +240,19 @@ def _simplest(by: DimSharding, size: int, mesh: Mesh) -> DimSharding:
 def read_sharding(text: str, mesh: Mesh, ndim: int) -> Sharding:
     """Read a text that `Sharding.text` printed; raise a ValueError for any other text."""
     one = r"[RSP](?:\([^)]*\))?"
-    if not re.fullmatch(rf"{one}|\[{one}(, {one})*\]", text):
+    axis = rf"{one}|\d+x{one}(?: \d+x{one})+"
+    if not re.fullmatch(rf"{axis}|\[(?:{axis})(, (?:{axis}))*\]", text):
         raise ValueError(f"{text!r} is no sharding")
-    items = map(parse_placement, re.findall(one, text))
-    return Sharding.of(dict(zip(mesh.names, items, strict=True)), mesh, ndim, "a tensor")
+    items = dict(zip(dict(mesh.axes), re.findall(axis, text), strict=True))
+    apart = replace(mesh, factors=tuple(own for own in mesh.factors if items[own[0]][0].isdigit()))
+    each = [(degree, item) for text in items.values() for degree, item in re.findall(rf"(?:(\d+)x)?({one})", text)]
+    if any(degree and int(degree) != apart.degree(part) for part, (degree, _) in zip(apart.names, each, strict=True)):
+        raise ValueError(f"{text!r} has other factors than the mesh")
+    placements = (parse_placement(item) for _, item in each)
+    sharding = Sharding.of(dict(zip(apart.names, placements, strict=True)), apart, ndim, "a tensor")
+    for axis, _ in mesh.factors:
+        sharding = sharding.over(axis, mesh.parts_of(axis)) if axis in apart.names else sharding
+    return sharding
 
 
 def row_sharding(row: PlacedRecord, mesh: Mesh) -> Sharding:

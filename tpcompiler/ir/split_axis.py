@@ -1,4 +1,4 @@
-"""A planned program on a mesh in which one axis became two."""
+"""A planned program on a mesh in which one axis runs as two."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ from tpcompiler.ir.sharding import Sharding
 
 
 def on_split_axis(program: PlannedProgram, axis: str, outer: int) -> PlannedProgram:
-    """Replace `axis` by two nested axes, the outer with `outer` ranks, that both shard whatever it sharded.
+    """Run `axis` as two nested factors, the outer with `outer` ranks, that both shard whatever it sharded.
 
-    Before    mesh tp=8           k.weight: S(0)
-    After     mesh tp_0=2,tp_1=4  k.weight: [S(0), S(0)]
+    Before    mesh tp=8, k.weight over tp
+    After     the same mesh, k.weight over tp[::4], 2 ranks, and then tp[:4]
 
-    Nothing changes yet, but now a tensor may be sharded by one of the two axes and whole over the other.
+    Nothing changes yet, but now a tensor may be sharded by one of the two and whole over the other: `2xS(0) 4xR`.
     """
     mesh = program.mesh.split(axis, outer)
-    both = (f"{axis}_0", f"{axis}_1")
+    both = mesh.parts_of(axis)
     graph = edit.copy_graph(program.graph)
     for node in edit.calls(graph):
         if node.target is pin:
             node.meta[PIN] = node.meta[PIN].over(axis, both)
-    text = f"{axis}={program.mesh.degree(axis)} runs as {both[0]}={outer},{both[1]}={mesh.degree(both[1])}"
+    inner = mesh.degree(both[1])
+    text = f"{axis}={mesh.degree(axis)}: some weights in {outer} shares, each on {inner} ranks in a row"
     return replace(
         program,
         graph=graph,
         mesh=mesh,
         constraints={name: constraint.over(axis, both) for name, constraint in program.constraints.items()},
-        notes=(*program.notes, Note("mesh", f"{text}: ranks that differ in {both[1]} alone share some weights")),
+        notes=(*program.notes, Note("mesh", text)),
     )
 
 
 def keeps_shares(program: PlannedProgram, axis: str, outer: int) -> bool:
     """Return True if the split leaves every rank the same share of every input, pin and leaf that the caller placed.
 
-    Five steps over tp=4 are dealt 2, 2, 1, 0; over tp_0=2,tp_1=2 they are dealt 2, 1, 1, 1.
+    Five steps over tp=4 are dealt 2, 2, 1, 0; over 2 x 2 ranks they are dealt 2, 1, 1, 1.
     """
     asked = ((node, program.constraints.get(node.name) or node.meta.get(PIN)) for node in program.graph.nodes)
     placed = ((node, own.sharding) for node, own in asked if own and isinstance(own.request, Exactly | Over))
@@ -48,11 +49,11 @@ def keeps_shares(program: PlannedProgram, axis: str, outer: int) -> bool:
 
 
 def _deals_alike(sharding: Sharding, shape: torch.Size, mesh: Mesh, axis: str, outer: int) -> bool:
-    split, both = mesh.split(axis, outer), (f"{axis}_0", f"{axis}_1")
+    split = mesh.split(axis, outer)
     for cut, size in zip(sharding.dims, shape, strict=True):
         if axis not in cut.axes or cut.is_even(size, mesh):
             continue
-        halves = cut.over(axis, both)
+        halves = cut.over(axis, split.parts_of(axis))
         for rank in range(mesh.world_size):
             if cut.runs(size, mesh, mesh.coordinate(rank)) != halves.runs(size, split, split.coordinate(rank)):
                 return False

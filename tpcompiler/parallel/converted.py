@@ -93,11 +93,12 @@ class ConvertedProgram(ArtifactProgram):
 
     def predict(self, machine: Machine) -> Times:
         """Predict the time of a call on rank 0, which does most, on a machine, with the sizes of the example."""
+        mesh = self.resharded.mesh
         sent = {
-            each.node: machine.collective_seconds(each.kind, each.axis.split("."), each.wire_bytes, self.resharded.mesh)
+            each.node: machine.collective_seconds(each.kind, mesh.read(each.axis), each.wire_bytes, mesh)
             for each in self.partition.collectives()
         }
-        return predict_times(self.partition.local_program(0).graph, sent, machine, self.resharded.mesh)
+        return predict_times(self.partition.local_program(0).graph, sent, machine, mesh)
 
     def advice(self) -> dict[str, str]:
         """Search for the change of the plan that avoids each fallback; return it by the name of its reshard."""

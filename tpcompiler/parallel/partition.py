@@ -95,16 +95,16 @@ class Partition:
         if self.fitted == "symm_mem":
             return True
         mesh, sent = self.program.mesh, transfer_of(collective, self.program.mesh)
-        return self.machine.prefers_symm_mem(sent.kind, sent.axis.split("."), sent.payload_bytes, mesh)
+        return self.machine.prefers_symm_mem(sent.kind, mesh.read(sent.axis), sent.payload_bytes, mesh)
 
     def fitted_text(self) -> str:
         """Return how many collectives use symmetric memory, and up to which size that is faster on the machine."""
         text = fitted_text(self.rank_program(0).graph)
         if self.fitted != "auto":
             return text
-        sizes = []
+        sizes, mesh = [], self.program.mesh
         for kind, axis in dict.fromkeys((each.kind, each.axis) for each in self.collectives()):
-            most = self.machine.most_by_symm_mem(kind, axis.split("."), self.program.mesh)
+            most = self.machine.most_by_symm_mem(kind, mesh.read(axis), mesh)
             sizes.append(f"{f'up to {format_bytes(most)}' if most else 'never'} for {kind} over {axis}")
         return f"{text}; faster so on {basename(self.machine.name)}: {', '.join(sizes) or 'nothing'}"
 
@@ -115,5 +115,5 @@ class Partition:
     def groups(self) -> dict[str, list[list[int]]]:
         """Return the ranks of every group by name: groups over single axes, and over several axes that are used."""
         mesh = self.program.mesh
-        used = [(axis,) for axis in mesh.names] + [tuple(c.axis.split(".")) for c in self.collectives()]
+        used = map(mesh.read, [*dict(mesh.axes), *(sent.axis for sent in self.collectives())])
         return {mesh.group_name(axes): [list(ranks) for ranks in mesh.groups(axes)] for axes in used}

@@ -19,7 +19,7 @@ from tpcompiler.runtime.artifact import VALUES, Manifest, lacks_weights
 from tpcompiler.runtime.model_file import load_opened, looked_into
 from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.program_files import ProgramFiles
-from tpcompiler.runtime.records import PLACEMENT
+from tpcompiler.runtime.records import ON_AXIS, PLACEMENT
 from tpcompiler.runtime.weights import read_all, read_weights
 
 Tensors = Mapping[str, torch.Tensor]
@@ -209,7 +209,10 @@ def _check_tensors(program: ExportedProgram, manifest: Manifest, rank: int, path
 def _neutral(sharding: str, mesh: Mapping[str, int], rank: int) -> int | None:
     """Return the neutral number in every element of a pending leaf on ranks other than the first; None on the first."""
     apart = None
-    for degree, placement in reversed(list(zip(mesh.values(), re.findall(PLACEMENT, sharding), strict=False))):
+    axes = zip(mesh.values(), re.findall(ON_AXIS, sharding), strict=False)
+    each = [(n, *part) for n, text in axes for part in re.findall(rf"(?:(\d+)x)?({PLACEMENT})", text)]
+    for degree, factor, placement in reversed(each):
+        degree = int(factor or degree)
         rank, here = divmod(rank, degree)
         if here and placement in NEUTRAL:
             apart = NEUTRAL[placement]

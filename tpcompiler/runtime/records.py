@@ -22,7 +22,8 @@ DTYPES = {
     "bool": "b8",
 }  # by torch's name; others are written as torch prints them
 OTHERS = "complex32 complex64 complex128 uint16 uint32 uint64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz"
-PLACEMENT = r"(R|[SP]\([^()\[\]]*\))"
+PLACEMENT = r"(?:R|[SP]\([^()]*\))"
+ON_AXIS = rf"(?:{PLACEMENT}|\d+x{PLACEMENT}(?: \d+x{PLACEMENT})+)"
 DEEPEST = 8  # lists and tables in one another in a plan, whose entries are texts or tables of texts
 MOST_PROGRAMS = 1_000
 MOST_DIMS = 64  # of a tensor or a mesh: torch's own limit
@@ -37,13 +38,14 @@ Degree = Annotated[int, Meta(ge=1, lt=LARGEST)]
 Index = Annotated[int, Meta(gt=-LARGEST, lt=LARGEST)]
 AxisName = Annotated[str, Meta(pattern=rf"^[^\W\d]\w*{END}")]
 ProgramName = Annotated[str, Meta(pattern=rf"^[^\W\d]\w*{END}")]  # a directory's, which leads nowhere else
-ShardingText = Annotated[str, Meta(pattern=rf"^({PLACEMENT}|\[{PLACEMENT}(, {PLACEMENT})*\]){END}")]
+ShardingText = Annotated[str, Meta(pattern=rf"^({ON_AXIS}|\[{ON_AXIS}(, {ON_AXIS})*\]){END}")]
 DtypeText = Annotated[str, Meta(pattern=rf"^({'|'.join(DTYPES.values())}|torch\.({OTHERS.replace(' ', '|')})){END}")]
 Sha256 = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{64}}{END}")]
 ProgramFile = Annotated[str, Meta(pattern=rf"^program(_\d+)?\.pt2{END}")]
 PackageFile = Annotated[str, Meta(pattern=rf"^(compiled(_\w+)?\.pt2|runner\.so){END}")]
 Shape = Annotated[list[Count | str], Meta(max_length=MOST_DIMS)]
 Mesh = Annotated[dict[AxisName, Degree], Meta(min_length=1, max_length=MOST_DIMS)]
+Factors = Annotated[list[Annotated[int, Meta(ge=2, lt=LARGEST)]], Meta(min_length=2, max_length=MOST_DIMS)]
 Rows = list[list[Count]]
 DeviceType = Literal["cpu", "cuda"]
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
@@ -108,7 +110,7 @@ class Transfer(Record, frozen=True, kw_only=True):
     """The bytes of one collective call of a rank's program."""
 
     kind: CollectiveKind  # `all_reduce`, `all_gather`, `reduce_scatter` or `all_to_all`
-    axis: str  # of the mesh; several as `dp.tp`
+    axis: str  # of the mesh; several as `dp.tp`; `tp[:2]` for 2 ranks of it in a row, `tp[::2]` for every second one
     payload_bytes: Count  # what is reduced, gathered in all, or (all_to_all) held by one rank; sizes as in the example
     group_size: Degree  # ranks
     wire_bytes: Count  # what each rank sends on a ring
@@ -214,6 +216,8 @@ class Manifest(Record, frozen=True, kw_only=True):
     """All that an artifact's `manifest.json` records."""
 
     mesh: Mesh  # axis -> degree
+    # degrees of the factors of an axis over only some of which tensors are sharded, outermost first: `tp` as 2 x 2
+    factors: dict[AxisName, Factors] = {}
     groups: dict[str, Rows]  # process-group name in the graphs -> the groups of ranks that have it, which share no rank
     device_type: DeviceType  # `cpu` or `cuda`
     plan: dict[str, Any]  # as a plan file has it
@@ -260,8 +264,11 @@ class Manifest(Record, frozen=True, kw_only=True):
         for name, ranks in parts:
             if sorted(rank for part in ranks for rank in part) != list(world):
                 raise ValueError(f"{name} does not have each of {len(world)} ranks once")
+        for axis, degrees in self.factors.items():
+            if self.mesh.get(axis) != math.prod(degrees):
+                raise ValueError(f"the axis {axis!r} has the factors {degrees}, and the mesh is {self.mesh}")
         for sent in self.collectives:
-            if not self.mesh.keys() >= {*sent.axis.split(".")}:
+            if not self.mesh.keys() >= {axis.partition("[")[0] for axis in sent.axis.split(".")}:
                 raise ValueError(f"collective {sent.node!r} is over {sent.axis!r}, and the mesh is {self.mesh}")
         names = {row.name for row in self.tensors}
         if loose := [row for row in self.tensors if row.holder not in names]:

@@ -33,7 +33,7 @@ class Retry(NamedTuple):
 
 
 RETRIES = (
-    Retry("with an axis as two", cut_shared_heads),
+    Retry("with heads that ranks share", cut_shared_heads),
     Retry("with simpler ops", write_simpler_ops),
     Retry("over all axes at once", join_axes),
     Retry("without the plan", ignore_plan),

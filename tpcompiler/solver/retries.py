@@ -39,9 +39,10 @@ def cut_shared_heads(task: Task, best: Solution, again: Again) -> Solution:
     and queries cut along their heads or their steps.
     """
     for axis, outer, is_inner_first in best.heads:
-        if all(keeps_shares(program, axis, outer) for program in task.programs):
+        if axis in dict(best.mesh.axes) and all(keeps_shares(program, axis, outer) for program in task.programs):
             split = [on_split_axis(program, axis, outer) for program in task.programs]
-            halves = (f"{axis}_1", f"{axis}_0") if is_inner_first else (f"{axis}_0", f"{axis}_1")
+            parts = split[0].mesh.parts_of(axis)
+            halves = parts[::-1] if is_inner_first else parts
             model = tuple(half for each in task.model_axes for half in (halves if each == axis else (each,)))
             halved = replace(task, programs=split, model=model)
             found = again(halved)
@@ -119,9 +120,8 @@ def ignore_plan(task: Task, best: Solution, again: Again) -> Solution:
         return best
     mesh = task.programs[0].mesh
     same = [program for program, _ in _written(task.programs, rest.simpler, Known())]
-    for axis in mesh.names if rest.mesh != mesh else ():
-        if axis not in rest.mesh.names:
-            same = [on_split_axis(program, axis, rest.mesh.degree(f"{axis}_0")) for program in same]
+    for axis, (outer, *_) in rest.mesh.factors if rest.mesh != mesh else ():
+        same = [on_split_axis(program, axis, outer) for program in same]
     own = replace(task, programs=same, model=rest.model)
     found = join_axes(own, replace(search(own), simpler=rest.simpler), again)
     return found if found.seconds == rest.seconds else min(best, found, key=_seconds)

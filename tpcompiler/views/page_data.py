@@ -56,7 +56,7 @@ def page_data(
     """
     outline = outline_of(program, rank, first=first)
     described = machine_of(outline.manifest.asked, machine)
-    manifest, mesh = outline.manifest, Mesh.of(outline.manifest.mesh)
+    manifest, mesh = outline.manifest, Mesh.of(outline.manifest.mesh, outline.manifest.factors)
     names = [item.name for item in outline.items if item.record is not None]
     times = predict_call(outline.program.graph, manifest, described)
     classes = program.classes()
@@ -79,7 +79,7 @@ def page_data(
     drawn_tensors = [
         _DrawnTensor(
             **asdict(row),
-            words=describe_sharding(row.sharding, mesh.names),
+            words=describe_sharding(row.sharding, mesh),
             item=holder.get(row.name, holder.get(row.holder)),
             slices=slices.of(row.shape, row_sharding(row, mesh)),
             was=None if held is None else held[row.name] if held[row.name] != row.sharding else "",
@@ -101,7 +101,7 @@ def page_data(
         "counted": counted(manifest.collectives),
         "wire": wire(manifest.collectives),
         "legend": {
-            color: [(text, describe_sharding(text, mesh.names)) for text in texts]
+            color: [(text, describe_sharding(text, mesh)) for text in texts]
             for color, texts in legend_of(outline.root).items()
         },
         "members": _members(outline.root, place),
@@ -240,7 +240,7 @@ def _item(
         ops=item.detail,
         module=item.module,
         sharding=item.sharding,
-        words=describe_sharding(item.sharding, slices.mesh.names),
+        words=describe_sharding(item.sharding, slices.mesh),
         color=color_of(item.sharding),
         value=item.value,
         slices=slice_rows if isinstance(slice_rows, int) else None,

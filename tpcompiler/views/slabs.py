@@ -48,9 +48,8 @@ class Drawn:
 def draw_tensors(names: Sequence[str], row: PlacedRecord, mesh: Mesh) -> Drawn:
     """Draw equal tensors that have this row in the manifest."""
     slices = slices_of(row.shape, row_sharding(row, mesh), mesh, most=None)
-    axes = ",".join(f"{axis}={degree}" for axis, degree in mesh.axes)
     shape = ", ".join(map(str, row.shape))
-    head = [f"{', '.join(names)}: {row.dtype}[{shape}], {slices.sharding} on {axes}"]
+    head = [f"{', '.join(names)}: {row.dtype}[{shape}], {slices.sharding} on {mesh}"]
     head += [f"over {axis} a pending {op}: the {op} of what the ranks hold" for axis, op in slices.pending]
     pieces = [pieces_of(slices, dim) for dim in range(len(slices.of))]
     head += [

@@ -22,7 +22,7 @@ def draw_sharding(manifest: Manifest, name: str | None, where: str, *, is_svg: b
     Raises:
         ArtifactError: there is no tensor of that name.
     """
-    mesh, alike = Mesh.of(manifest.mesh), dict[Any, list[str]]()
+    mesh, alike = Mesh.of(manifest.mesh, manifest.factors), dict[Any, list[str]]()
     rows = dict(manifest.placed())
     if name is not None and name not in rows:
         name = leaf_of_module(name, [row.name for row in manifest.tensors]) or name

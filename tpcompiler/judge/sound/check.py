@@ -132,7 +132,7 @@ def check_programs(
         siblings: the manifests of other programs that store tensors of this one.
         model: the model in the artifact, in canonical form, to which all ranks must fold.
     """
-    mesh = Mesh.of(manifest.mesh)
+    mesh = Mesh.of(manifest.mesh, manifest.factors)
     findings: list[str] = []
     counts = Counter({"ranks": len(ranks), "graphs": len({id(each.program) for each in ranks})})
     if len(ranks) != mesh.world_size:
@@ -165,7 +165,7 @@ def _check_folds(
     counts: Counter[str],
 ) -> None:
     """Check that every rank's program is a share of one program, and that this is the model."""
-    programs = _folded(ranks, manifest, Mesh.of(manifest.mesh), findings, counts)
+    programs = _folded(ranks, manifest, Mesh.of(manifest.mesh, manifest.factors), findings, counts)
     if len(programs) < len(ranks):
         return
     with _noting(findings, None):

@@ -34,7 +34,7 @@ def check_collectives(programs: Sequence[ExportedProgram], manifest: Manifest) -
         Unsound: a collective has no wait or several, its group is not in the manifest, or others of its group wait for
             another collective, which hangs or mixes up data on real devices.
     """
-    mesh = Mesh.of(manifest.mesh)
+    mesh = Mesh.of(manifest.mesh, manifest.factors)
     for name, groups in manifest.groups.items():
         axes = mesh.axes_of(name)
         if not set(axes) <= set(mesh.names) or [list(ranks) for ranks in mesh.groups(axes)] != groups:
@@ -62,7 +62,7 @@ def check_collectives(programs: Sequence[ExportedProgram], manifest: Manifest) -
 
 def _check_list(calls: Sequence[_Call], manifest: Manifest, mesh: Mesh) -> None:
     """Check the manifest's list against the collectives that a rank calls, in order."""
-    said = [(row.kind, mesh.group_name(row.axis.split("."))) for row in manifest.collectives]
+    said = [(row.kind, mesh.group_name(mesh.read(row.axis))) for row in manifest.collectives]
     for number, call in enumerate(calls):
         if number >= len(said) or not call.what.startswith(said[number][0]) or call.group != said[number][1]:
             listed = " over ".join(said[number]) if number < len(said) else "nothing"

@@ -246,6 +246,8 @@ def _check_elsewhere(row: TensorRecord, manifest: Manifest, beside: Mapping[str,
         raise Unsound(None, f"{row.name!r} is not in the files of {row.stored_in!r}, where the manifest says it is")
     if there.mesh != manifest.mesh:
         raise Unsound(None, f"the mesh is {manifest.mesh}, and that of {row.stored_in!r} is {there.mesh}")
+    if there.factors != manifest.factors:
+        raise Unsound(None, f"axes have factors {manifest.factors}, and those of {row.stored_in!r} {there.factors}")
     for key in ("shape", "dtype", "sharding"):
         ours, other = getattr(row, key), getattr(theirs, key)
         if ours != other:

@@ -1,0 +1,234 @@
+"""Ranks that share heads: their axis runs as two, and people see the one axis that they asked for."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from torch.export import export
+
+import tpcompiler
+from tests.launch import called
+from tests.passes.test_shared_heads import SEPARATE, Attention, X
+from tests.runtime.commands import call, right
+from tpcompiler.errors import ArtifactError
+
+pytestmark = pytest.mark.slow
+
+MACHINE = "h100"
+HEADS, KV_HEADS, HEAD, WIDTH, VOCABULARY, RANKS = 6, 2, 8, 48, 97, 4
+TOKENS = torch.arange(16).view(2, 8) * 6
+LAYERS = {
+    "**.embed_tokens": "embedding_rowwise",
+    **dict.fromkeys(("**.q_proj", "**.k_proj", "**.v_proj", "**.gate_proj", "**.up_proj"), "colwise"),
+    **dict.fromkeys(("**.o_proj", "**.down_proj"), "rowwise"),
+    "**.lm_head": "colwise_gather_output",
+}
+PART = re.compile(rb"tp_\d")
+MATRIX = "model.model.layers.0.self_attn.{}_proj.weight"
+
+
+class Logits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            hidden_size=WIDTH,
+            num_attention_heads=HEADS,
+            num_key_value_heads=KV_HEADS,
+            vocab_size=VOCABULARY,
+            num_hidden_layers=1,
+            intermediate_size=96,
+            attn_implementation="sdpa",
+        )
+        self.model = LlamaForCausalLM(config).eval()
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return self.model(input_ids=tokens, use_cache=False).logits
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("shared") / "llama.pt2"
+    torch.export.save(export(Logits(), (TOKENS,), strict=False), path)
+    path.with_name("plan.yaml").write_text(yaml.safe_dump(LAYERS), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def planned(model: Path) -> Path:
+    """By the plan: all but the heads of keys and values lie over all ranks."""
+    out = model.parent / "planned" / "out"
+    right("convert", model, "--tp", RANKS, "--plan", model.with_name("plan.yaml"), "-o", out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def apart(model: Path) -> Path:
+    """As the search has it where latencies do not count: also values that half of the ranks share, and their groups."""
+    out = model.parent / "apart" / "out"
+    right("convert", model, "--tp", RANKS, "--plan", "auto", "--machine", "ideal", "-o", out)
+    return out
+
+
+def test_one_gather(planned: Path) -> None:
+    """Of 97 columns the largest share has 25: the ranks gather 4 x 25 of 16 tokens in float32, and send 3/4 of that."""
+    program = tpcompiler.open(planned)
+    sent = [(each.kind, each.axis, each.payload_bytes, each.wire_bytes) for each in program.collectives()]
+    summed, gathered = 16 * WIDTH * 4, 16 * 4 * 25 * 4
+    assert sent == [
+        *[("all_reduce", "tp", summed, summed * 2 * 3 // 4)] * 3,  # the rows, attention, the network
+        ("all_gather", "tp", gathered, gathered * 3 // 4),
+    ]
+    manifest = program.manifest()
+    assert (manifest.mesh, [*manifest.groups], manifest.factors) == ({"tp": 4}, ["tp=4:tp"], {"tp": [2, 2]})
+    assert str(program.only.mesh) == "tp=4"
+    texts = {row.name: row.sharding for row in manifest.tensors}
+    assert texts[MATRIX.format("q")] == "2xS(0) 2xS(0, unit 8)"
+    assert texts[MATRIX.format("k")] == "2xS(0) 2xR"
+    assert texts["model.lm_head.weight"] == "S(0)"
+    assert program.check().ok
+
+
+def test_the_groups_of_a_part(apart: Path) -> None:
+    program = tpcompiler.open(apart)
+    assert program.manifest().groups == {
+        "tp=4:tp": [[0, 1, 2, 3]],
+        "tp=4:tp[:2]": [[0, 1], [2, 3]],
+        "tp=4:tp[::2]": [[0, 2], [1, 3]],
+    }
+    assert {each.axis for each in program.collectives()} == {"tp", "tp[:2]", "tp[::2]"}
+    assert program.verify((TOKENS,)).ok
+    assert program.check().ok
+
+
+def printed(model: Path, out: Path, other: Path) -> Iterator[bytes]:
+    """What each command prints, most as text and as JSON."""
+    page, plan = out.parent / "page.html", model.with_name("plan.yaml")
+    sent = tpcompiler.open(out).collectives()
+    both = [
+        ["convert", model, "--tp", RANKS, "--plan", plan, "--dry-run"],
+        ["inspect", out, "--rank", 1],
+        ["explain", out],
+        *(["explain", out, MATRIX.format(which)] for which in "qk"),
+        ["explain", out, sent[1].node],
+        ["verify", out, "--against", model],
+        ["check", out, "--against", model],
+        ["diff", out, other],
+    ]
+    alone = [
+        ["inspect", out],
+        *(["inspect", out, "--tensor", MATRIX.format(which)] for which in "qk"),
+        *(["inspect", out, "--format", form] for form in ("dot", "html")),
+        ["reshard", out, "--tp", RANKS, "-o", out.parent / "again", "--force"],
+        ["diff", out, other, "--html", page],
+    ]
+    for words in [*alone, *both, *([*words, "--json"] for words in both)]:
+        result = call(*words)
+        assert result.exit_code == (1 if words[0] == "diff" else 0), (words, result.output)
+        yield result.output.encode()
+    yield page.read_bytes()
+
+
+def searched(model: Path) -> Iterator[bytes]:
+    """What the commands print that search."""
+    for words in (
+        ["convert", model, "--tp", RANKS, "--plan", "auto", "--dry-run"],
+        ["plan", model, "--tp", RANKS],
+        ["plan", model, "--json"],
+    ):
+        result = call(*words, "--machine", "ideal")
+        assert result.exit_code == 0, (words, result.output)
+        yield result.output.encode()
+
+
+def contents(folder: Path) -> Iterator[bytes]:
+    for path in sorted(folder.rglob("*")):
+        if path.suffix == ".pt2":
+            with zipfile.ZipFile(path) as archive:
+                yield from (archive.read(name) for name in archive.namelist())
+        elif path.is_file():
+            yield path.read_bytes()
+
+
+@pytest.mark.parametrize("which", ["planned", "apart"])
+def test_no_output_names_a_part(which: str, model: Path, request: pytest.FixtureRequest) -> None:
+    out, other = (request.getfixturevalue(name) for name in (which, "apart" if which == "planned" else "planned"))
+    found = [*printed(model, out, other), *contents(out), *contents(out.parent / "again")]
+    found += searched(model) if which == "planned" else ()
+    found += [str(tpcompiler.open(out).rank_program(rank).graph).encode() for rank in range(RANKS)]
+    assert [each[max(at.start() - 200, 0) : at.end() + 50] for each in found if (at := PART.search(each))] == []
+    assert any(b"tp=4" in each for each in found)
+
+
+@pytest.mark.parametrize("which", ["planned", "apart"])
+def test_processes(which: str, model: Path, request: pytest.FixtureRequest) -> None:
+    folder = request.getfixturevalue(which).parent
+    expected = torch.export.load(model).module()(TOKENS).detach()
+    for (got,) in called([[(TOKENS,)]] * RANKS, folder):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+def damaged(out: Path, folder: Path, **changes: Any) -> Path:
+    """A copy whose manifest has these fields."""
+    shutil.copytree(out, folder)
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(manifest | changes), encoding="utf-8")
+    return folder
+
+
+def test_false_claims_are_refused(apart: Path, tmp_path: Path) -> None:
+    """Negative controls: the other half of the axis, a group of other ranks, factors of another axis or product."""
+    manifest = json.loads((apart / "manifest.json").read_text(encoding="utf-8"))
+    rows = [row | {"sharding": row["sharding"].replace("2xS(0) 2xR", "2xR 2xS(0)")} for row in manifest["tensors"]]
+    assert is_sound(apart)
+    assert rows != manifest["tensors"]
+    groups = manifest["groups"] | {"tp=4:tp[:2]": [[0, 2], [1, 3]]}
+    changes: list[dict[str, Any]] = [{"tensors": rows}, {"groups": groups}, {"factors": {}}]
+    assert not any(is_sound(damaged(apart, tmp_path / str(at), **each)) for at, each in enumerate(changes))
+    for at, factors in enumerate([{"tp": [4, 2]}, {"dp": [2, 2]}]):
+        with pytest.raises(ArtifactError, match=r"the axis '[td]p' has the factors \[[42], 2\], and the mesh is"):
+            tpcompiler.open(damaged(apart, tmp_path / f"factors {at}", factors=factors))
+
+
+def is_sound(folder: Path) -> bool:
+    try:
+        return tpcompiler.open(folder).check().ok
+    except ArtifactError:
+        return False
+
+
+def test_what_older_versions_wrote(tmp_path: Path) -> None:
+    """They wrote the two as axes of the mesh, in the end a mesh like any other; the caller's own stood next to it."""
+    both, first = {"tp_0": "S(0)", "tp_1": "S(0)"}, {"tp_0": "S(0)", "tp_1": "R"}
+    plan: dict[str, Any] = {f"{layer}.{leaf}": both for layer in "q" for leaf in ("weight", "bias")}
+    plan |= {f"{layer}.{leaf}": first for layer in "kv" for leaf in ("weight", "bias")}
+    plan |= {"o.weight": {"tp_0": "S(1)", "tp_1": "S(1)"}, "o.bias": "R"}
+    net = Attention(8, 2, packed=False)
+    made = tpcompiler.parallelize(export(net, (X,)), {"tp_0": 2, "tp_1": 2}, plan)
+    made.save(tmp_path / "made")
+    asked = json.loads((tmp_path / "made/manifest.json").read_text(encoding="utf-8"))["asked"] | {"mesh": {"tp": 4}}
+    old = tpcompiler.open(damaged(tmp_path / "made", tmp_path / "old", asked=asked, plan=SEPARATE))
+    assert [*old.manifest().groups] == [f"tp_0=2,tp_1=2:{axes}" for axes in ("tp_0", "tp_1", "tp_0.tp_1")]
+    assert old.verify((X,)).ok
+    assert old.check().ok
+    for ranks in (2, 4):
+        again = old.reshard(ranks, tmp_path / str(ranks))
+        assert again.manifest().mesh == {"tp": ranks}
+        assert again.verify((X,)).ok
+    old.merge(tmp_path / "merged.pt2")
+    merged = torch.export.load(tmp_path / "merged.pt2")
+    assert all(torch.equal(merged.state_dict[name], value) for name, value in net.state_dict().items())
