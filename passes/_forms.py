@@ -1,7 +1,8 @@
 """Find forms of a program that the search may try although no style requests them.
 
-The forms are dealt-out experts, norms on shares of the sequence, attention in turns, and parameters in shards. Each
-finder is a cheap necessary condition on the solution without the form; the search decides if the form pays.
+The forms are experts that tokens are sent to, dealt-out experts, norms on shares of the sequence, attention in turns,
+and parameters in shards. Each finder is a cheap necessary condition on the solution without the form; the search
+decides if the form pays.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
 from tpcompiler.ir.static import computed_from_leaves
+from tpcompiler.passes._routes import find_routes
 from tpcompiler.passes.regions.attend_in_turns import ATTENTION, STEPS, axis_of_turns, misfit
 from tpcompiler.passes.regions.spread_experts import Experts, find_matmuls, leaf_behind
 from tpcompiler.plan import Plan
@@ -94,6 +96,29 @@ def _is_paid_inside(experts: Experts, weights: Sequence[fx.Node], placed: _Place
     held = sum(local_bytes(value, own, placed.found.mesh) for value, own in shares if own is not None)
     is_uneven = held * ranks > sum(edit.fake(leaf).numel() * edit.fake(leaf).element_size() for leaf in weights)
     return is_uneven or any(placed.is_changed_for(node, inner) for node in experts.inner)
+
+
+def find_dispatch(found: Solution) -> Iterator[tuple[str, str]]:
+    """Yield the weights of experts that sharded tokens could be sent to.
+
+    A rank has as many slots for a token as experts, so it gains only if a token has more rows than a rank has experts.
+    """
+    style = STYLES["dispatch_experts"]
+    for placed in _Placed.all(found):
+        program, mesh = placed.program, placed.program.mesh
+        axis, fqns = style.axis if style.axis in mesh.names else mesh.model_axis, dict(program.leaves())
+        inputs = (program.constraints[node.name].sharding for node in program.user_inputs())
+        is_cut = mesh.degree(axis) > 1 and any(axis in sharding.axes for sharding in inputs)
+        for route in find_routes(program.graph) if is_cut else ():
+            tokens = (placed.nodes.get(source.value.name) for source in route.sources.values() if source.repeats)
+            each, left = divmod(route.experts, mesh.degree(axis))
+            if left or route.chosen <= each or not any(own and axis in found.sharding(own).axes for own in tokens):
+                continue
+            values = [edit.operands(call)[1] for call in route.calls]
+            values += [source.value for source in route.sources.values() if not source.repeats]
+            leaves = [leaf_behind(value) for value in values]
+            if all(leaf in fqns for leaf in leaves):
+                yield from ((fqns[leaf], style.name) for leaf in leaves if leaf is not None)
 
 
 def find_norms(found: Solution) -> Iterator[tuple[str, str]]:
@@ -211,7 +236,7 @@ def find_resting(found: Solution) -> Iterator[tuple[str, str]]:
 
 def find_forms(device: str) -> list[Finder]:
     """Return the finders for a device, in the order in which the search tries their forms."""
-    return [find_experts, find_norms, partial(find_attention, device=device), find_resting]
+    return [find_dispatch, find_experts, find_norms, partial(find_attention, device=device), find_resting]
 
 
 def note_forms(

@@ -20,7 +20,7 @@ from tpcompiler.ir.constraints import AnyStyle, AsUsed, Constraint, Dims, Exactl
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import fold_layers, layer_of, modules_around, weight_of
 from tpcompiler.ir.placements import PlacementSpec
-from tpcompiler.ir.program import PIN, CanonicalProgram, Note, PlannedProgram, pin, tied
+from tpcompiler.ir.program import DISPATCH, PIN, CanonicalProgram, Dispatch, Note, PlannedProgram, pin, tied
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import fitted
 from tpcompiler.ir.static import computed_from_leaves
@@ -86,6 +86,10 @@ def apply_plan(
                 what = f"'{found[shared].leaf}' is one tensor that two layers use, but the plan places it"
                 _refuse_two(constraints[shared], found[shared], what)
         constraints.update(found)
+        if entry.style.dispatches:
+            axis = entry.style.axis if entry.style.axis in mesh.names else mesh.model_axis
+            for fqn in (each.leaf for each in found.values()):
+                leaves[fqn].meta[DISPATCH] = Dispatch(axis, entry.style.capacity, entry.where)
         named.update(dict.fromkeys(found, name))
         if entry.style.cut and not weight:
             undecided |= {n.name: Constraint(AsUsed(), entry.where, fqn) for fqn, n in own.items()}

@@ -17,7 +17,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import change_bodies
 from tpcompiler.ir.local import KEY, fake_mode_of
 from tpcompiler.ir.node_placement import PLACEMENT, NodePlacement, placement_of, write_claims
-from tpcompiler.ir.program import GLOBAL, PIN, ShardedProgram
+from tpcompiler.ir.program import DISPATCH, GLOBAL, PIN, ShardedProgram
 from tpcompiler.ir.rank_numbers import name_rank_numbers, numbers_read
 from tpcompiler.ir.rebuilt import add_constant, copy_signature, rebuilt
 from tpcompiler.ir.shares import cut
@@ -99,7 +99,7 @@ def _read_numbers(graph: fx.Graph, signature: ExportGraphSignature, row: torch.T
 def _plain(node: fx.Node) -> None:
     """Remove decisions about a node, and details that differ between processes."""
     # torch's from_node holds memory addresses
-    for name in (PLACEMENT, PIN, GLOBAL, KEY, "from_node"):
+    for name in (PLACEMENT, PIN, GLOBAL, DISPATCH, KEY, "from_node"):
         node.meta.pop(name, None)
     if trace := node.meta.get("stack_trace"):  # torch counts the graphs that a process has run
         node.meta["stack_trace"] = re.sub(r"(<eval_with_key>)\.\d+", r"\1", trace)

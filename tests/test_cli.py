@@ -84,7 +84,7 @@ a starter plan (save it as plan.yaml):
 #   colwise_gather_output  cut output features, and gather them right away
 #   embedding_rowwise      cut the vocabulary of an embedding
 #   auto                   of "**": the search decides what no other line names; without it that follows from the rest
-# Also: rowwise_split_input, packed_colwise, packed_rowwise, sequence_parallel, gather, moe_tp_experts, grouped_gemm, attend_in_turns, shard_at_rest; for one parameter a placement, such as S(0).
+# Also: rowwise_split_input, packed_colwise, packed_rowwise, sequence_parallel, gather, moe_tp_experts, grouped_gemm, dispatch_experts, attend_in_turns, shard_at_rest; for one parameter a placement, such as S(0).
 "layers.*.up": colwise    # Linear: weight [16, 8], 2 times
 "layers.*.down": rowwise  # Linear: weight [8, 16], 2 times
 "head": replicate         # Linear: weight [4, 8]

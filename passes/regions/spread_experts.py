@@ -14,7 +14,7 @@ from torch import fx
 from tpcompiler._torch import aten
 from tpcompiler.errors import PlanError
 from tpcompiler.ir import edit
-from tpcompiler.ir.program import PlannedProgram
+from tpcompiler.ir.program import DISPATCH, PlannedProgram
 from tpcompiler.ir.region import Region, write_regions
 from tpcompiler.rules.experts import BY_BLOCK
 from tpcompiler.rules.registry import rule_of
@@ -54,17 +54,22 @@ def _blocks(program: PlannedProgram, weight: fx.Node) -> int:
     """
     leaf = leaf_behind(weight)
     constraint = None if leaf is None else program.constraints.get(leaf.name)
-    if leaf is None or constraint is None or constraint.request is None:
+    if leaf is None or DISPATCH in leaf.meta or constraint is None or constraint.request is None:
         return 1
-    count, experts = program.mesh.size(constraint.sharding.dims[0].axes), edit.shape(leaf)[0]
-    if experts % count:
+    count = program.mesh.size(constraint.sharding.dims[0].axes)
+    refuse_uneven(constraint.leaf, edit.shape(leaf)[0], count, constraint.asked_by)
+    return count
+
+
+def refuse_uneven(name: str, experts: int, ranks: int, asked_by: str) -> None:
+    """Raise a PlanError if experts cannot be dealt out evenly."""
+    if experts % ranks:
         fits = [str(degree) for degree in range(1, experts + 1) if experts % degree == 0]
         raise PlanError(
-            f"'{constraint.leaf}' is of {experts} experts, which cannot be dealt out evenly to {count} ranks",
+            f"'{name}' is of {experts} experts, which cannot be dealt out evenly to {ranks} ranks",
             help=f"use a degree of {', '.join(fits[:-1])} or {fits[-1]}, or cut the experts inside",
-            asked_by=constraint.asked_by,
+            asked_by=asked_by,
         )
-    return count
 
 
 @dataclass
@@ -93,13 +98,18 @@ class Experts:
 
 def find_matmuls(graph: fx.Graph) -> Iterator[Experts]:
     """Yield the grouped matmuls that follow one another row by row."""
+    for ends, calls in find_grouped(graph).items():
+        if (experts := _experts(ends, calls)) is not None:
+            yield experts
+
+
+def find_grouped(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Return the grouped matmuls by where their groups of rows end."""
     groups: dict[fx.Node, list[fx.Node]] = {}
     for node in edit.calls(graph):
         if str(node.target) in GROUPED and [edit.ndim(o) for o in edit.operands(node)] == [2, 3, 1]:
             groups.setdefault(edit.operands(node)[2], []).append(node)
-    for ends, calls in groups.items():
-        if (experts := _experts(ends, calls)) is not None:
-            yield experts
+    return groups
 
 
 def leaf_behind(value: fx.Node) -> fx.Node | None:
@@ -187,9 +197,9 @@ class _Body:
                 rows_of_blocks = self._between(x, values_of)
             except RuntimeError:
                 return NotImplemented  # an op that torch cannot batch
-            values_of[call] = BY_BLOCK(rows_of_blocks, values_of[weight], own, str(call.target))
+            values_of[call] = BY_BLOCK(rows_of_blocks, values_of[weight], own, str(call.target), 1 / self.count)
         result = values_of[self.experts.calls[-1]]
-        return result.gather(1, _over((rows - first) % number, result)).sum(0)
+        return result.gather(1, over((rows - first) % number, result)).sum(0)
 
     def _by_block(self, values_of: dict[fx.Node, torch.Tensor], row_order: torch.Tensor) -> dict[fx.Node, torch.Tensor]:
         """Return the values that have rows, for every block, with the block's own rows first."""
@@ -198,7 +208,7 @@ class _Body:
             own = _in_blocks(values_of[table], self.count)
             begins = torch.arange(0, values_of[table].shape[0], own.shape[1], device=own.device)
             row = (values_of[which][row_order] - begins.unsqueeze(1)).clamp(0, own.shape[1] - 1)
-            by_block[node] = own.gather(1, _over(row, own))
+            by_block[node] = own.gather(1, over(row, own))
         return by_block
 
     def _between(self, x: fx.Node, values_of: dict[fx.Node, torch.Tensor]) -> torch.Tensor:
@@ -223,6 +233,8 @@ def _in_blocks(value: torch.Tensor, count: int) -> torch.Tensor:
     return value.view(count, -1, *value.shape[1:])
 
 
-def _over(index: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Expand [blocks, rows] to [blocks, rows, columns], for `gather`."""
-    return index.unsqueeze(-1).expand(-1, -1, like.shape[2])
+def over(index: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Expand [blocks, rows] to [blocks, rows, columns, ..], for `gather`."""
+    for _ in range(like.ndim - 2):
+        index = index.unsqueeze(-1)
+    return index.expand(-1, -1, *like.shape[2:]) if like.ndim > 2 else index

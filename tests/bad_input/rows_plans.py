@@ -120,7 +120,7 @@ PLANS = [
         "an unknown style",
         "head: columnwise\n",
         "unknown style 'columnwise'",
-        "did you mean 'colwise'? use one of colwise, colwise_gather_output, rowwise, rowwise_split_input, embedding_rowwise, packed_colwise, packed_rowwise, replicate, sequence_parallel, gather, moe_tp_experts, grouped_gemm, attend_in_turns, shard_at_rest, or a placement such as S(0) or R",
+        "did you mean 'colwise'? use one of colwise, colwise_gather_output, rowwise, rowwise_split_input, embedding_rowwise, packed_colwise, packed_rowwise, replicate, sequence_parallel, gather, moe_tp_experts, grouped_gemm, dispatch_experts, attend_in_turns, shard_at_rest, or a placement such as S(0) or R",
         'asked by: plan.yaml line 1 ("head": "columnwise")',
     ),
     planned(
@@ -134,7 +134,7 @@ PLANS = [
         "a style that is a number",
         "head: 7\n",
         "unknown style '7'",
-        "use one of colwise, colwise_gather_output, rowwise, rowwise_split_input, embedding_rowwise, packed_colwise, packed_rowwise, replicate, sequence_parallel, gather, moe_tp_experts, grouped_gemm, attend_in_turns, shard_at_rest, or a placement such as S(0) or R",
+        "use one of colwise, colwise_gather_output, rowwise, rowwise_split_input, embedding_rowwise, packed_colwise, packed_rowwise, replicate, sequence_parallel, gather, moe_tp_experts, grouped_gemm, dispatch_experts, attend_in_turns, shard_at_rest, or a placement such as S(0) or R",
         'asked by: plan.yaml line 1 ("head": "7")',
     ),
     planned(

@@ -115,9 +115,9 @@ sub_1 = sub(view, cat)
 add = add(sub, cat)
 remainder = remainder(add, sum_1)
 index = index(x, [remainder])
-grouped_mm_by_block = grouped_mm_by_block(index, p_w1, sub_1, 'aten._grouped_mm.default')
+grouped_mm_by_block = grouped_mm_by_block(index, p_w1, sub_1, 'aten._grouped_mm.default', 0.5)
 relu_1 = relu(grouped_mm_by_block)
-grouped_mm_by_block_1 = grouped_mm_by_block(relu_1, p_w2, sub_1, 'aten._grouped_mm.default')
+grouped_mm_by_block_1 = grouped_mm_by_block(relu_1, p_w2, sub_1, 'aten._grouped_mm.default', 0.5)
 sub_2 = sub(sub, cat)
 remainder_1 = remainder(sub_2, sum_1)
 unsqueeze = unsqueeze(remainder_1, -1)
@@ -194,7 +194,7 @@ def test_experts_that_cannot_be_dealt_out() -> None:
 def test_rows_behind_a_block_are_zeros() -> None:
     x, weight = torch.randn(2, 5, 4), torch.randn(6, 4, 4)
     ends = torch.tensor([[1, 1, 4], [0, 2, 3]], dtype=torch.int32)
-    made = BY_BLOCK(x, weight, ends, "aten._grouped_mm.default")
+    made = BY_BLOCK(x, weight, ends, "aten._grouped_mm.default", 0.5)
     by_hand = torch.zeros(2, 5, 4)
     for block, row, expert in [(0, 0, 0), (0, 1, 2), (0, 2, 2), (0, 3, 2), (1, 0, 4), (1, 1, 4), (1, 2, 5)]:
         by_hand[block, row] = x[block, row] @ weight[expert]

@@ -166,7 +166,7 @@ def test_tags_run_nothing(file: Path) -> None:
     assert refusal(file) == (
         "['R'] is not a style\n"
         "  help: use one of colwise, colwise_gather_output, rowwise, rowwise_split_input, embedding_rowwise, "
-        "packed_colwise, packed_rowwise, replicate, sequence_parallel, gather, moe_tp_experts, grouped_gemm, attend_in_turns, shard_at_rest, or a placement such as S(0) or R\n"
+        "packed_colwise, packed_rowwise, replicate, sequence_parallel, gather, moe_tp_experts, grouped_gemm, dispatch_experts, attend_in_turns, shard_at_rest, or a placement such as S(0) or R\n"
         f"  asked by: {file.name} line 1 (\"up\": ['R'])"
     )
 

@@ -41,6 +41,7 @@ PRODUCTS_2 = [
         small(8, 16, 8),
         torch.tensor([[1, 3], [0, 5], [4, 4], [0, 0]], dtype=torch.int32),
         "aten._grouped_mm.default",
+        0.25,
         text="d s! (k k_!), (d g!) (k k_!) (n n_!), d g! -> d s! (n n_!)",
     ),
     call(

@@ -255,9 +255,7 @@ def test_a_wrong_form_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("tpcompiler.passes.regions.attend_in_turns._Turns.parts", _first_part_again)
         assert not KEYS.converted(2, memory=760_000).verify(KEYS.args).ok
-    monkeypatch.setattr(
-        "tpcompiler.passes.regions.spread_experts._over", lambda index, like: _over(index.flip(0), like)
-    )
+    monkeypatch.setattr("tpcompiler.passes.regions.spread_experts.over", lambda index, like: _over(index.flip(0), like))
     assert not NORMED.converted(2).verify(NORMED.args).ok
 
 

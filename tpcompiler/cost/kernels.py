@@ -97,11 +97,11 @@ def _multiplied(node: fx.Node, rule: Rule | None) -> tuple[list[tuple[fx.Node, f
 
 
 def rows_share(node: fx.Node) -> float:
-    """Return the share of its rows that an op multiplies: in blocks of experts, each block has equally many rows."""
+    """Return the share of its rows that an op multiplies, if tokens choose all experts equally often."""
     if node.target is not BY_BLOCK:
         return 1.0
-    blocks, rows = (sym_hint(size) for size in edit.shape(edit.operands(node)[0])[:2])
-    return math.ceil(rows / blocks) / max(1, rows)
+    rows = sym_hint(edit.shape(edit.operands(node)[0])[1])
+    return float(math.ceil(rows * edit.arguments(node).used - 1e-6) / max(1, rows))
 
 
 class _Fusion:

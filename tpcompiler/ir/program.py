@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from tpcompiler.runtime.records import Note as Note
 
 PIN = "tpcompiler_pin"
 IN_TURNS = "tpcompiler_in_turns"  # on attention that gathers its keys in turns
+DISPATCH = "tpcompiler_dispatch"  # on a leaf of experts that tokens are sent to
 BOTH = "tpcompiler_both"  # on a value chosen from both computed branches of a cond: the reason
 UNCUT = "tpcompiler_uncut"  # on control flow that takes a planned weight: the reason why its bodies stay whole
 GLOBAL = "tpcompiler_global"  # the global fake value of a node whose "val" is already local
@@ -35,6 +37,24 @@ class InTurns:
 
     axis: str
     asked_by: str
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """A request that tokens go to the ranks of their experts over `axis`, and come back.
+
+    `capacity`: each expert takes at most so many times its share of the rows of a rank; None: all rows.
+    """
+
+    axis: str
+    capacity: Fraction | None
+    asked_by: str
+
+    def slots(self, rows: Any, experts: int) -> Any:
+        """Return how many of a rank's rows an expert takes."""
+        assert self.capacity is not None
+        least, share = self.capacity.numerator, self.capacity.denominator * experts
+        return (rows * least + share - 1) // share
 
 
 def pin(value: Any) -> Any:

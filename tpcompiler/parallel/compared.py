@@ -64,7 +64,7 @@ def compared_calls(
         if made_for:
             notes.append(f"run on {there}: the same graphs as those for {made_for.pop()}, with the device renamed")
     report = compare_calls(moved, calls)
-    return structs.replace(report, note=notes[0]) if notes else report
+    return structs.replace(report, note="; ".join(filter(None, (*notes[:1], report.note)))) if notes else report
 
 
 def subject_of(

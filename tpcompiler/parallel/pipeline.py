@@ -22,6 +22,7 @@ from tpcompiler.passes.flatten_branches import flatten_branches
 from tpcompiler.passes.fold_reshards import fold_reshards
 from tpcompiler.passes.place import place
 from tpcompiler.passes.regions.attend_in_turns import attend_in_turns
+from tpcompiler.passes.regions.dispatch_experts import dispatch_experts
 from tpcompiler.passes.regions.join_branches import join_branches
 from tpcompiler.passes.regions.spread_experts import spread_experts
 from tpcompiler.plan import Plan
@@ -92,7 +93,8 @@ def plan_program(own: Conversion, plan: Plan, after: After = unseen) -> PlannedP
         joined = after(join_branches(planned), "join_branches")
         spread = after(spread_experts(joined), "spread_experts")
         divided = after(divide_sizes(spread, own.device), "divide_sizes")
-        return after(attend_in_turns(divided, own.device), "attend_in_turns")
+        dispatched = after(dispatch_experts(divided), "dispatch_experts")
+        return after(attend_in_turns(dispatched, own.device), "attend_in_turns")
 
 
 def _plan_programs(conversions: Sequence[Conversion], plans: Sequence[Plan]) -> list[PlannedProgram]:

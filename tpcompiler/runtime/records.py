@@ -141,6 +141,7 @@ class Note(Record, frozen=True):
         "random",
         "mesh",
         "shared",
+        "experts",
         "idle",
         "cut",
         "both",

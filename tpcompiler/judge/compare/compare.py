@@ -33,7 +33,7 @@ from tpcompiler.judge.compare.promote import Promoted, promoted
 from tpcompiler.judge.compare.reference import WIDE, is_narrow, reference_of
 from tpcompiler.judge.compare.simulate import RankResult, simulate
 from tpcompiler.judge.compare.subject import Subject, deal
-from tpcompiler.runtime.artifact import is_single
+from tpcompiler.runtime.artifact import DROPPED, is_single
 from tpcompiler.runtime.inputs import check_values, flatten_inputs
 from tpcompiler.runtime.records import Record
 from tpcompiler.terminal.tables import Shown
@@ -51,7 +51,7 @@ class VerifyReport(Record, Shown, frozen=True, omit_defaults=False):
     max_rel_err: float  # the largest difference relative to its output's largest magnitude
     outputs: list[Difference] = []  # the outputs, and the values that are written back
     first_diverging: str | None = None  # the first value, in the order of the program, that is wrong on some rank
-    note: str = ""  # which program was run, if it is not the one that was asked about
+    note: str = ""  # which program was run, if it is not the one that was asked about; how many rows experts drop
     magnitude: float = 0.0  # the largest magnitude in the output that has the largest absolute error
     tolerance: float = 0.0  # the relative error that was allowed in the output that has the largest one
 
@@ -111,6 +111,7 @@ def compare_calls(
     for each in zip(*trials.values(), strict=True):
         for trial in each[1:]:
             trial.share(each[0])
+    dropped: list[torch.Tensor] = []
     differences: list[Difference] = []
     own: list[Difference] = []  # of the program in its own dtype
     first = None
@@ -124,6 +125,7 @@ def compare_calls(
                 differences.append(Difference(str(error), float("inf"), float("inf"), 0.0, False))
                 return VerifyReport(False, float("inf"), float("inf"), differences)
             own += results if trial.dtype is None else []
+            dropped += trial.dropped if trial.dtype is None else []
             if narrow and trial.dtype is None:
                 # In low precision, rounding decides between close values: counts and choices are judged in float32.
                 results = [replace(d, ok=True) if d.counted and d.abs < float("inf") else d for d in results]
@@ -141,6 +143,7 @@ def compare_calls(
         worst.rel,
         differences,
         first,
+        note=_count(dropped),
         magnitude=furthest.magnitude,
         tolerance=worst.tolerance,
     )
@@ -148,6 +151,12 @@ def compare_calls(
 
 def _has_few(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and 0 < value.numel() <= FEW
+
+
+def _count(dropped: Sequence[torch.Tensor]) -> str:
+    """Report how many rows of tokens exceed the capacity of their expert."""
+    count, rows = sum(int(own.sum()) for own in dropped), sum(own.numel() for own in dropped)
+    return f"{count} of {rows} rows of tokens exceed the capacity of their expert, and are dropped" if dropped else ""
 
 
 def _absolute(found: Difference) -> tuple[float, float]:
@@ -196,7 +205,10 @@ class _Trial:
     def call(self, flat: Sequence[Any], shares: Sequence[Sequence[Any]]) -> list[Difference]:
         flat, shares = self._cast(flat), [self._cast(share) for share in shares]
         try:
-            (self.expected,) = simulate([self.reference], [flat], state=[self.known])
+            self.dropped: list[torch.Tensor] = []
+            drops = any(node.name.startswith(DROPPED) for node in self.reference.graph.nodes)
+            seen = self._keep_dropped if drops else None
+            (self.expected,) = simulate([self.reference], [flat], state=[self.known], seen=seen)
             (self.best,) = simulate([self.exact], [[promoted(v, torch.float64) for v in flat]], state=[self.precise])
         except FAILURES as error:
             raise self._refused(error, shares) from error
@@ -252,6 +264,9 @@ class _Trial:
 
         state = {name: moved(value) for name, value in {**self.reference.state_dict, **self.known}.items()}
         return simulate([self.reference], [list(map(moved, flat))], state=[state])[0]
+
+    def _keep_dropped(self, rank: int, node: fx.Node, value: Any) -> None:
+        self.dropped += [value] if node.name.startswith(DROPPED) else []
 
     def _check_at_door(self, shares: Sequence[Sequence[Any]]) -> None:
         """Reject inputs that `load` rejects.

@@ -1,0 +1,328 @@
+"""Tokens that are cut over the ranks of the experts: sent to these by all_to_all, and back."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.export import Dim, export
+
+import tpcompiler
+from tests.launch import called
+from tests.zoo.case import randomise
+from tpcompiler.api import conversions_of, read_plan
+from tpcompiler.cost.kernels import rows_share
+from tpcompiler.cost.machine_file import read_machine
+from tpcompiler.errors import PlanError
+from tpcompiler.ir import edit
+from tpcompiler.judge.compare.simulate import simulate
+from tpcompiler.parallel.pipeline import find_placements
+from tpcompiler.passes.regions import dispatch_experts
+from tpcompiler.rules.experts import BY_BLOCK
+from tpcompiler.solver.task import Aim
+
+pytest.importorskip("transformers.integrations.moe")
+grouped_mm = torch.ops.transformers.grouped_mm_fallback  # torch's own takes no float32 in an export
+TOKENS, CHOSEN, EXPERTS, FEATURES = 64, 2, 32, 16
+X = torch.randn(TOKENS, FEATURES, generator=torch.Generator().manual_seed(1))
+SAMPLES: dict[str, Any] = {"inputs": [{"ep": "S(0)"}], "outputs": [{"ep": "S(0)"}]}
+
+
+class Experts(nn.Module):
+    """The best of the experts for every token; rows are sorted by expert, and put back by adding them to their token."""
+
+    def __init__(self, experts: int = EXPERTS, chosen: int = CHOSEN, bias: bool = False) -> None:
+        super().__init__()
+        self.chosen, self.router = chosen, nn.Linear(FEATURES, experts)
+        self.up = nn.Parameter(torch.randn(experts, FEATURES, 32))
+        self.down = nn.Parameter(torch.randn(experts, 32, FEATURES))
+        if bias:
+            self.up_bias, self.down_bias = (nn.Parameter(torch.randn(experts, n)) for n in (32, FEATURES))
+        self.bias = bias
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, chosen = self.router(x).softmax(-1).topk(self.chosen)
+        return weights.flatten(), chosen.flatten()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.route(x)
+        expert, order = chosen.sort()
+        made = self.experts(x[order // self.chosen], expert) * weights[order].unsqueeze(-1)
+        return torch.zeros_like(x).index_add(0, order // self.chosen, made)
+
+    def experts(self, rows: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+        ends = (torch.arange(self.up.shape[0]) == expert.unsqueeze(-1)).sum(0).cumsum(0, dtype=torch.int32)
+        between = grouped_mm(rows, self.up, ends)
+        between = F.silu(between + self.up_bias[expert] if self.bias else between)
+        made: torch.Tensor = grouped_mm(between, self.down, ends)
+        return made + self.down_bias[expert] if self.bias else made
+
+
+class PutBack(Experts):
+    """As Hugging Face's models put rows back: by the inverse of the order."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.route(x)
+        expert, order = chosen.sort()
+        made = self.experts(x[order // self.chosen], expert) * weights[order].unsqueeze(-1)
+        inverse = torch.empty_like(order).index_put((order,), torch.arange(order.shape[0]))
+        return made[inverse].view(-1, self.chosen, FEATURES).sum(1)
+
+
+class Scaled(Experts):
+    """Another value of the rows is used between the matmuls, and another before the first."""
+
+    def experts(self, rows: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+        ends = torch.searchsorted(expert, torch.arange(self.up.shape[0]), right=True).to(torch.int32)
+        gate, up = grouped_mm(rows.relu(), self.up, ends).chunk(2, -1)
+        between = F.silu(gate) * up * rows.mean(-1, keepdim=True)
+        made: torch.Tensor = grouped_mm(torch.cat([between, gate], -1), self.down, ends)
+        return made
+
+
+class ByPosition(Experts):
+    """Rows are scaled by their place in the order, so no other order will do."""
+
+    def experts(self, rows: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+        return super().experts(rows * torch.arange(rows.shape[0]).unsqueeze(-1), expert)
+
+
+class OtherEnds(Experts):
+    """Rows are multiplied with the matrices of other experts than those that they are sorted by."""
+
+    def experts(self, rows: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+        return super().experts(rows, self.up.shape[0] - 1 - expert)
+
+
+class Dropping(nn.Module):
+    """A mixture by hand in which an expert takes `slots` of the rows of each of `parts` of the tokens, in their order."""
+
+    def __init__(self, net: Experts, parts: int, slots: int) -> None:
+        super().__init__()
+        self.net, self.parts, self.slots, self.dropped = net, parts, slots, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.part(own) for own in x.chunk(self.parts)])
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        net, made, taken = self.net, torch.zeros_like(x), dict[int, int]()
+        weights, chosen = net.route(x)
+        for row, (weight, expert) in enumerate(zip(weights, chosen.tolist(), strict=True)):
+            taken[expert] = taken.get(expert, 0) + 1
+            if taken[expert] > self.slots:
+                self.dropped += 1
+            else:
+                token = row // net.chosen
+                made[token] += weight * (F.silu(x[token] @ net.up[expert]) @ net.down[expert])
+        return made
+
+
+def built(kind: type[Experts] = Experts, *args: Any, **kwargs: Any) -> Any:
+    torch.manual_seed(0)
+    return randomise(kind(*args, **kwargs))
+
+
+def converted(net: nn.Module, mesh: Any, style: str = "dispatch_experts", **asked: Any) -> tpcompiler.ParallelProgram:
+    plan = {name: style for name, _ in net.named_parameters() if "router" not in name}
+    exported = export(net, (X,), dynamic_shapes=asked.pop("dynamic", None))
+    return tpcompiler.parallelize(exported, mesh, plan, **{**SAMPLES, **asked})
+
+
+def sent(program: tpcompiler.ParallelProgram) -> list[tuple[str, int, int]]:
+    return [(each.kind, each.payload_bytes, each.wire_bytes) for each in program.collectives()]
+
+
+def results(program: tpcompiler.ParallelProgram, x: torch.Tensor, ranks: int) -> torch.Tensor:
+    """The ranks' parts of the result, in a row."""
+    programs = [program.rank_program(rank) for rank in range(ranks)]
+    return torch.cat([each.outputs[0] for each in simulate(programs, [[own] for own in x.chunk(ranks)])])
+
+
+def all_to_all(ranks: int, *payloads: int) -> list[tuple[str, int, int]]:
+    return [("all_to_all", each, each * (ranks - 1) // ranks) for each in payloads]
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_exact_by_hand(ranks: int) -> None:
+    """A rank tells the others how many rows each expert gets, and sends each as many as it could have at most.
+
+    That is two rows a token, of two choices among 8 or 4 experts of a rank. All of them, and nothing else, come back.
+    """
+    program = converted(built(), {"ep": ranks})
+    rows = ranks * (TOKENS // ranks * CHOSEN) * FEATURES * 4
+    assert sent(program) == all_to_all(ranks, EXPERTS * 4, rows, rows)
+    assert program.verify((X,)).ok
+    assert program.check().ok
+
+
+@pytest.mark.parametrize(("experts", "slots"), [(8, 1), (16, 2), (24, 3)])
+def test_a_token_has_no_more_rows_than_a_rank_has_experts(experts: int, slots: int) -> None:
+    """Of three choices, one can be of the one expert of a rank."""
+    program = converted(built(Experts, experts, 3), {"ep": 8})
+    rows = 8 * (TOKENS // 8 * slots) * FEATURES * 4
+    assert sent(program) == all_to_all(8, experts * 4, rows, rows)
+    assert program.verify((X,)).ok
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("factor", [0.5, 1.25, 4])
+def test_a_capacity_by_hand(ranks: int, factor: float) -> None:
+    """Each expert has slots for its share of a rank's rows, times the factor; the same rows are dropped by hand."""
+    net = built()
+    program = converted(net, {"ep": ranks}, f"dispatch_experts:{factor:g}")
+    rows = TOKENS // ranks * CHOSEN
+    slots = math.ceil(rows * factor / EXPERTS)
+    assert sent(program) == all_to_all(ranks, *[EXPERTS * slots * FEATURES * 4] * 2)
+    verdict, by_hand = program.verify((X,)), Dropping(net, ranks, slots)
+    torch.testing.assert_close(results(program, X, ranks), by_hand(X))
+    assert verdict.ok
+    assert program.check().ok
+    of = f"{by_hand.dropped} of {TOKENS * CHOSEN} rows of tokens exceed the capacity of their expert, and are dropped"
+    assert verdict.note == of
+    most = ranks * (rows - CHOSEN * min(slots, TOKENS // ranks))
+    said = f"takes at most {slots} of a rank's {rows} rows, so at most {most} of {TOKENS * CHOSEN} are dropped"
+    assert said in program.report()
+    assert by_hand.dropped <= most
+
+
+def test_other_drops_differ() -> None:
+    """The control: with other parts or slots, and without any drop."""
+    net = built()
+    made = results(converted(net, {"ep": 4}, "dispatch_experts:1.25"), X, 4)
+    for wrong in (Dropping(net, 8, 2), Dropping(net, 4, 1), net):
+        assert not torch.allclose(made, wrong(X), atol=1e-3)
+    torch.testing.assert_close(made, Dropping(net, 4, 2)(X))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("style", ["dispatch_experts", "dispatch_experts:1.25"])
+@pytest.mark.parametrize("mesh", [{"ep": 2}, {"tp": 4}, {"dp": 2, "ep": 2}, {"ep": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("kind", [Experts, PutBack, Scaled])
+def test_numbers(kind: type[Experts], mesh: Any, style: str) -> None:
+    net = built(kind, 8, bias=kind is not Scaled)
+    axis = "ep" if "ep" in mesh else "tp"
+    cut = [{axis: "S(0)"}]
+    program = converted(net, mesh, style, inputs=cut, outputs=cut)
+    assert {each[0] for each in sent(program)} == {"all_to_all"}
+    assert program.verify((X,)).ok
+    assert program.check().ok
+
+
+def test_tokens_that_all_ranks_have() -> None:
+    """Each rank sends its share of them; the results are gathered."""
+    program = converted(built(), {"ep": 4}, inputs=None, outputs=None)
+    assert [kind for kind, *_ in sent(program)] == ["all_to_all"] * 3 + ["all_gather"]
+    assert program.verify((X,)).ok
+
+
+def test_any_number_of_tokens() -> None:
+    program = converted(built(Experts, 8, bias=True), {"ep": 4}, dynamic=({0: Dim("tokens")},))
+    for count in (4, 12, 64):
+        assert program.verify((torch.randn(count, FEATURES),)).ok
+
+
+def test_ranks_without_a_token() -> None:
+    """All tokens go to experts 0 and 1, which are the first rank's."""
+    net = built(Experts, 8)
+    with torch.no_grad():
+        net.router.weight.zero_()
+        net.router.bias.copy_(torch.tensor([2.0, 1.0, *[-9.0] * 6]))
+    assert converted(net, {"ep": 4}).verify((X,)).ok
+    limited = converted(net, {"ep": 4}, "dispatch_experts:1").verify((X,))
+    assert limited.ok
+    assert limited.note.startswith(f"{4 * (32 - 2 * 4)} of 128 rows")
+
+
+def test_processes(tmp_path: Path) -> None:
+    """The saved files in gloo processes, each with its own tokens; `save` has checked them."""
+    net = built()
+    for style, wanted in (("dispatch_experts", net), ("dispatch_experts:1.25", Dropping(net, 4, 2))):
+        folder = tmp_path / style.replace(":", "_")
+        folder.mkdir()
+        converted(net, {"ep": 4}, style).save(folder / "out")
+        made = called([[(own,)] for own in X.chunk(4)], folder)
+        torch.testing.assert_close(torch.cat([own for (own,) in made]), wanted(X))
+
+
+def test_an_artifact_that_drops(tmp_path: Path) -> None:
+    """Its model drops the same rows: once, also if it is converted again; for other ranks the original is needed."""
+    program = converted(built(), {"ep": 4}, "dispatch_experts:1.25")
+    program.save(tmp_path / "out")
+    opened = tpcompiler.open(tmp_path / "out")
+    assert opened.check().ok
+    assert opened.verify((X,)).note.startswith(program.verify((X,)).note)
+    model = torch.export.load(tmp_path / "out" / "model.pt2")
+    assert sum(node.name.startswith("dropped_rows") for node in model.graph.nodes) == 1
+    assert opened.explain("up").kind == "parameter"
+    with pytest.raises(PlanError, match="the model drops rows of 'index_add' already"):
+        opened.reshard(8, tmp_path / "eight")
+
+
+def test_a_wrong_slot_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the numbers and of the proof: every rank reads the slots of its neighbour's rows."""
+    send = dispatch_experts._Slots.send
+    monkeypatch.setattr(dispatch_experts._Slots, "send", lambda *args: send(*args).flip(0))
+    program = converted(built(), {"ep": 4})
+    assert not program.verify((X,)).ok
+    assert not program.check().ok
+
+
+@pytest.mark.parametrize(("experts", "chosen", "is_taken"), [(8, 4, True), (16, 4, False), (32, 2, False)])
+def test_auto_takes_the_cheaper(experts: int, chosen: int, is_taken: bool) -> None:
+    """With one expert on each rank, as many bytes are sent as by an all_gather, and fewer rows are moved in memory.
+
+    With two, twice as many bytes are sent, which is tried and takes longer; with more experts than choices it is not
+    even tried.
+    """
+    net = built(Experts, experts, chosen)
+    exported, machine = export(net, (X.repeat(16, 1),)), read_machine("ideal")
+
+    def seconds(**entries: str) -> float:
+        boundary = SAMPLES["inputs"], SAMPLES["outputs"]
+        found = conversions_of(exported, {"ep": 8}, read_plan({**entries, "**": "auto"}), *boundary)
+        return find_placements([*found.values()], Aim(machine, forms=False)).seconds
+
+    program = tpcompiler.parallelize(exported, {"ep": 8}, "auto", machine="ideal", **SAMPLES)
+    forms = program.converted.plan.forms.to_data()
+    assert (forms == {"up": "dispatch_experts", "down": "dispatch_experts"}) is is_taken
+    dispatched, alone = seconds(up="dispatch_experts", down="dispatch_experts"), seconds()
+    assert (dispatched < alone) is is_taken
+    assert ("in other forms" in program.report()) is (chosen > experts // 8)
+    assert program.verify((X.repeat(16, 1),)).ok
+
+
+@pytest.mark.parametrize(("style", "slots", "used"), [("dispatch_experts", 128, 32), ("dispatch_experts:2", 64, 64)])
+def test_the_price_of_a_block(style: str, slots: int, used: int) -> None:
+    """A rank has slots for all 128 rows, and is expected to get a quarter; or 2 for each expert and rank, all in use."""
+    made = conversions_of(export(built(), (X,)), {"ep": 4}, read_plan({"up": style, "down": style}))
+    found = find_placements([*made.values()], Aim(read_machine("ideal")))
+    (up, _) = [node for node in found.programs[0].graph.nodes if node.target is BY_BLOCK]
+    rows = edit.shape(edit.operands(up)[0])[1]
+    assert (rows, rows * rows_share(up)) == (slots, used)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "asked", "said"),
+    [
+        (ByPosition, {"ep": 4}, {}, "'dispatch_experts' does not fit 'up': no grouped matmul takes it with rows that"),
+        (OtherEnds, {"ep": 4}, {}, "'dispatch_experts' does not fit 'up': no grouped matmul takes it with rows that"),
+        (Experts, {"ep": 3}, {}, "'up' is of 32 experts, which cannot be dealt out evenly to 3 ranks"),
+        (Experts, {"ep": 32}, {"tokens": 48}, "the 48 tokens of 'up' cannot be dealt out evenly to 32 ranks"),
+        (Experts, {"ep": 4}, {"factor": "x"}, "'x' in 'dispatch_experts:x' is no capacity factor"),
+        (Experts, {"ep": 4}, {"factor": "0"}, "'0' in 'dispatch_experts:0' is no capacity factor"),
+        (Experts, {"ep": 4}, {"factor": "2", "dynamic": True}, "the number of tokens of 'up' is dynamic"),
+    ],
+)
+def test_requests_that_cannot_be_met(kind: type[Experts], mesh: Any, asked: dict[str, Any], said: str) -> None:
+    factor, tokens = asked.get("factor"), asked.get("tokens", TOKENS)
+    style = "dispatch_experts" if factor is None else f"dispatch_experts:{factor}"
+    dynamic = ({0: Dim("tokens")},) if "dynamic" in asked else None
+    exported = export(built(kind), (torch.randn(tokens, FEATURES),), dynamic_shapes=dynamic)
+    with pytest.raises(PlanError) as caught:
+        tpcompiler.parallelize(exported, mesh, {"up": style, "down": style})
+    assert said in str(caught.value)
