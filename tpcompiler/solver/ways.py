@@ -270,13 +270,15 @@ def shared_heads(stage: Stage, ways: Ways, have: Sequence[Sequence[Sharding]]) -
     found, rule, degree = set[tuple[int, bool]](), ways.rule, stage.mesh.degree(stage.axis)
     whole = rule.pattern.whole | ways.limits.barred | ways.limits.blocked
     for index, shardings in enumerate(have):
-        for sharding in dict.fromkeys(shardings):
-            if stage.axis not in sharding.axes or isinstance(
-                stage.follow("in", rule, index, sharding, Option()), Option
-            ):
-                continue
+        refused = [
+            each
+            for each in dict.fromkeys(shardings)
+            if stage.axis in each.axes and isinstance(stage.follow("in", rule, index, each, Option()), Refusal)
+        ]
+        moves = set(to_cut(stage, shardings)) <= set(refused)
+        for sharding in refused:
             for dim, cut in zip(rule.pattern.inputs[index], sharding.dims, strict=True):
-                for factor in dim if stage.axis in cut.axes or sharding.cut_axes else ():
+                for factor in dim if stage.axis in cut.axes or (moves and sharding.cut_axes) else ():
                     size, is_cut = rule.extent[factor], stage.axis in cut.axes
                     heads = math.gcd(size, degree) if isinstance(size, int) else 1
                     if 1 < heads < degree and size < degree * 2 and factor not in whole:
