@@ -116,18 +116,62 @@ def the_output_of_a_dropout_that_drops_nothing(self: Any, x: torch.Tensor) -> An
     return y - 1, z
 
 
-@whole
+@simple
 def a_view_that_sees_what_is_written(self: Any, x: torch.Tensor) -> Any:
     y = x + 1
     row = y[0]
+    corner, column = row[1:3], y.t()[0]
     y.add_(1)
-    return row * 2
+    column = column * 2
+    row.mul_(3)
+    return row * 2, corner, column, y
+
+
+@simple
+def a_view_that_is_written(self: Any, x: torch.Tensor) -> Any:
+    y = x + 1
+    before = y[0].clone()
+    y[0].zero_()
+    y[:, 1:-1] = y[:, :1]
+    return y * 2, before
+
+
+@simple
+def a_view_that_is_written_and_returned(self: Any, x: torch.Tensor) -> Any:
+    y = x + 1
+    column = y[1:, 2]
+    first = column[:1] + 1
+    return column.add_(1), column.mul_(2), first, y[1]
+
+
+@simple
+def columns_one_after_the_other(self: Any, x: torch.Tensor) -> Any:
+    y = x * 1
+    for at in range(1, 4):
+        y[:, at] = y[:, at].clone() + (y[:, :at].clone() * y[:, at - 1 : at]).sum(1)
+        self.one[...] = y[1, at]
+    return y
+
+
+@simple
+def a_view_of_a_buffer(self: Any, x: torch.Tensor) -> Any:
+    self.mean[1:3] = x[0, 1:3]
+    self.mean[2:].add_(x[1, 2:])
+    return x + self.mean
 
 
 @whole
-def a_view_that_is_written(self: Any, x: torch.Tensor) -> Any:
+def a_view_that_may_be_a_copy(self: Any, x: torch.Tensor) -> Any:
     y = x + 1
-    y[0].zero_()
+    same, other = y.reshape(-1), y.t().reshape(-1)
+    y[0].add_(1)
+    return same * 2, other * 3
+
+
+@whole
+def a_diagonal_that_is_written(self: Any, x: torch.Tensor) -> Any:
+    y = x + 1
+    y.diagonal().zero_()
     return y * 2
 
 

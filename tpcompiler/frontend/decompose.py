@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -21,13 +21,16 @@ from tpcompiler._torch import (
     OpOverload,
     all_tensors,
     aten,
+    calls_others,
+    declares_view,
+    disable_fake_tensor_cache,
     enable_python_dispatcher,
     functional_op,
     stays_whole,
     trace_ops,
     tree_flatten,
 )
-from tpcompiler.frontend.written_back import hidden_bases, memory_of, updates_statistics
+from tpcompiler.frontend.written_back import hidden_bases, memory_of, updates_statistics, writes
 from tpcompiler.ir import edit
 from tpcompiler.ir.draws import DROPOUTS
 from tpcompiler.ir.local import fake_mode_of, key
@@ -35,6 +38,10 @@ from tpcompiler.ir.rebuilt import copy_signature, rebuilt
 from tpcompiler.terminal.progress import counted
 
 Values = dict[fx.Node, Any]
+SCATTERS = {  # views, and the ops that put a part back, with the same arguments after it
+    aten.select.int: aten.select_scatter.default,
+    aten.slice.Tensor: aten.slice_scatter.default,
+}
 DENSE = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
@@ -48,16 +55,22 @@ def decompose_calls(program: ExportedProgram, how: Mapping[Any, Any], table: Map
     Before    y = to(x, float32); z = wrap_with_set_grad_enabled(False, body, y)[0]; z_1 = add_(z, 1); relu(z)
     After     y = _to_copy(x, dtype=float32); z = linear(y, w); z_1 = add(z, 1); relu(z_1)
 
+    Before    row = select(y, 0, i); add_(row, 1); relu(y)
+    After     row = select(y, 0, i); z = add(row, 1); y_1 = select_scatter(y, z, 0, i); relu(y_1)
+
     torch's own decomposition traces the whole program again, which takes 5 to 10 times as long for the same result.
 
     Raises:
-        NotSimple: control flow, autocast, subclasses, writes to views, norms in training, conjugated views, and
-            decompositions that create tensors or write in place, all of which need torch's own decomposition.
+        NotSimple: control flow, autocast, subclasses, writes to views other than slices, norms in training, conjugated
+            views, and decompositions that create tensors or write in place, all of which need torch's own
+            decomposition.
     """
     values = all_tensors(program)
     if any(isinstance(value, torch.Tensor) and type(value) not in DENSE for value in values.values()):
         raise NotSimple("a subclass")
-    return _Writer(program, how, table).written()
+    writer = _Writer(program, how, table)
+    with disable_fake_tensor_cache(writer.mode):  # every call here is of another layout: torch's entries cost more
+        return writer.written()
 
 
 class _Writer:
@@ -69,7 +82,8 @@ class _Writer:
         self.results: dict[Any, Any] = {}
         self.given: dict[fx.Node, fx.Node] = {}  # inputs and leaves as they are when the program begins
         self.overwritten: set[fx.Node] = set()
-        self.places: dict[fx.Node, object] = {}  # equal for nodes that stand for one tensor
+        self.places: dict[fx.Node, object] = {}  # equal for nodes that stand for one tensor, in the order of the calls
+        self.memory: dict[fx.Node, set[fx.Node]] = {}  # the owners of the memory that a call's results may share
 
     def written(self) -> ExportedProgram:
         env: Values = {}
@@ -143,26 +157,81 @@ class _Writer:
         return self.overwrite(node, env)
 
     def overwrite(self, node: fx.Node, env: Values) -> fx.Node:
-        """Replace a write in place by a new value for all later readers."""
+        """Replace a write in place by a new value of the memory that it writes to, for all later readers.
+
+        A write to a view puts the new part into what it is a view of, and so on up to the owner of the memory.
+        """
         op, target = functional_op(node.target), node.args[0]
         if op is None or not isinstance(target, fx.Node):
             raise NotSimple(node.name)
-        names = {each for each, place in self.places.items() if place is self.places[target]}
-        memory = {memory_of(target)}
-        source = target.args[0] if target.target is operator.getitem else None
-        if isinstance(source, fx.Node) and isinstance(source.target, OpOverload) and memory == {source}:
-            memory.add(target)  # one of several results of an op
-        views = (user for name in names for user in name.users if user in env and user not in names)
-        if memory.isdisjoint(names) or any(_may_share(v, names | memory, env) for v in views):
-            raise NotSimple(node.name)
         # The source has the same dtype and layout already (`spell_out`).
         result = env[node.args[1]] if op is aten.copy.default else self.decompose(node, op, env)  # type: ignore[index]
-        if not isinstance(result, fx.Node) or key(edit.fake(result)) != key(edit.fake(target)):
+        if not isinstance(result, fx.Node) or _shapes(edit.fake(result)) != _shapes(edit.fake(target)):
             raise NotSimple(node.name)
+        owner = target
+        while self.names_of(owner).isdisjoint(memory := _own_memory(owner)):
+            view = next((each for each in self.names_of(owner) if each.target in SCATTERS), None)
+            if view is None:
+                raise NotSimple(node.name)
+            result, owner = self.put_back(node, view, result, env), view.all_input_nodes[0]
+        if key(edit.fake(result)) != key(edit.fake(owner)):
+            raise NotSimple(node.name)
+        names = self.names_of(owner)
         env.update(dict.fromkeys(names, result))
         self.overwritten |= names
         self.places[node] = self.places[target]
-        return result
+        for view in self.find_views_read_later(node, names, memory, env):
+            if writes(view):
+                env[view] = env[view.all_input_nodes[0]]
+            elif view.target is operator.getitem or _is_always_view(view.target):
+                env[view] = self.call(view, env, inside=False)
+            else:
+                raise NotSimple(node.name)
+        return env[target]  # type: ignore[no-any-return]
+
+    def names_of(self, value: fx.Node) -> set[fx.Node]:
+        """Return the nodes that stand for the same tensor."""
+        return {each for each, place in self.places.items() if place is self.places[value]}
+
+    def put_back(self, node: fx.Node, view: fx.Node, part: fx.Node, env: Values) -> fx.Node:
+        """Return what this is a view of, with another part in its place."""
+        base = view.all_input_nodes[0]
+        if key(edit.fake(view)) == key(edit.fake(base)):  # a slice of everything
+            return part
+        (whole, *place), kwargs = fx.node.map_arg((view.args, dict(view.kwargs)), lambda used: env[used])
+        op, args = SCATTERS[view.target], (whole, part, *place)
+        return self.make(node, args, kwargs, {**node.meta, "val": self.run(base, op, args, kwargs)}, op)
+
+    def find_views_read_later(
+        self, node: fx.Node, names: Set[fx.Node], memory: Set[fx.Node], env: Values
+    ) -> list[fx.Node]:
+        """Return the views of memory that are read after this write, each after those that it is a view of."""
+        found, known = list(names), set(names)
+        for each in found:  # it grows
+            own = memory | {each, memory_of(each)}
+            shares = (user for user in each.users if user in env and self.may_share(user, own, env))
+            found += [user for user in shares if user not in known]
+            known.update(found)
+        late = {node} if node.users else set()
+        order = sorted(found, key={each: at for at, each in enumerate(self.places)}.__getitem__)
+        for each in reversed(order):
+            if any(user in late or (user not in env and user is not node) for user in each.users):
+                late.add(each)
+        return [each for each in order if each in late and each not in names]
+
+    def may_share(self, value: fx.Node, memory: Set[fx.Node], env: Values) -> bool:
+        """Return True if a call's result is, or may be, in this memory."""
+        if value.op != "call_function":
+            return False
+        if not isinstance(value.target, HigherOrderOperator):
+            if value not in self.memory:
+                self.memory[value] = {memory_of(each) for each in (value, *hidden_bases(value))}
+            return not memory.isdisjoint(self.memory[value])
+        first = WRAPPERS[value.target]
+        body: fx.Graph = env[value.args[first - 1]].graph  # type: ignore[index]
+        inner = (node for node in body.nodes if node.op == "placeholder")
+        inputs = {given for given, operand in zip(inner, value.args[first:], strict=True) if operand in memory}
+        return any(user.op == "output" or self.may_share(user, inputs, env) for given in inputs for user in given.users)
 
     def decompose(self, node: fx.Node, op: Any, env: Values) -> Any:
         if isinstance(op, OpOverload) and op.overloadpacket in DROPOUTS and _drops_nothing(node):
@@ -249,19 +318,17 @@ def _has_other_layout(value: fx.Node, now: fx.Node) -> bool:
     return was is not is_now and key(was) != key(is_now)
 
 
-def _may_share(value: fx.Node, memory: set[fx.Node], env: Values) -> bool:
-    """Return True if a call's result is, or may be, in this memory."""
-    if value.op != "call_function":
-        return False
-    if not isinstance(value.target, HigherOrderOperator):
-        return memory_of(value) in memory or not memory.isdisjoint(map(memory_of, hidden_bases(value)))
-    first = WRAPPERS[value.target]
-    body: fx.Graph = env[value.args[first - 1]].graph  # type: ignore[index]
-    inner = (node for node in body.nodes if node.op == "placeholder")
-    inputs = {inner_input for inner_input, operand in zip(inner, value.args[first:], strict=True) if operand in memory}
-    return any(
-        user.op == "output" or _may_share(user, inputs, env) for inner_input in inputs for user in inner_input.users
-    )
+def _is_always_view(op: object) -> bool:
+    """Return True if every call of an op returns views of its operand; composite ops return copies of some."""
+    return isinstance(op, OpOverload) and declares_view(op) and not calls_others(op)
+
+
+def _own_memory(value: fx.Node) -> set[fx.Node]:
+    """Return the owner of a value's memory; of one of several results of an op, also that result."""
+    memory = {memory_of(value)}
+    source = value.args[0] if value.target is operator.getitem else None
+    is_result = isinstance(source, fx.Node) and isinstance(source.target, OpOverload) and memory == {source}
+    return memory | {value} if is_result else memory
 
 
 def _share_memory(program: ExportedProgram, name: str) -> bool:
