@@ -66,13 +66,13 @@ return view, matmul_1
 def test_one_result_more_is_held_at_a_time() -> None:
     """Values that are gathered at their use: each starts when the one before has arrived, and not all at once."""
     module = Call(lambda self, x, y, z: torch.sin(torch.sin(x.sort(0).values) + y.sort(0).values) + z.sort(0).values)
-    program = local(module, tuple(torch.randn(4, 2) for _ in "xyz"), degree=2, inputs=["S(0)"] * 3)
+    program = local(module, tuple(torch.randn(4) for _ in "xyz"), degree=2, inputs=["S(0)"] * 3)
     assert_expected_inline(
         program_text(schedule_collectives(program)),
         """\
-x: S(0) = input f32[2, 2]
-y: S(0) = input f32[2, 2]
-z: S(0) = input f32[2, 2]
+x: S(0) = input f32[2]
+y: S(0) = input f32[2]
+z: S(0) = input f32[2]
 all_gather_into_tensor = all_gather_into_tensor(x, 2, 'tp=2:tp')
 wait_tensor: R = wait_tensor(all_gather_into_tensor)
 all_gather_into_tensor_1 = all_gather_into_tensor(y, 2, 'tp=2:tp')
