@@ -32,6 +32,8 @@ from torch.export.exported_program import _register_constants_as_buffers  # type
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_unflatten
 
+from tpcompiler._torch.ops import aten
+
 Key = str | int  # the name of a leaf, or the position of the user's tensor or of an output
 
 
@@ -75,7 +77,7 @@ def _detach_others(graph: fx.Graph, loss: int) -> None:
     output: Any = graph.output_node()
     with graph.inserting_before(output):
         values = [
-            graph.call_function(torch.ops.aten.detach.default, (value,))
+            graph.call_function(aten.detach.default, (value,))
             if at != loss and isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
             else value
             for at, value in enumerate(output.args[0])
