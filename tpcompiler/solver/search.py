@@ -59,8 +59,7 @@ def search(task: Task) -> Solution:
     """
     task.tally["searches"] += 1
     programs, objective, held, model = task.programs, task.objective, task.held, task.model_axes
-    mesh, found = programs[0].mesh, Solution(programs, objective.machine, model=model)
-    heads = list[tuple[str, int, bool]]()
+    mesh, found, heads = programs[0].mesh, Solution(programs, objective.machine, model=model), list[tuple[str, int]]()
     groups, solved = dict[str, Sharding](), list[tuple[str, ...]]()
     order = [*model, *(axis for axis in mesh.names if axis not in model)]  # what the first cut, others reduce less of
     turns = task.turns or tuple((axis,) for axis in order if mesh.degree(axis) > 1) or ((order[-1],),)
@@ -86,10 +85,10 @@ def search(task: Task) -> Solution:
         found, groups = _read(problem, found, *values)
         solved += [turn] if problem.tables.sizes else []
         heads += [
-            (part.axis, *shared)
+            (part.axis, outer)
             for part, domains in zip(stage.parts or (stage,), problem.alone, strict=True)
             for domain in domains
-            for shared in sorted(find_shared_heads(domain))
+            for outer in sorted(find_shared_heads(domain))
         ]
     return replace(found, turns=tuple(solved), bound=found.seconds, heads=tuple(dict.fromkeys(heads)))
 
