@@ -130,7 +130,8 @@ def test_written_checked_and_verified(case: str, layout: Any, tmp_path: Path) ->
     assert report.ok, report
     verdict = verify_artifact(tmp_path / "out", program, program.example_inputs[0])  # type: ignore[index]
     assert verdict.ok, verdict
-    counted = parallel.report().splitlines()[-1]
+    lines = parallel.report().splitlines()
+    counted = lines[lines.index("collectives over symmetric memory:") + 1]
     assert sum(int(count) for count in re.findall(r"\d+", counted)) == len(ops)
     assert counted.endswith("over symmetric memory; nothing left to NCCL")
 

@@ -50,7 +50,8 @@ def _check_paths(folded: Folded) -> None:
     for node, states in folded.paths.items():
         value, called = edit.outputs(folded.whole[node])[0], []
         for each in filter(edit.is_collective, last[node].nodes):
-            axes = [axis for axis in folded.mesh.axes_of(str(each.args[-1])) if folded.mesh.degree(axis) > 1]
+            degrees = dict(folded.mesh.parts)  # an axis that the mesh lacks is another finding
+            axes = [axis for axis in folded.mesh.axes_of(str(each.args[-1])) if degrees.get(axis, 1) > 1]
             called += [(KIND_OF[op_name(each)], tuple(axes))] if axes else []
         steps = steps_along(states, value.shape, value.element_size(), folded.mesh)
         if steps is None or called != [(step.kind, step.axes) for step in steps if step.kind not in FREE]:
