@@ -228,13 +228,14 @@ def test_dump_writes_a_numbered_text_after_every_pass(tmp_path: Path) -> None:
         "02_join_branches.txt",
         "03_spread_experts.txt",
         "04_divide_sizes.txt",
-        "05_attend_in_turns.txt",
-        "06_place.txt",
-        "07_fold_reshards.txt",
-        "08_choose_paths.txt",
-        "09_lowered_rank_0.txt",
+        "05_dispatch_experts.txt",
+        "06_attend_in_turns.txt",
+        "07_place.txt",
+        "08_fold_reshards.txt",
+        "09_choose_paths.txt",
+        "10_lowered_rank_0.txt",
     ]
-    assert (tmp_path / "09_lowered_rank_0.txt").read_text() == (
+    assert (tmp_path / "10_lowered_rank_0.txt").read_text() == (
         "p_up_weight: S(0) = up.weight f32[4, 4]\n"
         "p_up_bias: S(0) = up.bias f32[4]\n"
         "p_down_weight: S(1) = down.weight f32[4, 4]\n"
