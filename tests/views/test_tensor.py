@@ -36,7 +36,7 @@ MESHES = {"tp": {"tp": 4}, "dp, tp": {"dp": 2, "tp": 3}}
 def described(mesh: dict[str, int], shape: list[int | str], sharding: str) -> Any:
     """The manifest of a program of one tensor."""
     row = BoundaryRecord(name="w", shape=shape, dtype="f32", sharding=sharding)
-    return SimpleNamespace(mesh=mesh, tensors=[row], placed=lambda: [(row.name, row)])
+    return SimpleNamespace(factors={}, mesh=mesh, tensors=[row], placed=lambda: [(row.name, row)])
 
 
 def drawing(manifest: Any, name: str | None = None, *, is_svg: bool = False) -> str:
