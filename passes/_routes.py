@@ -21,7 +21,7 @@ SORTS = (aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort
 TRIALS = 3  # random choices of experts on which integers are compared
 
 
-class Source(NamedTuple):
+class RowSource(NamedTuple):
     """Sorted rows that a look-up takes from a value: `each` of its rows `repeats` times, or, at 0, a row per expert."""
 
     value: fx.Node
@@ -51,7 +51,7 @@ class Route:
     repeats: int
     calls: list[fx.Node]
     steps: list[fx.Node]
-    sources: Mapping[fx.Node, Source]
+    sources: Mapping[fx.Node, RowSource]
     trials: list[dict[fx.Node, Any]]
 
     def equals(self, node: fx.Node, function: Callable[[torch.Tensor], torch.Tensor]) -> bool:
@@ -104,7 +104,7 @@ class _Finder:
         self.calls, self.sort, self.ids, self.experts = calls, sort, edit.operands(sort)[0], experts
         self.count = sym_hint(edit.shape(self.ids)[0])
         self.steps: dict[fx.Node, None] = {}
-        self.sources: dict[fx.Node, Source] = {}
+        self.sources: dict[fx.Node, RowSource] = {}
         self.trials: list[dict[fx.Node, Any]] = []
         draw = torch.Generator().manual_seed(0)
         for _ in range(TRIALS):
@@ -171,17 +171,17 @@ class _Finder:
         self.steps[node] = None
         return is_found
 
-    def _source(self, node: fx.Node) -> Source | None:
+    def _source(self, node: fx.Node) -> RowSource | None:
         """Return where a look-up by sorted rows takes them from."""
         if (index := _row_index(node)) is None:
             return None
         value = edit.operands(node)[0]
         times = self._times(value)
         if times and self._is(index, [order // times for order in self.orders]):
-            return Source(value, times)
+            return RowSource(value, times)
         is_table = edit.shape(value)[0] == self.experts
         ids = [trial[self.ids][order] for trial, order in zip(self.trials, self.orders, strict=True)]
-        return Source(value, 0) if is_table and self._is(index, ids) else None
+        return RowSource(value, 0) if is_table and self._is(index, ids) else None
 
     def _times(self, value: fx.Node) -> int:
         """Return how many sorted rows there are for each row of a value; 0 if they are no multiple."""

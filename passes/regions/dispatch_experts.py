@@ -64,7 +64,7 @@ def _find_regions(program: PlannedProgram, served: set[str], texts: Counter[str]
         request = asked[0]
         if request is None or len({each and (each.axis, each.capacity) for each in asked}) > 1:
             continue
-        body = _Body.of(route, request, program.mesh.degree(request.axis))
+        body = _DispatchBody.of(route, request, program.mesh.degree(request.axis))
         _refuse_misfit(program, route, request, weights[0])
         tables = [leaf_behind(source.value) for source in route.sources.values() if not source.repeats]
         served.update(leaf.name for leaf in (*weights, *tables) if leaf is not None)
@@ -104,7 +104,7 @@ def _loss(program: PlannedProgram, route: Route, asked: Dispatch, weight: Any) -
 
 
 @dataclass
-class _Body:
+class _DispatchBody:
     """The body that replaces a route over so many ranks.
 
     Attributes:
@@ -119,7 +119,7 @@ class _Body:
     inside: set[fx.Node]
 
     @classmethod
-    def of(cls, route: Route, asked: Dispatch, ranks: int) -> _Body:
+    def of(cls, route: Route, asked: Dispatch, ranks: int) -> _DispatchBody:
         own, ahead, inside = {*route.steps, *route.sources}, set(route.calls), set(route.calls)
         for step in route.steps:
             if not ahead.isdisjoint(step.all_input_nodes):
@@ -152,7 +152,7 @@ class _Body:
 class _Run:
     """The steps on real rows: `tokens` in the order of the tokens, [rows, ..], `experts` by rank, [ranks, rows, ..]."""
 
-    body: _Body
+    body: _DispatchBody
     given: dict[fx.Node, Any]
     slots: _Slots
     tokens: dict[fx.Node, Any] = field(default_factory=dict)

@@ -42,7 +42,7 @@ def _find_blocks(program: PlannedProgram, graph: fx.Graph) -> Iterator[Region]:
     for experts in find_matmuls(graph):
         counts = {_blocks(program, edit.operands(call)[1]) for call in experts.calls}
         if len(counts) == 1 and (count := counts.pop()) > 1:
-            body = _Body.of(program, experts, count)
+            body = _SpreadBody.of(program, experts, count)
             yield Region(experts.calls[-1], body.inputs, body.run)
 
 
@@ -160,7 +160,7 @@ def _from_to(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
 
 
 @dataclass
-class _Body:
+class _SpreadBody:
     """The body that replaces a region, for a number of blocks.
 
     `inputs`: its operands from outside; `by_row`: those with one row per token. `tables`: look-ups in tables that the
@@ -174,7 +174,7 @@ class _Body:
     tables: dict[fx.Node, tuple[fx.Node, fx.Node]]
 
     @classmethod
-    def of(cls, program: PlannedProgram, experts: Experts, count: int) -> _Body:
+    def of(cls, program: PlannedProgram, experts: Experts, count: int) -> _SpreadBody:
         tables = {node: (table, which) for node, table, which in experts.tables() if _blocks(program, table) == count}
         inputs = [experts.ends]
         inputs += [operand for node in (*experts.between, *experts.calls) for operand in edit.operands(node)]

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import Dim, export
 
+import tpcompiler
 from tpcompiler.runtime.model_file import read_model
 
 randn, auto = torch.randn, Dim.AUTO
@@ -107,3 +108,30 @@ def test_it_is_read(name: str, tmp_path: Path) -> None:
     torch.export.save(export(module, args, dynamic_shapes=sizes), tmp_path / "model.pt2")
     program = read_model(tmp_path / "model.pt2")
     torch.testing.assert_close(program.module()(*args), function(*args))
+
+
+class Counting(nn.Module):
+    """Counts its inputs in a block without gradients, which returns nothing."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.register_buffer("count", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(x)
+        with torch.no_grad():
+            self.count.add_(x.sum(0))
+        return result
+
+
+def test_block_that_returns_nothing(tmp_path: Path) -> None:
+    program = export(Counting(), (x := randn(2, 3),))
+    torch.export.save(program, tmp_path / "model.pt2")
+    with pytest.raises(Exception, match="missing val field"):
+        torch.export.load(tmp_path / "model.pt2")
+    made = tpcompiler.parallelize(read_model(tmp_path / "model.pt2"), 2, {"layer": "colwise"})
+    made.save(tmp_path / "out")
+    assert tpcompiler.open(tmp_path / "out").verify((x,), then=[(x,)]).ok

@@ -20,7 +20,7 @@ from tests.runtime.commands import right
 from tests.state.models import PLAN, WRITES, Llama, Normed, call
 from tests.zoo.case import randomise
 from tpcompiler import ParallelProgram
-from tpcompiler.judge.compare.compare import FLOOR, SPREAD
+from tpcompiler.judge.compare.judge import FLOOR, SPREAD
 from tpcompiler.parallel.compared import layout_of
 from tpcompiler.runtime.inputs import write_tensors
 

@@ -18,7 +18,8 @@ from tests.machines import CALLS
 from tests.verify.network import PLAN, Transformer, collectives, damaged, randomised, skipped
 from tpcompiler.errors import InputsError, MeshError
 from tpcompiler.ir import edit
-from tpcompiler.judge.compare.compare import FLOOR, SPREAD, VerifyReport
+from tpcompiler.judge.compare.compare import VerifyReport
+from tpcompiler.judge.compare.judge import FLOOR, SPREAD
 from tpcompiler.parallel.compared import layout_of, shardings_of
 
 pytestmark = pytest.mark.slow

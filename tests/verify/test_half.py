@@ -18,7 +18,8 @@ from tests.zoo.faults import collectives_of, without_collective
 from tpcompiler import ParallelProgram
 from tpcompiler.ir import edit
 from tpcompiler.ir.node_placement import read_claim
-from tpcompiler.judge.compare.compare import FLOOR, VerifyReport
+from tpcompiler.judge.compare.compare import VerifyReport
+from tpcompiler.judge.compare.judge import FLOOR
 from tpcompiler.parallel.compared import layout_of
 
 pytestmark = pytest.mark.slow

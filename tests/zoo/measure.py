@@ -25,7 +25,8 @@ from tpcompiler import ParallelProgram
 from tpcompiler.errors import InternalError, TpCompilerWarning
 from tpcompiler.ir import edit
 from tpcompiler.ir.node_placement import PLACEMENT, read_claim
-from tpcompiler.judge.compare.compare import Difference, VerifyReport
+from tpcompiler.judge.compare.compare import VerifyReport
+from tpcompiler.judge.compare.judge import Difference
 from tpcompiler.judge.compare.reference import reference_of
 from tpcompiler.judge.compare.simulate import simulate
 from tpcompiler.judge.sound.check import check_programs

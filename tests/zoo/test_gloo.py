@@ -13,7 +13,7 @@ from tests.long import in_long_runs, some
 from tests.zoo.case import Case
 from tests.zoo.index import CASES
 from tests.zoo.measure import exported
-from tpcompiler.judge.compare.compare import FLOOR, SPREAD
+from tpcompiler.judge.compare.judge import FLOOR, SPREAD
 from tpcompiler.judge.compare.reference import run_single
 from tpcompiler.runtime.inputs import flatten_inputs, write_tensors
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import IO, Any, cast
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.export import ExportedProgram
 from torch.utils import _pytree
 
@@ -32,12 +33,21 @@ def is_registered_class(name: str) -> bool:
 
 @contextlib.contextmanager
 def quick_files() -> Iterator[None]:
-    """Speed up reading and writing of programs in this block.
+    """Speed up reading and writing of programs in this block, and read programs that torch writes and does not read.
 
     torch evaluates the type hints of a node's class for each node that it reads, a sixth of a load's time. It also
-    brings a copy of the program into a canonical form and discards it, half of a save's time.
+    brings a copy of the program into a canonical form and discards it, half of a save's time. Its reader gives no value
+    to a call of a graph that returns nothing (a `no_grad` block that only writes a buffer), and its verifier wants one.
     """
     from torch._export.serde import schema, serialize
+
+    reader: Any = serialize.GraphModuleDeserializer
+    read_outputs = reader.deserialize_outputs
+
+    def read_no_outputs(self: Any, node: Any, made: torch.fx.Node) -> None:
+        read_outputs(self, node, made)
+        if not node.outputs and isinstance(made.target, HigherOrderOperator):
+            made.meta["val"] = ()
 
     hints = functools.cache(functools.partial(typing.get_type_hints, globalns=vars(schema)))
     names: dict[str, Any] = {
@@ -47,9 +57,11 @@ def quick_files() -> Iterator[None]:
     before = {name: vars(serialize)[name] for name in names if name in vars(serialize)}
     for name in before:
         setattr(serialize, name, names[name])
+    reader.deserialize_outputs = read_no_outputs
     try:
         yield
     finally:
+        reader.deserialize_outputs = read_outputs
         for name, value in before.items():
             setattr(serialize, name, value)
 

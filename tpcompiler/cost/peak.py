@@ -14,7 +14,7 @@ from tpcompiler.ir.program import LocalProgram, Program, pin
 from tpcompiler.runtime.in_place import IN_PLACE
 
 
-class Values(NamedTuple):
+class ValueSizes(NamedTuple):
     """The inputs of a program and the values that it makes, without its leaves.
 
     Attributes:
@@ -27,7 +27,7 @@ class Values(NamedTuple):
 
 
 def find_peak(
-    order: Sequence[fx.Node], values: Values, besides: Mapping[fx.Node, int] | None = None
+    order: Sequence[fx.Node], values: ValueSizes, besides: Mapping[fx.Node, int] | None = None
 ) -> tuple[int, fx.Node]:
     """Return the most bytes of values at once, and the op at which that is.
 
@@ -54,7 +54,7 @@ def find_peak(
     return most
 
 
-def local_values(program: LocalProgram) -> Values:
+def local_values(program: LocalProgram) -> ValueSizes:
     """Return the values of a rank's program, with their bytes at the sizes of the example."""
     leaves, in_place = {node for node, _ in program.leaves()}, set(written_in_place(program))
     size: dict[fx.Node, int] = {}
@@ -68,7 +68,7 @@ def local_values(program: LocalProgram) -> Values:
         else:
             count = sum(sym_hint(value.numel()) * value.element_size() for value in edit.outputs(node))
             owner[node], size[node] = node, 0 if node in in_place else count
-    return Values(size, owner)
+    return ValueSizes(size, owner)
 
 
 def is_view(node: fx.Node) -> bool:

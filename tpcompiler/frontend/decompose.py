@@ -68,12 +68,12 @@ def decompose_calls(program: ExportedProgram, how: Mapping[Any, Any], table: Map
     values = all_tensors(program)
     if any(isinstance(value, torch.Tensor) and type(value) not in DENSE for value in values.values()):
         raise NotSimple("a subclass")
-    writer = _Writer(program, how, table)
+    writer = _Simplifier(program, how, table)
     with disable_fake_tensor_cache(writer.mode):  # every call here is of another layout: torch's entries cost more
         return writer.written()
 
 
-class _Writer:
+class _Simplifier:
     def __init__(self, program: ExportedProgram, how: Mapping[Any, Any], table: Mapping[Any, Any]) -> None:
         self.program, self.how, self.table = program, how, table
         self.graph, self.mode = fx.Graph(), fake_mode_of(program.graph)

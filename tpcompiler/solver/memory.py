@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import fx
 
 from tpcompiler.cost.objective import local_bytes
-from tpcompiler.cost.peak import Values, find_peak, is_view, written_in_place
+from tpcompiler.cost.peak import ValueSizes, find_peak, is_view, written_in_place
 from tpcompiler.ir import edit
 from tpcompiler.ir.program import PlannedProgram, pin, tied
 from tpcompiler.solver.solution import Solution
@@ -90,7 +90,7 @@ def _find_peak(program: PlannedProgram, found: Solution) -> tuple[int, str]:
             for value, own in zip(values, found.made(node), strict=True)
         )
     besides = {node: own for node, own in gathered.items() if node.target is not pin}  # a pin's is its result
-    most, at = find_peak(list(program.graph.nodes), Values(size, owner), besides)
+    most, at = find_peak(list(program.graph.nodes), ValueSizes(size, owner), besides)
     return most, at.name if most else ""
 
 
