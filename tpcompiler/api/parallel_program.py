@@ -110,6 +110,8 @@ class ParallelProgram(Programs["ParallelProgram"]):
         then: Sequence[Any] = (),
         original: ExportedProgram | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
+        steps: int = 0,
+        optimizer: str = "adamw",
     ) -> VerifyReport:
         """Run all ranks in lock step in this process and compare them with the single-device program.
 
@@ -127,14 +129,18 @@ class ParallelProgram(Programs["ParallelProgram"]):
             original: the program that was converted; by default the artifact's own. One that was exported without
                 weights uses the checkpoint's or, without one, the ranks' own, which are then not verified.
             checkpoint: a directory of safetensors files; ranks whose weights are not cut yet read theirs from it, too.
+            steps: of a program with gradients, the number of steps of an optimizer on all ranks and on the single
+                device, whose parameters are compared after each. The calls are repeated in turn.
+            optimizer: "adamw" (learning rate 0.001) or "sgd" (0.1, with momentum 0.9).
 
         Raises:
-            InputsError: the program rejects the arguments or has no example inputs, or no program has the name.
+            InputsError: the program rejects the arguments or has no example inputs, or no program has the name; or
+                steps are asked for, and it has no gradients.
             ArtifactError: the files are damaged or were made from another program.
         """
         if original is not None:
             self.only  # noqa: B018  (raises for several)
-        return verify_programs(self._programs, args, kwargs or {}, then, original, checkpoint)
+        return verify_programs(self._programs, args, kwargs or {}, then, original, checkpoint, steps, optimizer)
 
     def check(
         self, original: ExportedProgram | None = None, *, checkpoint: str | os.PathLike[str] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -37,13 +38,17 @@ def verify_programs(
     then: Sequence[Any],
     original: ExportedProgram | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
+    steps: int = 0,
+    optimizer: str = "adamw",
 ) -> VerifyReport:
     """Run all ranks of an artifact's programs and compare them with the model (`ParallelProgram.verify`).
 
     Raises:
         ArtifactError: a file is damaged, or was made from another program.
-        InputsError: a program rejects the arguments, or no program has the name.
+        InputsError: a program rejects the arguments, or no program has the name; or it has no gradients for steps.
     """
+    if steps < 0:
+        raise InputsError(f"{option('--steps', 'steps')} is {steps}", help="give the number of steps of an optimizer")
     alone = len(programs) == 1
     own, subjects = False, dict[str, Subject]()
     for name, program in programs.items():
@@ -51,7 +56,9 @@ def verify_programs(
         own |= model is not None and checkpoint is None and bool(weightless_names(model))
         subjects[SINGLE if alone else name] = subject_of(program, model, checkpoint)
     calls = _read_calls(subjects, args, kwargs, then)
-    report = compared_calls(subjects, calls)
+    if steps:
+        calls = list(itertools.islice(itertools.cycle(calls), steps))
+    report = compared_calls(subjects, calls, optimizer if steps else None)
     for program in programs.values():
         if report.ok and MODEL in program.manifest.files:  # an artifact for other ranks would be made from it
             read_proved_model(program, prepare=on_cpu, canonical=canonicalize)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -38,6 +38,18 @@ def verify(
             help="If they differ, convert again and write the smallest wrong part of the model there, with a script.",
         ),
     ] = None,
+    steps: Annotated[
+        int,
+        typer.Option(
+            "--steps",
+            metavar="N",
+            min=0,
+            help="Of a program with gradients: make N steps of an optimizer, and compare the parameters after each.",
+        ),
+    ] = 0,
+    optimizer: Annotated[
+        Literal["adamw", "sgd"], typer.Option("--optimizer", help="The optimizer of --steps.")
+    ] = "adamw",
     imports: Imports = None,
     trust: Trust = False,
     json: Json = False,
@@ -52,6 +64,7 @@ def verify(
       tpcompiler verify out --against model.pt2
       tpcompiler verify out --against model.pt2 --inputs in.safetensors
       tpcompiler verify out --checkpoint checkpoint
+      tpcompiler verify out --steps 3 --optimizer adamw
     """
     with progress(f"reading {against or directory}", quiet=json) as status:
         from tpcompiler.api.parallel_program import open
@@ -70,7 +83,9 @@ def verify(
         if cost := printing.cost_of_verifying(program.manifest):
             typer.echo(cost, err=True)
         status.update("running the model and all ranks")
-        report = artifact.verify(*calls[0], then=calls[1:], original=original, checkpoint=checkpoint)
+        report = artifact.verify(
+            *calls[0], then=calls[1:], original=original, checkpoint=checkpoint, steps=steps, optimizer=optimizer
+        )
     printing.print_answer(json, report, str(report).splitlines())
     if bisect is not None and not report.ok:
         with progress("converting again, to find the smallest wrong part", quiet=json):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class VerifyReport(Record, Shown, frozen=True, omit_defaults=False):
     note: str = ""  # which program was run, if it is not the one that was asked about; how many rows experts drop
     magnitude: float = 0.0  # the largest magnitude in the output that has the largest absolute error
     tolerance: float = 0.0  # the relative error that was allowed in the output that has the largest one
+    steps: int = 0  # the steps of an optimizer that were made
 
     def __str__(self) -> str:
         largest = f" in values up to {self.magnitude:.3g}" if self.magnitude else ""
@@ -45,17 +47,30 @@ class VerifyReport(Record, Shown, frozen=True, omit_defaults=False):
         ]
         if self.note:
             lines.append(f"  {self.note}")
-        for d in self.outputs:
-            proved = "" if d.finite else ": it has no finite number, which proves nothing"
-            if d.strays:
-                proved = f": {d.strays} elements are NaN or infinite on one device or on a rank, and not on both"
-            off = f"rel err {d.rel:.3g} (tolerance {d.tolerance:.3g})"
-            if d.magnitude:
-                off += f", abs err {d.abs:.3g} in values up to {d.magnitude:.3g}"
-            lines.append(f"  {'ok ' if d.ok else 'BAD'} {d.name}: {off}{proved}")
+        lines += map(_line, self._bad_and_worst() if self.steps else self.outputs)
         if self.first_diverging:
             lines.append(f"  first diverging value: {self.first_diverging}")
         return "\n".join(map(one_line, lines))
+
+    def _bad_and_worst(self) -> Iterator[Difference]:
+        """Yield of each step the values that are wrong, and of the others the one that is closest to its tolerance."""
+        for step, values in itertools.groupby(self.outputs, lambda d: d.name.partition(": ")[0]):
+            own = list(values)
+            yield from (d for d in own if not d.ok)
+            if right := [d for d in own if d.ok]:
+                worst = max(right, key=lambda d: d.rel / (d.tolerance or 1.0))
+                name = worst.name.removeprefix(f"{step}: ")
+                yield replace(worst, name=f"{step}: {len(right)} values, of which the least exact is {name}")
+
+
+def _line(d: Difference) -> str:
+    proved = "" if d.finite else ": it has no finite number, which proves nothing"
+    if d.strays:
+        proved = f": {d.strays} elements are NaN or infinite on one device or on a rank, and not on both"
+    off = f"rel err {d.rel:.3g} (tolerance {d.tolerance:.3g})"
+    if d.magnitude:
+        off += f", abs err {d.abs:.3g} in values up to {d.magnitude:.3g}"
+    return f"  {'ok ' if d.ok else 'BAD'} {d.name}: {off}{proved}"
 
 
 def read_call(call: Call) -> tuple[Sequence[Any], Mapping[str, Any]]:
@@ -66,7 +81,9 @@ def read_call(call: Call) -> tuple[Sequence[Any], Mapping[str, Any]]:
 
 
 def compare_calls(
-    subjects: Mapping[str, Subject], calls: Sequence[tuple[str, Sequence[Any], Mapping[str, Any]]]
+    subjects: Mapping[str, Subject],
+    calls: Sequence[tuple[str, Sequence[Any], Mapping[str, Any]]],
+    optimizer: str | None = None,
 ) -> VerifyReport:
     """Run each reference, the same in float64, and all ranks in lock step; compare every output on every rank.
 
@@ -78,17 +95,18 @@ def compare_calls(
     Args:
         subjects: programs that share their buffers, by name.
         calls: (name, args, kwargs) of each call, which starts from the buffers that earlier calls have written.
+        optimizer: makes a step of all parameters after each call, in every run; the parameters are compared too.
 
     Raises:
-        InputsError: a program rejects the arguments.
+        InputsError: a program rejects the arguments, or has no gradients for the optimizer.
         MeshError: there is no program of a rank.
         ProgramError: weights have no values.
     """
-    trials = {name: [Trial(subject)] for name, subject in subjects.items()}
+    trials = {name: [Trial(subject, optimizer=optimizer)] for name, subject in subjects.items()}
     simulated = all(subject.run is None for subject in subjects.values())
     if narrow := simulated and any(is_narrow(each[0].reference) for each in trials.values()):
         for name, subject in subjects.items():
-            trials[name].append(Trial(subject, WIDE))
+            trials[name].append(Trial(subject, WIDE, optimizer))
     for each in zip(*trials.values(), strict=True):
         for trial in each[1:]:
             trial.share(each[0])
@@ -114,7 +132,8 @@ def compare_calls(
                 first = trial.first_diverging(flat, shares)
             trial.remember()
             program = "" if is_single(subjects) else f" ({name})"
-            of = f"call {number + 1}{program}: " if len(calls) > 1 else ""
+            of = f"{'call' if optimizer is None else 'step'} {number + 1}{program}: "
+            of = of if len(calls) > 1 or optimizer is not None else ""
             differences += [replace(d, name=f"{of}{d.name}") for d in results]
     nothing = Difference("", 0.0, 0.0, 0.0, True)
     furthest, worst = (max(own, key=key, default=nothing) for key in (_absolute, _relative))
@@ -127,6 +146,7 @@ def compare_calls(
         note=_count(dropped),
         magnitude=furthest.magnitude,
         tolerance=worst.tolerance,
+        steps=0 if optimizer is None else len(calls),
     )
 
 
