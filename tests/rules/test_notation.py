@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ from tpcompiler.errors import RuleError
 from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.rules.infer import Option, Refusal, follow
+from tpcompiler.rules.infer import Option, Refusal, follow, shardings
 from tpcompiler.rules.notation import Pattern, Rule, extents, parse
+
+AXES = {"dp": 2, "tp": 2}
 
 
 def rule(text: str, *shapes: tuple[int, ...], **known: int) -> Rule:
@@ -138,3 +141,23 @@ def test_a_dim_of_less_than_one_unit_is_not_cut() -> None:
     found = follow(written, term, Sharding((DimSharding.by("tp", unit=64),)), mesh)
     assert found == Refusal("in its dim of 32, 32 elements have no units of 64")
     assert isinstance(follow(written, term, Sharding((DimSharding.by("tp", unit=32),)), mesh), Option)
+
+
+@pytest.mark.parametrize("whole", ["", "!"])
+@pytest.mark.parametrize(("outer", "inner"), itertools.product(range(2, 6), (2, 3)))
+def test_a_cut_of_the_outer_factor_is_read_back(outer: int, inner: int, whole: str) -> None:
+    """Over two axes, of which the second may find one element left, or none."""
+    written, mesh = rule(f"(a b{whole}) -> a b", (outer * inner,), (outer, inner), a=outer, b=inner), Mesh.of(AXES)
+    (term,) = written.pattern.inputs
+    made = shardings(written, Option({"a": DimSharding.by("dp", "tp")}), mesh)
+    assert not isinstance(made, Refusal)
+    found = follow(written, term, made[0][0], mesh)
+    assert isinstance(found, Option), found
+    again = shardings(written, found, mesh)
+    assert not isinstance(again, Refusal)
+    for before, after, shape in (
+        (made[0][0], again[0][0], (outer * inner,)),
+        (made[1][0], again[1][0], (outer, inner)),
+    ):
+        places = map(mesh.coordinate, range(mesh.world_size))
+        assert all(before.local_shape(shape, mesh, at) == after.local_shape(shape, mesh, at) for at in places)

@@ -62,7 +62,7 @@ def _take_apart(rule: Rule, dim: Dim, cut: DimSharding, mesh: Mesh) -> dict[str,
     uneven: set[str] = set()  # here `left` is the largest piece; a divisor of it need not divide the others
     first = 0  # factors outside this one are not sharded any more
     for axis, block, its in cut.levels:
-        choice = _cut_factor(dim[first:] if not block else dim, left, block)
+        choice = _cut_factor(dim[first:] if not block else dim, left, block, its)
         if isinstance(choice, Refusal):
             return choice
         factor, own = choice
@@ -113,10 +113,16 @@ def _outer(rule: Rule, dim: Dim) -> str | None:
     return next((f for f in dim if not is_one(rule.extent[f])), None)
 
 
-def _cut_factor(dim: Dim, left: Mapping[str, Size], block: int) -> tuple[str, int] | Refusal:
-    """Return the factor that an axis shards when it shards a merged dim in such blocks, and its block there."""
+def _cut_factor(dim: Dim, left: Mapping[str, Size], block: int, unit: int) -> tuple[str, int] | Refusal:
+    """Return the factor that an axis shards when it shards a merged dim in such blocks and units, and its block there.
+
+    An axis may shard a factor of which others have left one element: a unit of all that is inside of it tells.
+    """
     if not block:
-        factor = next((f for f in dim if not is_one(left[f])), dim[0] if dim else None)
+        inner = [_product(left[f] for f in dim[at + 1 :]) for at in range(len(dim))]
+        taken = (unit != 1 and statically_equal(size, unit) for size in inner)
+        own = (f for f, is_unit in zip(dim, taken, strict=True) if is_unit or not is_one(left[f]))
+        factor = next(own, dim[0] if dim else None)
         return (factor, 0) if factor is not None else Refusal("has one element")
     inside: Size = 1
     for factor in reversed(dim):
