@@ -55,6 +55,14 @@ def test_ranks_without_heads(packed: bool, dynamic: bool, tmp_path: Path) -> Non
     assert (report.ok, report.findings) == (True, [])
 
 
+def test_a_program_in_memory_without_weights() -> None:
+    with tpcompiler.weightless():
+        layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        exported = torch.export.export(layers, (torch.ones(2, 4),))
+    report = tpcompiler.parallelize(exported, 2, {"0": "colwise", "2": "rowwise"}).check()
+    assert (report.ok, report.findings) == (True, [])
+
+
 def test_the_original_has_the_same_tensors() -> None:
     """By name: one that no rank holds, or that the original lacks, is not of this model."""
     example = (torch.randn(2, 4),)
