@@ -161,6 +161,35 @@ def _in_turns() -> Subject:
     return _subject(exported, {"tp": 2}, {"attend": "attend_in_turns"}, calls, **asked)
 
 
+def _dispatched() -> Subject:
+    from tests.passes import test_dispatch_experts as experts
+
+    net, rows = experts.built(experts=4), [{"ep": "S(0)"}]
+    plan = dict.fromkeys(("up", "down"), "dispatch_experts")
+    exported = torch.export.export(net, (experts.X,))
+    return _subject(exported, {"ep": 2}, plan, [((experts.X,), {})], inputs=rows, outputs=rows)
+
+
+def _batches() -> Subject:
+    """Batch norm in training, and a scan, over samples that are cut."""
+    x = _noise(8, 4, 6)
+    exported = torch.export.export(randomise(small.Batches()).train(), (x,))
+    return _subject(exported, {"dp": 2}, {}, [((x,), {}), ((x + 1,), {})], inputs=["S(0)"], outputs=["S(0)"])
+
+
+def _training() -> Subject:
+    """Gradients, of parameters that are cut at rest."""
+    from tests.training.test_gradients import ROWS, Mlp
+
+    x, target = _noise(8, 8), _noise(8, 8)
+    exported = tpcompiler.export_training(
+        randomise(Mlp()), (x,), loss=torch.nn.functional.mse_loss, targets={"target": target}
+    )
+    plan = {"up": "colwise", "down": "rowwise", "**": "shard_at_rest(dp)"}
+    inputs = dict.fromkeys(("x", "target"), ROWS)
+    return _subject(exported, {"dp": 2, "tp": 2}, plan, [((x,), {"target": target})], inputs=inputs)
+
+
 def _noise(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
@@ -176,6 +205,9 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
     "quantised": _quantised,
     "cache by steps": _cache_by_steps,
     "in turns": _in_turns,
+    "dispatched": _dispatched,
+    "batches": _batches,
+    "training": _training,
     "llama": _of_zoo("llama", 2),
     "llama, dynamic": _of_zoo("llama", 2, dynamic=True),
     "gpt2": _of_zoo("gpt2", 2),
