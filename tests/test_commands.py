@@ -31,6 +31,7 @@ COMMANDS = [
     "diff",
     "reshard",
     "package",
+    "handover",
     "run",
 ]
 

@@ -6,6 +6,7 @@ import contextlib
 import io
 import re
 import shlex
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,14 @@ def run(language: str, block: str, session: dict[str, Any]) -> str:
         with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(compile(block, "<a block of the page>", "exec", dont_inherit=True), session)
         return out.getvalue()
-    return "".join(map(command, block.splitlines())) if language == "bash" else ""
+    if language != "bash":
+        return ""
+    with ThreadPoolExecutor() as pool:  # `&` starts a command next to those after it
+        started = [
+            pool.submit(command, line.removesuffix("&")) if line.endswith("&") else command(line)
+            for line in block.splitlines()
+        ]
+        return "".join(each if isinstance(each, str) else each.result() for each in started)
 
 
 def command(line: str) -> str:

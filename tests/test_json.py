@@ -79,6 +79,18 @@ class Gathered(nn.Module):
         return self.down(self.up(x).cumsum(-1))
 
 
+class Counted(nn.Module):
+    """A state that each call writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.total.add_(x.sum(0))
+        return x * self.total
+
+
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """What the commands print of small models, by command."""
@@ -114,6 +126,9 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         run("convert", "model.pt2", "--tp", 2, "--plan", "plan.yaml", "-o", "out")
         run("convert", "dynamic.pt2", "--tp", 2, "--plan", "gathered.yaml", "-o", "dynamic")
         run("convert", "model.pt2", "other.pt2", "--tp", 2, "--plan", "plan.yaml", "--dry-run")
+        torch.export.save(torch.export.export(Counted(), (torch.ones(2, 4),)), "counted.pt2")
+        run("convert", "counted.pt2", "--tp", 2, "--plan", "auto", "-o", "counted")
+        run("handover", "counted", "counted", "-o", "handover.json")
         run("inspect", "out")
         run("verify", "out", "--against", "model.pt2")
         run("check", "out")

@@ -16,6 +16,7 @@ from tpcompiler.artifact.summary import ArtifactSummary, ConvertedArtifact, Conv
 from tpcompiler.ask.costs import CostTable
 from tpcompiler.ask.difference import ArtifactDifference
 from tpcompiler.ask.explanation import Explanation
+from tpcompiler.ask.handover import HandoverTable
 from tpcompiler.cli.answers import (
     Calibration,
     CutWeights,
@@ -58,6 +59,7 @@ ANSWERS: dict[str, tuple[Any, ...]] = {  # by command; several where it depends 
     "diff": (ArtifactDifference,),
     "reshard": (ReshardedArtifact, MergedModel),
     "package": (WrittenPackage,),
+    "handover": (HandoverTable,),
     "run": (Returned, GeneratedTokens),
 }
 NAMES = {"string": "text", "integer": "integer", "number": "number", "boolean": "boolean", "null": "null"}

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tpcompiler.plan import Plan as Plan
     from tpcompiler.rules.notation import RuleText as RuleText
     from tpcompiler.rules.register import register_rule as register_rule
+    from tpcompiler.runtime.handover import join_handover as join_handover
     from tpcompiler.runtime.weightless import save_weightless as save_weightless
     from tpcompiler.runtime.weightless import weightless as weightless
 
@@ -34,6 +35,7 @@ _HOME = {
     "open": "tpcompiler.api.parallel_program",
     "ParallelProgram": "tpcompiler.api.parallel_program",
     "load": "tpcompiler.checkpoint.load",
+    "join_handover": "tpcompiler.runtime.handover",
     "export_training": "tpcompiler.api.training",
     "find_plan": "tpcompiler.api",
     "diagnose": "tpcompiler.api.doctor",

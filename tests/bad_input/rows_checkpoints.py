@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.bad_input.row import Row, Spoil, text
 from tpcompiler.checkpoint.files import INDEX
+from tpcompiler.errors import ArtifactError
+from tpcompiler.runtime.handover import read_handover
 
 CUT = "tpcompiler cut uncut --checkpoint checkpoint"
 SAME = "give the checkpoint of the same model"
@@ -177,6 +179,19 @@ CHECKPOINTS = [
         "tpcompiler reshard checkpoint --tp 4 -o new",
         "checkpoint is not an artifact: it has no manifest.json",
         "make one with tpcompiler convert",
+    ),
+    Row(
+        "a handover of a model without a cache",
+        "tpcompiler handover out one",
+        "out writes no buffer: there is nothing to hand over",
+        "export the model with a static cache (tpcompiler export --prefill-decode)",
+    ),
+    Row(
+        "a plan in place of a handover",
+        lambda _: read_handover("plan.yaml"),
+        "plan.yaml is not a handover",
+        "make it with tpcompiler handover SOURCE TARGET -o handover.json",
+        code=ArtifactError,
     ),
     Row(
         "other ranks into a directory that is there",

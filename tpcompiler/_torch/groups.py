@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -32,6 +33,33 @@ def default_store() -> Any:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store()
+
+
+def meet_ranks(host: str, port: int, rank: int, size: int, timeout: timedelta, fact: bytes) -> tuple[Any, list[bytes]]:
+    """Meet the ranks of several worlds at rank 0's address; return the store, and the fact that each rank brings.
+
+    Raises:
+        RuntimeError: not all ranks arrived in time, or the address is in use.
+    """
+    c10d: Any = dist  # its stubs omit the stores
+    store = c10d.TCPStore(host, port, size, rank == 0, timeout, wait_for_workers=False)
+    store.set(f"rank/{rank}", fact)
+    return store, [bytes(store.get(f"rank/{each}")) for each in range(size)]
+
+
+def group_over(store: Any, rank: int, size: int, timeout: timedelta, backend: str) -> Any:
+    """Return a process group of the ranks that met at a store; torch's own groups do not know of it.
+
+    Raises:
+        RuntimeError: not all ranks arrived in time, or the ranks cannot reach each other.
+    """
+    c10d: Any = dist
+    store = c10d.PrefixStore("group", store)
+    if backend == "nccl":
+        options = c10d.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return c10d.ProcessGroupNCCL(store, rank, size, options)
+    return c10d.ProcessGroupGloo(store, rank, size, timeout)
 
 
 def group_is_registered(name: str) -> bool:

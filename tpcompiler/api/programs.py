@@ -18,6 +18,7 @@ from tpcompiler.ask.again import advise
 from tpcompiler.ask.costs import CostTable, count_costs
 from tpcompiler.ask.difference import ArtifactDifference, find_differences
 from tpcompiler.ask.explanation import Explanation, explain
+from tpcompiler.ask.handover import HandoverTable, price_handover
 from tpcompiler.checkpoint.leaves import held_per_rank
 from tpcompiler.errors import ArtifactError, option
 from tpcompiler.ir.mesh import Mesh
@@ -226,6 +227,22 @@ class Programs(Shown, Mapping[str, T]):
             MachineError: the description of the machine cannot be read.
         """
         return find_differences(self.only, other.only, machine)
+
+    def handover(self, target: Programs[Any], *, machine: str | os.PathLike[str] | None = None) -> HandoverTable:
+        """Return the parts of caches and other written buffers that these ranks send to those of another artifact.
+
+        Every element goes to each rank of the target that holds it, once, which is proved. `save` writes them as JSON;
+        `tpcompiler.join_handover` sends them.
+
+        Args:
+            target: an artifact of the same model, for any number of ranks.
+            machine: whose seconds are meant; by default that of this artifact's conversion.
+
+        Raises:
+            ArtifactError: no buffer is written, or the target lacks one or has it with another shape or dtype.
+            MachineError: the machine is unknown or faulty.
+        """
+        return price_handover(self._programs, target._programs, machine)
 
     def show(
         self,

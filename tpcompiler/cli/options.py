@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 NOT_EQUAL, BAD_INPUT, DEFECT = 1, 2, 3
 WORKFLOW = (
     *("export", "inspect", "plan", "calibrate", "convert", "cut", "verify", "check"),
-    *("explain", "diff", "reshard", "package", "run"),
+    *("explain", "diff", "reshard", "package", "handover", "run"),
 )
 _UsageError: Any = typer.BadParameter.__base__  # from click before typer 0.20, from typer since
 

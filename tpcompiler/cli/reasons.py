@@ -108,6 +108,43 @@ def diff(
         raise typer.Exit(NOT_EQUAL)
 
 
+@app.command()
+def handover(
+    source: Artifact,
+    target: Annotated[
+        Path, typer.Argument(metavar="OUT2", help="An artifact of the same model, for any number of ranks.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", metavar="FILE.json", help="Write which rank sends which part.")
+    ] = None,
+    machine: Machine = None,
+    imports: Imports = None,
+    trust: Trust = False,
+    json: Json = False,
+) -> None:
+    """Hand caches from one artifact's ranks to another's.
+
+    Lists the parts of all buffers that OUT writes (caches of a prefill, states) by the rank that sends them and the
+    rank of OUT2 that receives them, with their bytes and seconds. `tpcompiler.join_handover` sends them.
+
+    \b
+    Example:
+      tpcompiler handover prefill decode -o handover.json
+      tpcompiler handover chat8/prefill chat4/decode --machine h100-2x8
+    """
+    with progress(f"reading {source}", quiet=json):
+        from tpcompiler.api.parallel_program import open
+        from tpcompiler.cli import printing
+        from tpcompiler.runtime.model_file import import_modules
+
+        import_modules(imports or ())
+        answer = open(source, trust).handover(open(target, trust), machine=machine)
+    if out is not None:
+        answer.save(out)
+        typer.echo(f"wrote {out}", err=True)
+    printing.print_answer(json, answer, answer.parts())
+
+
 def _read_sizes(text: str | None) -> dict[str, int]:
     pairs = [part.partition("=") for part in text.split(",")] if text else []
     for name, _, value in pairs:

@@ -119,6 +119,16 @@ class Machine:
         steps = (mesh.size(axes) - 1) * (2 if kind == "all_reduce" else 1)
         return min(link.seconds(wire_bytes, steps) for link in self.links_of(kind, axes, mesh))
 
+    def transfer_seconds(self, sent_bytes: float) -> float:
+        """Return the seconds in which a rank sends bytes to one of another world: between nodes, if there are several.
+
+        A transfer is taken for an exchange in a group of two.
+        """
+        links = self.between_nodes or self.links
+        keys = (("all_to_all", 2), ("", 2), ("all_to_all", 0), ("", 0))
+        found: Sequence[Link] = next((links[key] for key in keys if key in links), ())
+        return min((link.seconds(sent_bytes, 1) for link in found), default=0.0)
+
     def using(self, collectives: Collectives) -> Machine:
         """Return the machine for programs that are converted with these collectives."""
         return self if collectives == "nccl" else replace(self, collectives=collectives)

@@ -1,0 +1,240 @@
+"""Caches handed from the ranks of one artifact to those of another: bytes by hand, a proof, and processes."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from torch.export import export
+
+import tpcompiler
+from tests.launch import ROOT, fork_ranks
+from tests.runtime.commands import call as command
+from tests.trust.small import Decode
+from tpcompiler import ArtifactError
+from tpcompiler.artifact import handover
+from tpcompiler.checkpoint.leaves import bytes_per_rank
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.runtime.handover import Move, read_handover
+
+BATCH, HEADS, STEPS, FEATURES = 2, 2, 64, 16
+CACHE = BATCH * HEADS * STEPS * FEATURES * 4  # bytes of the keys, and of the values
+
+
+def call(at: int) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(at)
+    shapes = ((BATCH, 4, 1, FEATURES), (BATCH, HEADS, 1, FEATURES), (BATCH, HEADS, 1, FEATURES))
+    return (*(torch.randn(shape, generator=generator) for shape in shapes), torch.tensor([at]))
+
+
+@pytest.fixture(scope="module")
+def decode() -> Any:
+    torch.manual_seed(0)
+    return export(Decode(), call(5))
+
+
+def converted(program: Any, ranks: int, cut: str) -> tpcompiler.ParallelProgram:
+    return tpcompiler.parallelize(program, ranks, {"keys": cut, "values": cut} if cut != "R" else {})
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "shares"),
+    [
+        # Of each pair of ranks the share of a cache that goes from one to the other.
+        ((2, "S(1)"), (2, "S(1)"), {(0, 0): 1 / 2, (1, 1): 1 / 2}),
+        ((2, "S(1)"), (4, "S(2)"), {(s, t): 1 / 8 for s in range(2) for t in range(4)}),
+        ((4, "S(2)"), (2, "S(2)"), {(0, 0): 1 / 4, (1, 0): 1 / 4, (2, 1): 1 / 4, (3, 1): 1 / 4}),
+        # 64 steps in 22, 22 and 20
+        ((2, "S(2)"), (3, "S(2)"), {(0, 0): 22 / 64, (0, 1): 10 / 64, (1, 1): 12 / 64, (1, 2): 20 / 64}),
+        # Whole caches: each rank gets all of it, keys from one sender and values from the next.
+        ((2, "S(1)"), (2, "R"), {(s, t): 1 / 2 for s in range(2) for t in range(2)}),
+        # Of ranks with equal shares, each sends to few.
+        ((2, "R"), (2, "S(1)"), {(0, 0): 1 / 2, (1, 1): 1 / 2}),
+        ((2, "R"), (3, "S(2)"), {(0, 0): 22 / 128, (1, 0): 22 / 128, (1, 1): 22 / 64, (0, 2): 20 / 64}),
+    ],
+)
+def test_bytes_by_hand(
+    decode: Any, source: tuple[int, str], target: tuple[int, str], shares: dict[tuple[int, int], float]
+) -> None:
+    made = converted(decode, *source).handover(converted(decode, *target))
+    sent = {(each.source, each.target): each.bytes for each in made.sent}
+    assert sent == {pair: 2 * CACHE * share for pair, share in shares.items()}
+    assert made.bytes == sum(sent.values())
+
+
+def test_large_parts_are_shared_out(decode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where messages cost little, two ranks that both have all of it send half of it each."""
+    monkeypatch.setattr(handover, "MESSAGE", 0)
+    made = converted(decode, 2, "R").handover(converted(decode, 3, "S(2)"))
+    sent = Counter[int]()
+    for each in made.sent:
+        sent[each.source] += each.bytes
+    assert sent == {0: CACHE, 1: CACHE}
+
+
+def cut_wrongly(move: Move) -> Move:
+    (start, stop), *others = move.source_slice
+    return msgspec.structs.replace(move, source_slice=[[start + 1, stop + 1], *others])
+
+
+DAMAGES: dict[str, Callable[[list[Move]], list[Move]]] = {
+    "dropped": lambda moves: moves[1:],
+    "doubled": lambda moves: [moves[0], *moves],
+    "of another rank": lambda moves: [msgspec.structs.replace(moves[0], source=1), *moves[1:]],
+    "to another rank": lambda moves: [msgspec.structs.replace(moves[0], target=2), *moves[1:]],
+    "to a rank that is not there": lambda moves: [*moves, msgspec.structs.replace(moves[0], target=4)],
+    "other elements": lambda moves: [cut_wrongly(moves[0]), *moves[1:]],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damages_are_found(decode: Any, damage: str) -> None:
+    both = [converted(decode, 2, "S(1)"), converted(decode, 4, "S(2)")]
+    programs = [{"": each.only} for each in both]
+    sound = both[0].handover(both[1]).handover
+    assert handover.find_wrong_move(sound, *programs) == ""
+    wrong = msgspec.structs.replace(sound, moves=DAMAGES[damage](sound.moves))
+    assert handover.find_wrong_move(wrong, *programs) != ""
+
+
+@dataclass(frozen=True)
+class Side:
+    """The results of a side's ranks: bytes moved, results of calls, buffers."""
+
+    ranks: list[tuple[int, list[torch.Tensor], dict[str, torch.Tensor]]]
+
+
+def hand_over(sides: dict[str, tpcompiler.ParallelProgram], path: Path, calls: dict[str, Any]) -> dict[str, Side]:
+    """Save both artifacts, and run both worlds at once, in gloo processes."""
+    source, target = sides.values()
+    source.handover(target).save(path / "handover.json")
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    port = store.port
+    del store  # the port is free again
+    ended, worlds = {}, []
+    for side, program in sides.items():
+        program.save(path / side)
+        torch.save(calls[side], path / f"{side}.calls")
+
+    def run(side: str, ranks: int) -> None:
+        words = (side, path / side, path / "handover.json", f"localhost:{port}", path)
+        ended[side] = fork_ranks(ranks, ROOT / "tests/handover_worker.py", *words, timeout=150)
+
+    for side, program in sides.items():
+        worlds.append(threading.Thread(target=run, args=(side, program.world_size)))
+        worlds[-1].start()
+    for world in worlds:
+        world.join()
+    for each in ended.values():
+        assert not any(each.codes), "\n".join(each.printed)
+    return {
+        side: Side([torch.load(path / f"{side}_{rank}.results") for rank in range(program.world_size)])
+        for side, program in sides.items()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "target"), [((4, "S(2)"), (2, "S(1)")), ((2, "S(1)"), (3, "S(2)"))], ids=["4 to 2", "2 to 3"]
+)
+def test_processes(decode: Any, tmp_path: Path, source: tuple[int, str], target: tuple[int, str]) -> None:
+    """Two steps on one side, one on the other: results and caches are those of one device, bit by bit where moved."""
+    sides = {"source": converted(decode, *source), "target": converted(decode, *target)}
+    before, after = [call(5), call(6)], [call(7)]
+    found = hand_over(sides, tmp_path, {"source": before, "target": after})
+    module = decode.module()
+    wanted = [module(*each) for each in (*before, *after)]
+    for side, results in (("source", wanted[:2]), ("target", wanted[2:])):
+        for _, own, _ in found[side].ranks:
+            for have, want in zip(own, results, strict=True):
+                torch.testing.assert_close(have, want)
+    assert sum(moved for moved, *_ in found["target"].ranks) == 2 * CACHE
+    assert sum(moved for moved, *_ in found["source"].ranks) == 2 * CACHE
+    dim = int(target[1][2])
+    for name in ("keys", "values"):
+        whole = torch.cat([buffers[name] for *_, buffers in found["target"].ranks], dim)
+        assert torch.equal(whole, module.get_buffer(name))
+
+
+class Plain(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+
+def test_programs_that_do_not_fit(decode: Any) -> None:
+    own = converted(decode, 2, "S(1)")
+    plain = tpcompiler.parallelize(export(Plain(), (torch.ones(4),)), 2, {})
+    with pytest.raises(ArtifactError, match="writes no buffer: there is nothing to hand over"):
+        plain.handover(own)
+    with pytest.raises(ArtifactError, match=r"writes 'keys', f32\[2, 2, 64, 16\], and the program has none"):
+        own.handover(plain)
+
+
+KV_HEADS, ROOM = 4, 32
+CONFIGS: dict[str, dict[str, Any]] = {
+    "LlamaConfig": {"num_key_value_heads": KV_HEADS},
+    "DeepseekV3Config": {
+        "num_key_value_heads": KV_HEADS,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 4,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+    },
+}
+
+
+def ran(words: str) -> str:
+    result = command(*words.split())
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_caches_of_models(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the command line: prefill on 4 ranks, decode on 2 or 3, which hold 2, 1 and 1 of the heads."""
+    config = getattr(transformers, kind)(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, **CONFIGS[kind]
+    )
+    config.architectures = [kind.replace("Config", "ForCausalLM")]
+    monkeypatch.chdir(tmp_path)
+    config.save_pretrained("model")
+    ran(f"export model --prefill-decode --batch 2 --max-length {ROOM} -o models")
+    plan = "--plan auto" if kind == "DeepseekV3Config" else "--plan model/config.json"
+    for program, ranks in (("prefill", 4), ("decode", 2), ("decode", 3)):
+        ran(f"convert models/{program}.pt2 --tp {ranks} {plan} --machine ideal -o {program}{ranks}")
+    for ranks in (2, 3):
+        answer = msgspec.json.decode(ran(f"handover prefill4 decode{ranks} -o {ranks}.json --json"))
+        made, digest = read_handover(f"{ranks}.json")
+        assert msgspec.to_builtins(made) == answer["handover"]
+        assert len(digest) == 64
+        received = Counter[int]()
+        for each in answer["sent"]:
+            received[each["target"]] += each["bytes"]
+        held = [0] * ranks
+        for row in tpcompiler.open(f"decode{ranks}").manifest().tensors:
+            if row.name in made.tensors:
+                own = bytes_per_rank(row, Mesh.of(ranks))
+                held = [a + b for a, b in zip(held, own, strict=True)]
+        assert [received[rank] for rank in range(ranks)] == held
+        if kind == "LlamaConfig":
+            head = 2 * 2 * 2 * ROOM * 8 * 4  # two layers, keys and values, rows, steps, features, float32
+            counters = 2 * 8  # the length so far, of each layer
+            assert held == [heads * head + counters for heads in ((2, 2) if ranks == 2 else (2, 2, 0))]

@@ -1,0 +1,166 @@
+"""Find the parts of buffers that ranks of one artifact send to those of another, and prove that all arrive."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from math import prod
+from typing import Any
+
+import numpy
+
+from tpcompiler._torch import WRITTEN_KINDS
+from tpcompiler.artifact.program import ArtifactProgram
+from tpcompiler.checkpoint.leaves import dtype_of
+from tpcompiler.errors import ArtifactError, InternalError
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.shares import row_sharding
+from tpcompiler.runtime.handover import HandedTensor, Handover, Move
+from tpcompiler.runtime.records import TensorRecord
+
+Programs = Mapping[str, ArtifactProgram]
+MESSAGE = 1_000_000  # bytes that a link sends in about the time that a message costs whatever its length
+Runs = tuple[tuple[range, ...], ...]  # the elements that a rank holds, in each dim
+
+
+def find_handover(source: Programs, target: Programs) -> Handover:
+    """Return the parts of the buffers that the source's programs write, from its ranks to those of the target.
+
+    Of ranks that hold equal shares, the one that has sent the fewest bytes sends the next part. All parts from one rank
+    to another are one message, which counts as `MESSAGE` bytes more.
+
+    Raises:
+        ArtifactError: the source writes no buffer, or the target lacks one or has it with another shape or dtype.
+    """
+    written, held = _written_buffers(source), _buffers(target)
+    if not written:
+        raise ArtifactError(
+            f"{_title(source)} writes no buffer: there is nothing to hand over",
+            help="export the model with a static cache (tpcompiler export --prefill-decode)",
+        )
+    meshes = [_mesh(programs) for programs in (source, target)]
+    tensors: dict[str, HandedTensor] = {}
+    sides: list[tuple[TensorRecord, list[Runs], list[Runs]]] = []
+    for name, row in written.items():
+        other = held.get(name)
+        if other is None or (other.shape, other.dtype) != (row.shape, row.dtype):
+            lacks = "has none" if other is None else f"has it as {other.dtype}{other.shape}"
+            raise ArtifactError(
+                f"{_title(source)} writes {name!r}, {row.dtype}{row.shape}, and {_title(target)} {lacks}",
+                help="convert both from one model, exported with the same batch and cache",
+            )
+        tensors[name] = HandedTensor(
+            shape=list(row.shape), dtype=row.dtype, source_sharding=row.sharding, target_sharding=other.sharding
+        )
+        sides.append((row, _runs(row, meshes[0]), _runs(other, meshes[1])))
+    sides.sort(key=lambda each: -len({*each[1]}))  # first those with one holder for each share
+    sent = Counter[tuple[int, int]]()
+    moves = [move for each in sides for move in _moves(*each, sent)]
+    moves.sort(key=lambda move: (move.target, move.source))
+    made = Handover(source_ranks=meshes[0].world_size, target_ranks=meshes[1].world_size, tensors=tensors, moves=moves)
+    if wrong := find_wrong_move(made, source, target):
+        raise InternalError(f"the handover is not sound: {wrong}", help="report this with both artifacts")
+    return made
+
+
+def find_wrong_move(handover: Handover, source: Programs, target: Programs) -> str:
+    """Return what is wrong with a handover, or "": each element of each target share must come once, from its place."""
+    sides = (_buffers(source), _mesh(source)), (_buffers(target), _mesh(target))
+    arriving: dict[tuple[str, int], list[Move]] = {}
+    for move in handover.moves:
+        arriving.setdefault((move.tensor, move.target), []).append(move)
+    for name in _written_buffers(source):
+        sent, wanted = ([*map(_elements, _runs(rows[name], mesh))] for rows, mesh in sides)
+        for rank, own in enumerate(wanted):
+            count = numpy.zeros([len(dim) for dim in own], numpy.int64)
+            for move in arriving.pop((name, rank), ()):
+                here, there = _part(own, move.target_slice), _part(sent[move.source], move.source_slice)
+                if not all(map(numpy.array_equal, here, there)):
+                    return f"rank {move.source} sends rank {rank} other elements of {name!r} than it holds"
+                count[tuple(slice(*dim) for dim in move.target_slice)] += 1
+            if (count != 1).any():
+                return f"rank {rank} gets elements of {name!r} {count.min()} to {count.max()} times, and not once"
+    return f"rank {next(iter(arriving))[1]} holds no {next(iter(arriving))[0]!r}, and gets some" if arriving else ""
+
+
+def _elements(held: Runs) -> list[Any]:
+    """Return the place in the whole tensor of each element of a share, dim by dim."""
+    return [numpy.array([at for run in dim for at in run], numpy.int64) for dim in held]
+
+
+def _part(elements: Sequence[Any], where: Sequence[Sequence[int]]) -> list[Any]:
+    return [dim[slice(*each)] for dim, each in zip(elements, where, strict=True)]
+
+
+def _moves(
+    row: TensorRecord, source: Sequence[Runs], target: Sequence[Runs], sent: Counter[tuple[int, int]]
+) -> Iterator[Move]:
+    """Yield the moves of one tensor; `sent` counts the bytes of each pair of ranks."""
+    holders: dict[Runs, list[int]] = {}
+    for rank, held in enumerate(source):
+        holders.setdefault(held, []).append(rank)
+    itemsize = dtype_of(row.dtype).itemsize
+    for rank, wanted in enumerate(target):
+        for held, ranks in holders.items():
+            for parts in product(*map(_common, held, wanted)):
+                sender = min(ranks, key=lambda each: _busy(each, rank, sent))
+                sent[sender, rank] += prod(stop - start for (start, stop), _ in parts) * itemsize
+                yield Move(
+                    tensor=row.name,
+                    source=sender,
+                    source_slice=[list(own) for own, _ in parts],
+                    target=rank,
+                    target_slice=[list(other) for _, other in parts],
+                )
+
+
+def _busy(sender: int, target: int, sent: Mapping[tuple[int, int], int]) -> int:
+    pairs = {pair for pair in sent if pair[0] == sender}
+    return sum(sent[pair] for pair in pairs) + len(pairs | {(sender, target)}) * MESSAGE
+
+
+def _common(held: Sequence[range], wanted: Sequence[range]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Return the elements of a dim that are in both, as (start, stop) in one share and in the other."""
+    found, here = [], 0
+    for own in held:
+        there = 0
+        for other in wanted:
+            start, stop = max(own.start, other.start), min(own.stop, other.stop)
+            if start < stop:
+                first, second = here + start - own.start, there + start - other.start
+                found.append(((first, first + stop - start), (second, second + stop - start)))
+            there += len(other)
+        here += len(own)
+    return found
+
+
+def _runs(row: TensorRecord, mesh: Mesh) -> list[Runs]:
+    """Return the elements that each rank holds of a tensor."""
+    sharding, ranks = row_sharding(row, mesh), range(mesh.world_size)
+    dims = list(zip(sharding.dims, row.shape, strict=True))
+    return [tuple(tuple(by.runs(size, mesh, mesh.coordinate(rank))) for by, size in dims) for rank in ranks]
+
+
+def _written_buffers(programs: Programs) -> dict[str, TensorRecord]:
+    names = {
+        str(spec.target)
+        for program in programs.values()
+        for spec in program.graph(0).graph_signature.output_specs
+        if spec.kind in WRITTEN_KINDS
+    }
+    return {name: row for name, row in _buffers(programs).items() if name in names}
+
+
+def _buffers(programs: Programs) -> dict[str, TensorRecord]:
+    rows = [row for program in programs.values() for row in program.manifest.tensors]
+    return {row.name: row for row in rows if row.kind == "buffer"}
+
+
+def _mesh(programs: Programs) -> Mesh:
+    manifest = next(iter(programs.values())).manifest
+    return Mesh.of(manifest.mesh, manifest.factors)
+
+
+def _title(programs: Programs) -> str:
+    return next(iter(programs.values())).title
