@@ -28,7 +28,7 @@ APART = 4.0
 
 
 class Steps:
-    """The parameters of all runs, step after step, each with an optimizer of its own.
+    """The parameters of all runs, step after step, each with a separate optimizer.
 
     Args:
         program: the single-device program.
@@ -101,7 +101,7 @@ class Steps:
         edges: Sequence[Mapping[str, torch.Tensor]],
         layout: Layout,
     ) -> Difference:
-        """Compare a parameter after a step; each element has a tolerance of its own.
+        """Compare a parameter after a step; each element has a separate tolerance.
 
         AdamW makes a step of full length in the direction of a gradient, even of one that is zero up to rounding.
         """
