@@ -69,7 +69,7 @@ def _in_flight(order: Sequence[fx.Node], at: fx.Node) -> set[fx.Node]:
         if edit.is_collective(node):
             started.add(node)
         if edit.is_wait(node):
-            started.difference_update(node.all_input_nodes)
+            started.discard(edit.started(node))
         if node is at:
             break
     return started
@@ -90,7 +90,7 @@ def _wait_late(graph: fx.Graph, unmoved: Set[fx.Node]) -> list[fx.Node]:
     after_wait = set[fx.Node]()
     for node in graph.nodes:
         waited = after_wait.intersection(node.all_input_nodes)
-        is_moved = edit.is_wait(node) and unmoved.isdisjoint(node.all_input_nodes)
+        is_moved = edit.is_wait(node) and edit.started(node) not in unmoved
         if is_moved or any(_is_same_change(node, value) for value in waited):
             after_wait.add(node)
         if node.op == "output":
@@ -109,7 +109,7 @@ def _start_early(order: Sequence[fx.Node], unmoved: Set[fx.Node]) -> list[fx.Nod
     """Return the nodes in an order in which each start, with the ops of its change before it, follows its operand."""
     at = {node: position for position, node in enumerate(order)}
     starts = [node for node in order if edit.is_collective(node)]
-    waits = [next((user for user in start.users if edit.is_wait(user)), start) for start in starts]
+    waits = [next(iter(edit.waits_of(start)), start) for start in starts]
     groups = [_before_start(start) for start in starts]
     done = dict.fromkeys(node for node in order if node.op == "placeholder")  # first in every exported graph
     next_start = 0

@@ -157,16 +157,17 @@ def test_megatron_s_collectives() -> None:
     assert made.verify(args, named).ok
 
 
-def test_a_sum_over_samples_for_each_parameter() -> None:
-    """The example's ids are smaller than all gradients, and are not gathered to save their sums."""
+def test_sums_over_samples() -> None:
+    """The example's ids are smaller than all gradients, and are not gathered to save their sums, which are in one."""
     model, program, args, named = built("llama")
     made = tpcompiler.parallelize(program, {"dp": 2}, {}, inputs=dict.fromkeys(named, ROWS))
     of_the_loss = 2  # the sum, and how many labels count
-    parameters = len(list(model.parameters()))
     assert collectives(made) == {
-        ("all_reduce", "dp", "inherent"): parameters + of_the_loss,
+        ("all_reduce", "dp", "inherent"): 1 + of_the_loss,
         ("all_gather", "dp", "plan-demanded"): 1,  # the logits, which are asked for whole
     }
+    parameters = sum(each.numel() * 4 for each in model.parameters())
+    assert max(each.payload_bytes for each in made.collectives() if each.kind == "all_reduce") == parameters
     assert made.verify(args, named).ok
 
 
@@ -246,9 +247,8 @@ def test_any_number_of_samples_and_tokens(without_weights: bool) -> None:
         program = tpcompiler.export_training(llama().train(), kwargs=example, dynamic_shapes=sizes)
     outputs = {"outputs.logits": ROWS}
     made = tpcompiler.parallelize(program, {"dp": 2, "tp": 2}, PLAN, inputs=dict.fromkeys(sizes, ROWS), outputs=outputs)
-    parameters = 2 * 9 + 3
     assert collectives(made) == {
-        ("all_reduce", "dp", "inherent"): parameters + 2,
+        ("all_reduce", "dp", "inherent"): 1 + 2,
         ("all_reduce", "tp", "inherent"): 2 * (2 + 2) + 1,
     }
     for own in () if without_weights else ((4, 6), (2, 9)):

@@ -78,7 +78,7 @@ def nothing_from_other_ranks(artifact: Artifact, nth: int) -> bool:
         wait = _wait(start)
         before = set(start.graph.nodes)
         with start.graph.inserting_before(start):
-            local = local_stand_in(start.graph, start)
+            local = local_stand_in(start.graph, start, start.all_input_nodes[0])
         for node in (n for n in start.graph.nodes if n not in before):
             node.meta = {**start.meta, "custom": copy.deepcopy(start.meta["custom"])}
             with torch.no_grad():

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from tpcompiler.ir.buckets import BUCKET
 from tpcompiler.ir.edit import is_collective
 
 aten = torch.ops.aten
@@ -22,16 +23,19 @@ def without_collective(program: ExportedProgram, name: str) -> ExportedProgram:
     damaged = copy.deepcopy(program)
     for node in list(damaged.graph.nodes):
         if node.name == name:
-            with damaged.graph.inserting_before(node):
-                local = local_stand_in(damaged.graph, node)
-            node.replace_all_uses_with(local)
-            damaged.graph.erase_node(node)
+            for made in list(node.users) if node.target is BUCKET else [node]:
+                value = node.args[0][made.args[1]] if made is not node else node.all_input_nodes[0]
+                with damaged.graph.inserting_before(made):
+                    local = local_stand_in(damaged.graph, made, value)
+                made.replace_all_uses_with(local)
+                damaged.graph.erase_node(made)
+            if node.target is BUCKET:
+                damaged.graph.erase_node(node)
     return damaged
 
 
-def local_stand_in(graph: fx.Graph, node: fx.Node) -> fx.Node:
+def local_stand_in(graph: fx.Graph, node: fx.Node, value: fx.Node) -> fx.Node:
     """What this rank has itself, repeated along dim 0 and cut off where the collective's result ends."""
-    (value,) = node.all_input_nodes
     had, made = value.meta["val"].shape[0] if value.meta["val"].ndim else 1, node.meta["val"].shape
     if node.meta["val"].shape == value.meta["val"].shape:
         return graph.call_function(aten.clone.default, (value,))

@@ -39,14 +39,14 @@ def transfer_of(node: fx.Node, mesh: Mesh) -> Transfer:
     """Count the bytes of a collective, with the sizes of the example."""
     kind = KIND_OF[str(node.target).split(".")[1]]
     axes = mesh.axes_of(str(node.args[-1]))
-    payload, size = _bytes(edit.fake(sent_value(node))), mesh.size(axes)
+    payload, size = sum(_bytes(edit.fake(value)) for value in sent_values(node)), mesh.size(axes)
     wire = wire_bytes(kind, payload, size)
     return Transfer(kind=kind, axis=mesh.text(axes), payload_bytes=payload, group_size=size, wire_bytes=wire)
 
 
-def sent_value(node: fx.Node) -> fx.Node:
-    """The value whose bytes are a collective's payload: what is gathered in all, or what is taken."""
-    return node if "all_gather" in str(node.target) else edit.operands(node)[0]
+def sent_values(node: fx.Node) -> list[fx.Node]:
+    """Return the values whose bytes are a collective's payload: its result if it gathers, or else its operands."""
+    return [node] if "all_gather" in str(node.target) else edit.operands(node)
 
 
 def _bytes(value: torch.Tensor) -> int:

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]  # it ships no types
-import torch
 
 from tpcompiler._torch import sym_expr, sym_hint
-from tpcompiler.artifact.collective_records import sent_value
+from tpcompiler.artifact.collective_records import sent_values
 from tpcompiler.artifact.counts import predict_call, record_seconds
 from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.ask.written import Written
@@ -126,9 +125,9 @@ def costs_of(written: Written, at: Mapping[str, int], machine: Machine) -> CostT
     values = {sympy.Symbol(size.name): size.value for size in sizes}
     found: dict[tuple[str, str], list[tuple[Expr, int, float]]] = {}
     for node, record in records_of(written.exported.graph, written.manifest).items():
-        value: torch.Tensor = edit.fake(sent_value(node))
-        payload = math.prod(map(sym_expr, value.shape)) * value.element_size()
-        ranks, payload = record.group_size, sympy.sympify(payload).xreplace(meant)
+        sent_each = [edit.fake(value) for value in sent_values(node)]
+        whole = sum(math.prod(map(sym_expr, value.shape)) * value.element_size() for value in sent_each)
+        ranks, payload = record.group_size, sympy.sympify(whole).xreplace(meant)
         is_known = payload.free_symbols <= values.keys()  # what depends on data is as in the example
         sent = wire_bytes(record.kind, int(payload.xreplace(values)) if is_known else record.payload_bytes, ranks)
         share = payload * sympy.Rational(ranks - 1, ranks) * (2 if record.kind == "all_reduce" else 1)

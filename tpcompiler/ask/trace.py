@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from torch import fx
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from tpcompiler.artifact.collective_records import sent_value
+from tpcompiler.artifact.collective_records import sent_values
 from tpcompiler.cost.collective import wire_bytes
 from tpcompiler.ir import edit
 from tpcompiler.ir.symm_mem import is_fitted
@@ -40,8 +40,8 @@ class _Spans:
     def leave(self) -> None:
         self.around.pop().__exit__(None, None, None)
 
-    def send(self, name: str, value: torch.Tensor) -> None:
-        self.payload_bytes[name] = value.numel() * value.element_size()
+    def send(self, name: str, values: Sequence[torch.Tensor]) -> None:
+        self.payload_bytes[name] = sum(value.numel() * value.element_size() for value in values)
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def _insert_spans(module: fx.GraphModule, records: Mapping[fx.Node, Collective],
     (output,) = graph.find_nodes(op="output")
     labels = {node: _label(record) for node, record in records.items()}
     for start, record in records.items():
-        waits = (user for user in start.users if edit.is_wait(user) and user is not start.next)
+        waits = (wait for wait in edit.waits_of(start) if wait is not start.next)
         labels |= dict.fromkeys(waits, f"wait for {record.kind} {record.module}".strip())
     for node in [*edit.calls(graph), output]:
         has_module = "nn_module_stack" in node.meta and not edit.is_wait(node)
@@ -136,7 +136,7 @@ def _insert_spans(module: fx.GraphModule, records: Mapping[fx.Node, Collective],
             with graph.inserting_after(last):
                 graph.call_function(spans.leave)
                 if edit.is_collective(node):
-                    graph.call_function(spans.send, (_label(records[node]), sent_value(node)))
+                    graph.call_function(spans.send, (_label(records[node]), sent_values(node)))
     module.recompile()
 
 

@@ -19,7 +19,7 @@ from tpcompiler.errors import ArtifactError, TpCompilerError
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import leaf_of_module
-from tpcompiler.ir.node_placement import NO_CLAIM, Claim, claims_of
+from tpcompiler.ir.node_placement import NO_CLAIM, Claim, claims_of, records_of
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import read_sharding
 from tpcompiler.ir.symm_mem import expand_collectives
@@ -130,7 +130,12 @@ class Written:
         nodes = [*(value for node in own for value in node.all_input_nodes), *own]
         reshards = {self.claims[node].reshard for node in nodes if node in self.claims}
         reshards |= {claim.reshard for claim in self.claims.values() if claim.origin == name}
-        return [record for record in self.manifest.collectives if record.reshard in reshards]
+        sent = records_of(self.exported.graph, self.manifest).items()
+        return [record for node, record in sent if not reshards.isdisjoint(self._changes(node))]
+
+    def _changes(self, collective: fx.Node) -> set[str | None]:
+        """The changes of sharding that a collective is part of: that of its own claim, or of each of its results."""
+        return {claim.reshard for node in (collective, *collective.users) if (claim := self.claims.get(node))}
 
     def change(self, record: Collective) -> Operand:
         """The value that a collective changes."""

@@ -14,6 +14,7 @@ from tpcompiler.runtime.records import Collectives as Collectives
 
 KIND_OF: dict[str, CollectiveKind] = {  # torch's op -> our kind
     "all_reduce": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",

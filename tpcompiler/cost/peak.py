@@ -89,6 +89,6 @@ def written_in_place(program: Program) -> Iterator[fx.Node]:
 
 
 def _sent(node: fx.Node) -> Sequence[fx.Node]:
-    if not edit.is_wait(node) or not (starts := node.all_input_nodes) or "all_reduce" in str(starts[0].target):
+    if not edit.is_wait(node) or "all_reduce" in str((start := edit.started(node)).target):
         return ()
-    return starts[0].all_input_nodes
+    return start.all_input_nodes

@@ -148,7 +148,7 @@ def _exposed_seconds(graph: fx.Graph, seconds: Mapping[fx.Node, float], links: M
             for start in left:
                 part = min(hidden, left[start])
                 left[start], hidden = left[start] - part, hidden - part
-        done = node.args[0] if edit.is_wait(node) else None if any(map(edit.is_wait, node.users)) else node
+        done = edit.started(node) if edit.is_wait(node) else None if edit.waits_of(node) else node
         while done in left:
             exposed.append(left.pop(next(iter(left))))
     return math.fsum((*exposed, *left.values()))

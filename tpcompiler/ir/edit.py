@@ -248,6 +248,17 @@ def is_wait(node: fx.Node) -> bool:
     return "wait_tensor" in str(node.target)
 
 
+def started(wait: fx.Node) -> fx.Node:
+    """Return what a wait waits for: a collective's start, which may have several results."""
+    return producer(wait.all_input_nodes[0])[0]
+
+
+def waits_of(start: fx.Node) -> list[fx.Node]:
+    """Return the waits for a collective: one, or one for each of its results."""
+    parts = [user for user in start.users if user.target is operator.getitem]
+    return [wait for value in (start, *parts) for wait in value.users if is_wait(wait)]
+
+
 def source_line(node: fx.Node) -> str:
     """Return `model.py:31, in forward` for the user's code that made the node (torch's own frames skipped), or ""."""
     trace = str(node.meta.get("stack_trace") or "")

@@ -18,6 +18,7 @@ from tpcompiler.ir.program import LocalProgram, PlacedProgram, ShardedProgram
 from tpcompiler.ir.rank_numbers import name_rank_numbers, numbers_of_rank
 from tpcompiler.ir.symm_mem import fitted_text
 from tpcompiler.passes._alike import ranks_alike
+from tpcompiler.passes.bucket_sums import bucket_sums
 from tpcompiler.passes.build_rank_program import Built, build_rank_program
 from tpcompiler.passes.fit_collectives import Fit, fit_collectives
 from tpcompiler.passes.localize_shapes import localize_shapes
@@ -64,7 +65,7 @@ class Partition:
             first = None if 0 in ranks else self.local_program(0)
             with no_new_guards(self.program.graph):
                 lowered = localize_shapes(lower_reshards(self.program, ranks, self._traces), self._results)
-                self._local[ranks] = schedule_collectives(lowered, self.limit, first)
+                self._local[ranks] = schedule_collectives(bucket_sums(lowered, first), self.limit, first)
         return self._local[ranks]
 
     @cached_property

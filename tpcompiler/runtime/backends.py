@@ -24,7 +24,7 @@ def refuse_unsendable(program: ExportedProgram, backend: str) -> None:
         target = node.target
         if backend != "gloo" or not isinstance(target, OpOverload) or target.namespace != "_c10d_functional":
             continue
-        dtype = node.args[0].meta["val"].dtype
+        dtype = node.all_input_nodes[0].meta["val"].dtype
         names = [target._schema.name.partition("::")[2], *map(str, node.args[1:2])]  # and a reduction's op
         if dtype in GLOO_LACKS or (dtype.is_complex and not GLOO_LACKS_OF_COMPLEX.isdisjoint(names)):
             collective = names[0] if "reduce" not in names[0] else " by ".join(names)

@@ -17,7 +17,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
 
-from tpcompiler._torch import RETURNED_KINDS, WRITTEN_KINDS
+from tpcompiler._torch import RETURNED_KINDS, WRITTEN_KINDS, tree_map
 from tpcompiler.errors import InternalError
 from tpcompiler.frontend.written_back import find_written
 from tpcompiler.ir import edit
@@ -179,7 +179,7 @@ def _run(
         else:
             env[node] = yield from run_call(node, env)
             if edit.is_collective(node):  # ranks share one tensor, and an op may write to its own
-                env[node] = env[node].clone()
+                env[node] = tree_map(torch.clone, env[node])
         if seen is not None and node.op != "output":
             seen(rank, node, env[node])
         for dead in last_use.get(node, ()):
@@ -222,7 +222,13 @@ def run_call(node: fx.Node, env: Mapping[fx.Node, Any]) -> Generator[Waiting, to
     args: Any
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: env[n])
     if edit.is_collective(node):
-        return (yield Waiting(str(node.target).split(".")[1], args[0], tuple(args[1:]), node.name))
+        kind, details = str(node.target).split(".")[1], tuple(args[1:])
+        if kind != "all_reduce_coalesced":
+            return (yield Waiting(kind, args[0], details, node.name))
+        results = []
+        for value in args[0]:
+            results.append((yield Waiting("all_reduce", value, details, node.name)))
+        return results
     return args[0] if edit.is_wait(node) else node.target(*args, **kwargs)  # type: ignore[operator]
 
 

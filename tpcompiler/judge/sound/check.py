@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import fx
 from torch.export import ExportedProgram
@@ -12,6 +13,7 @@ from tpcompiler._torch import quiet_torch
 from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.errors import ArtifactError, one_line, reason
 from tpcompiler.ir import edit
+from tpcompiler.ir.buckets import take_apart
 from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
@@ -165,6 +167,8 @@ def _check_folds(
     counts: Counter[str],
 ) -> None:
     """Check that every rank's program is a share of one program, and that this is the model."""
+    apart = {id(each.program): take_apart(each.program) for each in ranks}
+    ranks = [replace(each, program=apart[id(each.program)]) for each in ranks]
     programs = _folded(ranks, manifest, Mesh.of(manifest.mesh, manifest.factors), findings, counts)
     if len(programs) < len(ranks):
         return

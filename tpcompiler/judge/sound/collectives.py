@@ -100,14 +100,14 @@ def _sequence(program: ExportedProgram, manifest: Manifest, rank: int) -> list[_
     calls = []
     for node in edit.calls(program.graph):
         if edit.is_wait(node):
-            (started,) = node.args
-            if not (isinstance(started, fx.Node) and edit.is_collective(started)):
+            if not edit.is_collective(edit.started(node)):
                 raise Unsound(node, "waits for what is no collective")
         if not edit.is_collective(node):
             continue
-        users = list(node.users)
-        if len(users) != 1 or not edit.is_wait(users[0]):
-            raise Unsound(node, f"has {len(users)} users where it needs one, its wait")
+        values = len(edit.outputs(node))
+        if len(edit.waits_of(node)) != values or len(node.users) != values:
+            needed = "one, its wait" if values == 1 else f"{values}, each result with one wait"
+            raise Unsound(node, f"has {len(node.users)} users where it needs {needed}")
         group = str(node.args[-1])
         if not any(rank in ranks for ranks in manifest.groups.get(group, ())):
             raise Unsound(node, f"runs over {group!r}, and the manifest has no such group with rank {rank}")
@@ -131,7 +131,8 @@ def _what(node: fx.Node) -> str:
     kind = str(node.target).split(".")[1]
     if not (operands := edit.operands(node)):
         raise Unsound(node, "takes what has no recorded value")
-    value = edit.outputs(operands[0])[0]
-    sizes = "" if kind == "all_to_all_single" else f" {list(value.shape)}"
-    details = [] if kind == "all_to_all_single" else [str(arg) for arg in node.args[1:-1]]
-    return f"{kind}({', '.join([f'{value.dtype}{sizes}', *details])})"
+    values = [edit.outputs(operand)[0] for operand in operands]
+    if kind == "all_to_all_single":
+        return f"{kind}({values[0].dtype})"
+    sizes = [f"{value.dtype} {list(value.shape)}" for value in values]
+    return f"{kind}({', '.join([*sizes, *map(str, node.args[1:-1])])})"
