@@ -14,6 +14,7 @@ from torch.export.graph_signature import InputKind
 
 from tpcompiler._torch import FakeTensor, OpOverload, aten, decomposed, decomposing
 from tpcompiler.errors import ProgramError, reason
+from tpcompiler.frontend.backwards import IN_SIMPLER_OPS
 from tpcompiler.frontend.decompose import NotSimple, decompose_calls
 from tpcompiler.frontend.draws_in_place import AS_DRAWN, refuse_dynamic_gaps
 from tpcompiler.frontend.refused import refuse_calls, refuse_values
@@ -89,8 +90,7 @@ def _decompose(program: ExportedProgram) -> ExportedProgram:
     own: dict[OpOverload, Any] = {
         aten.scaled_dot_product_attention.default: _attention,
         aten.linalg_vector_norm.default: _norm,
-        aten.convolution_backward.default: _convolution_backward,
-        aten.new_empty_strided.default: _to_be_written,
+        **IN_SIMPLER_OPS,
         **AS_DRAWN,
     }
     whole_ops = {*ops_with_rules(), aten.bernoulli.default} | recurrent
@@ -118,25 +118,6 @@ def _norm(
         return NotImplemented
     wide = x.to(torch.promote_types(result_dtype, torch.float32))
     return (wide * wide).sum(list(range(x.ndim)) if dim is None else dim, keepdim).sqrt().to(result_dtype)
-
-
-def _convolution_backward(grad: torch.Tensor, x: Any, weight: Any, bias_sizes: Any, *rest: Any) -> Any:
-    """Compute the gradient of the bias as a sum, and the others by the op."""
-    *settings, (of_input, of_weight, of_bias) = rest
-    if not of_bias:
-        return NotImplemented
-    others = [None, None]
-    if of_input or of_weight:
-        op = aten.convolution_backward.default
-        others = op(grad, x, weight, None, *settings, [of_input, of_weight, False])[:2]
-    return (*others, grad.sum([0, *range(2, grad.ndim)]))
-
-
-def _to_be_written(x: torch.Tensor, size: Any, stride: Any, **options: Any) -> Any:
-    """Create the memory that a backward of writes fills; zeros, which ranks can create for their shards."""
-    dtype, device = options.get("dtype") or x.dtype, options.get("device") or x.device
-    made = aten.full.default(size, 0, dtype=dtype, device=device)
-    return made if tuple(made.stride()) == tuple(stride) else NotImplemented
 
 
 def _attention(q: Any, k: Any, v: Any, mask: Any = None, dropout: float = 0.0, *rest: Any, **named: Any) -> Any:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from tests.rules import kernels  # noqa: F401  (runs kernels of a GPU on the CPU)
 from tests.rules.sample import call, flags, t
 
 aten = torch.ops.aten
 sdpa = aten.scaled_dot_product_attention.default
+FLASH = aten._scaled_dot_product_flash_attention.default
+EFFICIENT = aten._scaled_dot_product_efficient_attention.default
+CUDNN = aten._scaled_dot_product_cudnn_attention.default
 CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
 
 ATTENTION = [
@@ -159,5 +163,32 @@ ATTENTION = [
         attn_mask=t(2, 5, 6, 4),
         scale=0.1,
         text="b0 h s d!, b0 h t! d!, b0 h t! e!, b0 h s t! -> b0 h s e!, b0 h s",
+    ),
+    call(
+        FLASH,
+        t(2, 4, 3, 8),
+        t(2, 2, 5, 8),
+        t(2, 2, 5, 8),
+        0.0,
+        True,
+        text="b0 (h g) s! d!, b0 h t! d!, b0 h t! e! -> b0 (h g) s! e!, b0 (h g) x00!, x10!,, x30!",
+    ),
+    call(
+        EFFICIENT,
+        t(2, 4, 3, 8),
+        t(2, 4, 5, 8),
+        t(2, 4, 5, 8),
+        t(2, 4, 3, 5),
+        True,
+        text="b0 h s! d!, b0 h t! d!, b0 h t! e!, b0 h s! t! -> b0 h s! e!, b0 h x00!,,",
+    ),
+    call(
+        CUDNN,
+        t(2, 4, 3, 8),
+        t(2, 4, 5, 8),
+        t(2, 4, 5, 8),
+        None,
+        True,
+        text="b0 h s! d!, b0 h t! d!, b0 h t! e! -> b0 h s! e!, b0 h x00! x01!,,",
     ),
 ]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
+from tests.rules.kernels import attend
 from tests.rules.sample import call, ids, t
 
 aten = torch.ops.aten
@@ -11,8 +14,111 @@ ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 CONVOLUTION = aten.convolution_backward.default
 POOL = aten.max_pool2d_with_indices_backward.default
 
+FLASH = aten._scaled_dot_product_flash_attention_backward.default
+EFFICIENT = aten._scaled_dot_product_efficient_attention_backward.default
+CUDNN = aten._scaled_dot_product_cudnn_attention_backward.default
+
 HEADS = t(2, 4, 6, 8), t(2, 4, 6, 8), t(2, 4, 5, 8), t(2, 4, 5, 8), t(2, 4, 6, 8), t(2, 4, 6)
 SQUARE = t(3, 4, 5, 8), t(3, 4, 5, 8), t(3, 4, 5, 8), t(3, 4, 5, 8), t(3, 4, 5, 8), t(3, 4, 5)
+
+FEW = t(2, 4, 6, 8), t(2, 2, 5, 8), t(2, 2, 5, 8)  # grouped queries
+STATE = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)  # of a generator
+
+
+def forwarded(bias: torch.Tensor | None = None, causal: bool = False, *few: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A gradient, queries, keys, values, and the result and sums of their attention."""
+    q, k, v = few or HEADS[1:4]
+    return (t(*q.shape), q, k, v, *attend(q, k, v, bias, causal, None))
+
+
+def padded(sums: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(sums, (0, 2))
+
+
+BIAS, SHARED = t(2, 4, 6, 5), t(2, 1, 6, 5)
+PLAIN, CAUSAL, GROUPED = forwarded(), forwarded(None, True), forwarded(None, False, *FEW)
+BIASED, OVER_HEADS = forwarded(BIAS), forwarded(SHARED)
+NO_LENGTHS = None, None, 6, 5
+
+KERNELS = [
+    call(
+        FLASH,
+        *PLAIN,
+        *NO_LENGTHS,
+        0.0,
+        False,
+        *STATE,
+        text="b h s! e!, b h s! d!, b h t d!, b h t e!, b h s! e!, b h x0!,, -> b h s! d! {t}, b h t d!, b h t e!",
+    ),
+    call(
+        FLASH,
+        *CAUSAL,
+        *NO_LENGTHS,
+        0.0,
+        True,
+        *STATE,
+        text="b h s! e!, b h s! d!, b h t! d!, b h t! e!, b h s! e!, b h x0!,, -> b h s! d!, b h t! d!, b h t! e!",
+    ),
+    call(
+        FLASH,
+        *GROUPED,
+        *NO_LENGTHS,
+        0.0,
+        False,
+        *STATE,
+        text="b (h g) s! e!, b (h g) s! d!, b h t d!, b h t e!, b (h g) s! e!, b (h g) x0!,, "
+        "-> b (h g) s! d! {t}, b h t d! {g}, b h t e! {g}",
+    ),
+    call(FLASH, *PLAIN, *NO_LENGTHS, 0.1, False, *STATE, text=None),
+    call(
+        EFFICIENT,
+        *PLAIN[:4],
+        None,
+        PLAIN[4],
+        padded(PLAIN[5]),
+        *STATE,
+        0.0,
+        [True, True, True, False],
+        text="b h s! e!, b h s! d!, b h t d!, b h t e!, b h s! e!, b h x0!,, -> b h s! d! {t}, b h t d!, b h t e!",
+    ),
+    call(
+        EFFICIENT,
+        *BIASED[:4],
+        BIAS,
+        BIASED[4],
+        padded(BIASED[5]),
+        *STATE,
+        0.0,
+        [True] * 4,
+        text="b h s! e!, b h s! d!, b h t! d!, b h t! e!, b h s! t!, b h s! e!, b h x0!,, "
+        "-> b h s! d!, b h t! d!, b h t! e!, b h s! t!",
+    ),
+    call(
+        EFFICIENT,
+        *OVER_HEADS[:4],
+        SHARED,
+        OVER_HEADS[4],
+        padded(OVER_HEADS[5]),
+        *STATE,
+        0.0,
+        [True] * 4,
+        scale=0.3,
+        text="b h s! e!, b h s! d!, b h t! d!, b h t! e!, b 1 s! t!, b h s! e!, b h x0!,, "
+        "-> b h s! d!, b h t! d!, b h t! e!, b 1 s! t! {h}",
+    ),
+    call(
+        CUDNN,
+        *BIASED[:5],
+        BIASED[5].unsqueeze(-1),
+        *STATE,
+        BIAS,
+        *NO_LENGTHS,
+        0.0,
+        False,
+        text="b h s! e!, b h s! d!, b h t! d!, b h t! e!, b h s! e!, b h x0! x1!,,, b h s! t! "
+        "-> b h s! d!, b h t! d!, b h t! e!",
+    ),
+]
 
 BACKWARDS = [
     call(
@@ -20,7 +126,7 @@ BACKWARDS = [
         *HEADS,
         0.0,
         False,
-        text="b h s e!, b h s d!, b h t! d!, b h t! e!, b h s e!, b h s -> b h s d!, b h t! d! {s}, b h t! e! {s}",
+        text="b h s e!, b h s d!, b h t d!, b h t e!, b h s e!, b h s -> b h s d! {t}, b h t d! {s}, b h t e! {s}",
     ),
     call(
         ATTENTION,
@@ -29,8 +135,8 @@ BACKWARDS = [
         False,
         attn_mask=t(2, 1, 6, 5),
         scale=0.3,
-        text="b h s e!, b h s d!, b h t! d!, b h t! e!, b h s e!, b h s, b 1 s t! "
-        "-> b h s d!, b h t! d! {s}, b h t! e! {s}",
+        text="b h s e!, b h s d!, b h t d!, b h t e!, b h s e!, b h s, b 1 s t "
+        "-> b h s d! {t}, b h t d! {s}, b h t e! {s}",
     ),
     call(
         ATTENTION,
@@ -38,6 +144,14 @@ BACKWARDS = [
         0.0,
         True,
         text="b h s! e!, b h s! d!, b h t! d!, b h t! e!, b h s! e!, b h s! -> b h s! d!, b h t! d!, b h t! e!",
+    ),
+    call(
+        ATTENTION,
+        *forwarded(None, False, *FEW),
+        0.0,
+        False,
+        text="b (h g) s e!, b (h g) s d!, b h t d!, b h t e!, b (h g) s e!, b (h g) s "
+        "-> b (h g) s d! {t}, b h t d! {s g}, b h t e! {s g}",
     ),
     call(ATTENTION, *HEADS, 0.5, False, text=None),
     call(
@@ -125,6 +239,212 @@ BACKWARDS = [
         [1, 1],
         False,
         ids(3, 4, 2, 3, below=24),
-        text="n c o0! o1!, n c s0! s1!, n c o0! o1! -> n c s0! s1!",
+        text="d0 d1 o0! o1!, d0 d1 s0! s1!, d0 d1 o0! o1! -> d0 d1 s0! s1!",
     ),
+    call(
+        POOL,
+        t(4, 2, 3),
+        t(4, 4, 6),
+        [2, 2],
+        [2, 2],
+        [0, 0],
+        [1, 1],
+        False,
+        ids(4, 2, 3, below=24),
+        text="d0 o0! o1!, d0 s0! s1!, d0 o0! o1! -> d0 s0! s1!",
+    ),
+    call(
+        aten.max_pool3d_with_indices_backward.default,
+        t(3, 4, 1, 2, 2),
+        t(3, 4, 2, 4, 4),
+        [2],
+        [2],
+        [0],
+        [1],
+        False,
+        ids(3, 4, 1, 2, 2, below=32),
+        text="d0 d1 o0! o1! o2!, d0 d1 s0! s1! s2!, d0 d1 o0! o1! o2! -> d0 d1 s0! s1! s2!",
+    ),
+    call(
+        aten.adaptive_max_pool2d_backward.default,
+        t(3, 5, 2, 2),
+        t(3, 5, 4, 4),
+        ids(3, 5, 2, 2, below=16),
+        text="d0 d1 o0! o1!, d0 d1 s0! s1!, d0 d1 o0! o1! -> d0 d1 s0! s1!",
+    ),
+    call(
+        aten.adaptive_max_pool3d_backward.default,
+        t(5, 2, 2, 2),
+        t(5, 4, 2, 4),
+        ids(5, 2, 2, 2, below=32),
+        text="d0 o0! o1! o2!, d0 s0! s1! s2!, d0 o0! o1! o2! -> d0 s0! s1! s2!",
+    ),
+    call(
+        aten.fractional_max_pool2d_backward.default,
+        t(3, 4, 2, 2),
+        t(3, 4, 4, 5),
+        [2, 2],
+        [2, 2],
+        ids(3, 4, 2, 2, below=20),
+        text="d0 d1 o0! o1!, d0 d1 s0! s1!, d0 d1 o0! o1! -> d0 d1 s0! s1!",
+    ),
+    call(
+        aten.fractional_max_pool3d_backward.default,
+        t(3, 4, 2, 2, 2),
+        t(3, 4, 4, 5, 3),
+        [2, 2, 2],
+        [2, 2, 2],
+        ids(3, 4, 2, 2, 2, below=60),
+        text="d0 d1 o0! o1! o2!, d0 d1 s0! s1! s2!, d0 d1 o0! o1! o2! -> d0 d1 s0! s1! s2!",
+    ),
+    call(
+        aten.avg_pool2d_backward.default,
+        t(3, 4, 4, 3),
+        t(3, 4, 8, 4),
+        [2],
+        [2, 1],
+        [0],
+        False,
+        True,
+        None,
+        text="d0 d1 o0 o1!, d0 d1 (o0 k0!) s1! -> d0 d1 (o0 k0!) s1!",
+    ),
+    call(
+        aten.avg_pool2d_backward.default,
+        t(4, 3, 3),
+        t(4, 6, 6),
+        [3, 3],
+        [2, 2],
+        [1, 1],
+        False,
+        False,
+        3,
+        text="d0 o0! o1!, d0 s0! s1! -> d0 s0! s1!",
+    ),
+    call(
+        aten.avg_pool3d_backward.default,
+        t(3, 4, 3, 2, 2),
+        t(3, 4, 6, 4, 4),
+        [2],
+        [],
+        [0],
+        False,
+        True,
+        None,
+        text="d0 d1 o0 o1 o2, d0 d1 (o0 k0!) (o1 k1!) (o2 k2!) -> d0 d1 (o0 k0!) (o1 k1!) (o2 k2!)",
+    ),
+    call(
+        aten._adaptive_avg_pool2d_backward.default,
+        t(3, 4, 3, 2),
+        t(3, 4, 6, 5),
+        text="d0 d1 o0 o1!, d0 d1 (o0 k0!) s1! -> d0 d1 (o0 k0!) s1!",
+    ),
+    call(
+        aten._adaptive_avg_pool3d_backward.default,
+        t(4, 3, 2, 2),
+        t(4, 6, 5, 2),
+        text="d0 o0 o1! o2, d0 (o0 k0!) s1! (o2 k2!) -> d0 (o0 k0!) s1! (o2 k2!)",
+    ),
+    call(
+        aten.replication_pad1d_backward.default,
+        t(4, 3, 9),
+        t(4, 3, 6),
+        [1, 2],
+        text="d0 d1 o0!, d0 d1 s0! -> d0 d1 s0!",
+    ),
+    call(
+        aten.replication_pad2d_backward.default,
+        t(4, 3, 6, 6),
+        t(4, 3, 4, 3),
+        [1, 2, 0, 2],
+        text="d0 d1 o0! o1!, d0 d1 s0! s1! -> d0 d1 s0! s1!",
+    ),
+    call(
+        aten.replication_pad3d_backward.default,
+        t(4, 4, 5, 5),
+        t(4, 3, 4, 3),
+        [1, 1, 0, 1, 1, 0],
+        text="d0 o0! o1! o2!, d0 s0! s1! s2! -> d0 s0! s1! s2!",
+    ),
+    *(
+        call(
+            op,
+            t(4, 3, *[6, 5, 4][:space]),
+            [6, 5, 4][:space],
+            [4, 3, *[3, 4, 2][:space]],
+            *([False] if "nearest" not in str(op) else []),
+            text=f"d0 d1 {' '.join(f'o{d}!' for d in range(space))} -> d0 d1 {' '.join(f's{d}!' for d in range(space))}",
+        )
+        for op, space in (
+            (aten.upsample_nearest1d_backward.default, 1),
+            (aten.upsample_nearest2d_backward.default, 2),
+            (aten.upsample_nearest3d_backward.default, 3),
+            (aten._upsample_nearest_exact1d_backward.default, 1),
+            (aten._upsample_nearest_exact2d_backward.default, 2),
+            (aten._upsample_nearest_exact3d_backward.default, 3),
+            (aten.upsample_linear1d_backward.default, 1),
+            (aten.upsample_bilinear2d_backward.default, 2),
+            (aten.upsample_trilinear3d_backward.default, 3),
+            (aten.upsample_bicubic2d_backward.default, 2),
+            (aten._upsample_bilinear2d_aa_backward.default, 2),
+            (aten._upsample_bicubic2d_aa_backward.default, 2),
+        )
+    ),
+    call(
+        aten.grid_sampler_2d_backward.default,
+        t(3, 4, 5, 2),
+        t(3, 4, 3, 3),
+        t(3, 5, 2, 2),
+        0,
+        0,
+        False,
+        [True, True],
+        text="n c o0 o1, n c s0! s1!, n o0 o1 x! -> n c s0! s1! {o0 o1}, n o0 o1 x! {c}",
+    ),
+    call(
+        aten.grid_sampler_3d_backward.default,
+        t(3, 4, 2, 5, 2),
+        t(3, 4, 3, 2, 3),
+        t(3, 2, 5, 2, 3),
+        0,
+        1,
+        True,
+        [True, False],
+        text="n c o0 o1 o2, n c s0! s1! s2!, n o0 o1 o2 x! -> n c s0! s1! s2! {o0 o1 o2}, n o0 o1 o2 x! {c}",
+    ),
+    *(
+        call(
+            aten._cdist_backward.default,
+            t(3, 4, 5),
+            t(3, 4, 6),
+            t(3, 5, 6),
+            p,
+            t(3, 4, 5).abs(),
+            text="b0 m n, b0 m k, b0 n k, b0 m n -> b0 m k",
+        )
+        for p in (1.0, 2.0, 3.0)
+    ),
+    call(aten._pdist_backward.default, t(10), t(5, 6), 3.0, t(10).abs(), text="q!, n! k, q! -> n! k"),
+    call(aten.hardshrink_backward.default, t(4, 5), t(4, 5), 0.5, text="d0 d1, d0 d1 -> d0 d1"),
+    call(aten.softshrink_backward.default, t(4, 5), t(4, 5), 0.5, text="d0 d1, d0 d1 -> d0 d1"),
+    call(
+        aten.rrelu_with_noise_backward.default,
+        t(4, 5),
+        t(4, 5),
+        t(4, 5),
+        0.1,
+        0.3,
+        False,
+        False,
+        text="d0 d1, d0 d1, d0 d1 -> d0 d1",
+    ),
+    *KERNELS,
 ]
+
+# Kernels that do not check their operands: of the forward's operand they take the sizes alone, and of indices or
+# padding that lie outside they write to where they say.
+UNCHECKED = {
+    sample.target
+    for sample in BACKWARDS
+    if re.search(r"_pool\dd(_with_indices)?_backward|replication_pad", str(sample))
+}

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
+from tests.rules.backward_samples import UNCHECKED
 from tests.rules.listed import OPS, changes, samples_of
 from tests.rules.sample import Sample, node_of
 from tests.rules.samples import SAMPLES
@@ -24,13 +25,16 @@ pytestmark = pytest.mark.slow
 LIST = Path(__file__).with_name("left_out.txt")
 DEGREES = (2, 3)
 
+KERNELS = [
+    f"aten._scaled_dot_product_{kind}"
+    for kind in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+]
 NOT_RUN = {  # a kernel that does not check its operands takes the process down
     "aten._embedding_bag_forward_only.default",  # it reads up to a last offset, behind ids that are cut
     "aten._native_batch_norm_legit_functional.default",  # it reads beyond statistics that are cut alone
     "aten._native_batch_norm_legit_no_training.default",  # likewise
-    "aten._scaled_dot_product_flash_attention_for_cpu.default",  # it divides by a number of heads of 0
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default",  # likewise
-    "aten.max_pool2d_with_indices_backward.default",  # it writes where the indices of another part say
+    *map(str, UNCHECKED),
+    *(f"{op}{backward}.default" for op in KERNELS for backward in ("", "_backward")),  # so many operands take hours
     "aten.lstm.input",  # it reads beyond gates that are cut
     "aten.lu_unpack.default",  # it swaps the rows that pivots of another matrix name
 }

@@ -75,5 +75,7 @@ def _with_loss(forward: Callable[..., Any], loss: Callable[..., torch.Tensor], t
 
     old = inspect.signature(forward)
     own = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in targets]
-    run.__signature__ = old.replace(parameters=[*old.parameters.values(), *own])  # type: ignore[attr-defined]
+    parameters = [*old.parameters.values(), *own]
+    parameters.sort(key=lambda each: each.kind)  # `**kwargs` of the model last
+    run.__signature__ = old.replace(parameters=parameters)  # type: ignore[attr-defined]
     return run

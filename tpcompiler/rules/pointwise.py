@@ -53,10 +53,13 @@ def mul(node: fx.Node) -> RuleText:
     aten.div.Scalar,
     aten._conj.default,
     aten.conj_physical.default,
+    aten.hardshrink_backward.default,
+    aten.softshrink_backward.default,
+    aten.rrelu_with_noise_backward.default,
     shards="any",
 )
 def scale(node: fx.Node) -> RuleText:
-    """Linear in the first operand: a divisor is the same for every share."""
+    """Linear in the first operand: a divisor is the same for every share, as is a slope."""
     return RuleText(pointwise(node), linear=((0,),))
 
 

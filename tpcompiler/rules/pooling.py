@@ -46,20 +46,28 @@ def _pooled(node: fx.Node, inside: Sequence[str], **besides: object) -> RuleText
     return RuleText(text, **besides)  # type: ignore[arg-type]
 
 
+def windows(node: fx.Node, source: Sequence[Size], made: Sequence[Size]) -> list[str]:
+    """Return the dims of space under the windows of a call: "(o0 k0!)" where they tile a dim, else "s0!"."""
+    args, space = edit.arguments(node), len(source)
+    kernel = per_dim(args.kernel_size, space)
+    stride = per_dim(args.stride or kernel, space)
+    dilation = per_dim(getattr(args, "dilation", [1]), space)
+    sizes = zip(source, made, kernel, stride, per_dim(args.padding, space), dilation, strict=True)
+    return [f"(o{d} k{d}!)" if side_by_side(*each) else f"s{d}!" for d, each in enumerate(sizes)]
+
+
+def equal_windows(source: Sequence[Size], made: Sequence[Size]) -> list[str]:
+    """Return the dims of space under windows of equal size, which tile a dim if its size is a multiple of theirs."""
+    tiled = (sym_quotient(size, count) is not None for size, count in zip(source, made, strict=True))
+    return [f"(o{d} k{d}!)" if alone else f"s{d}!" for d, alone in enumerate(tiled)]
+
+
 @op_rule(*MEANS, *MAXIMA, shards="nonempty")
 def pool(node: fx.Node) -> RuleText:
     """ "d0 d1 (o0 k0!) s1! -> d0 d1 o0 o1" for windows that tile the first dim of space. A mean is linear."""
     (operand,) = edit.operands(node)
     space = {**MEANS, **MAXIMA}[node.target]
-    args = edit.arguments(node)
-    kernel = per_dim(args.kernel_size, space)
-    stride = per_dim(args.stride or kernel, space)
-    steps = zip(
-        kernel, stride, per_dim(args.padding, space), per_dim(getattr(args, "dilation", [1]), space), strict=True
-    )
-    shapes = zip(edit.shape(operand)[-space:], edit.shape(node)[-space:], strict=True)
-    close = [side_by_side(*sizes, *step) for sizes, step in zip(shapes, steps, strict=True)]
-    inside = [f"(o{d} k{d}!)" if alone else f"s{d}!" for d, alone in enumerate(close)]
+    inside = windows(node, edit.shape(operand)[-space:], edit.shape(node)[-space:])
     return _pooled(node, inside, linear=((0,),) if node.target in MEANS else ())
 
 
@@ -74,9 +82,7 @@ def adaptive_pool(node: fx.Node) -> RuleText:
     """ "d0 d1 (o0 k0!) s1! -> d0 d1 o0 o1": windows tile a dim whose size is a multiple of the output's."""
     (operand,) = edit.operands(node)
     space = ADAPTIVE[node.target]
-    shapes = zip(edit.shape(operand)[-space:], edit.shape(node)[-space:], strict=True)
-    close = [sym_quotient(source, target) is not None for source, target in shapes]
-    inside = [f"(o{d} k{d}!)" if alone else f"s{d}!" for d, alone in enumerate(close)]
+    inside = equal_windows(edit.shape(operand)[-space:], edit.shape(node)[-space:])
     sizes = {"output_size": tuple((f"o{d}",) for d in range(space))}
     return _pooled(node, inside, sizes=sizes, linear=((0,),))
 

@@ -1,0 +1,106 @@
+"""Backwards in simpler ops, and those with rules: gradients are autograd's, on one device and on all ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tpcompiler
+from tests.passes.stages import Call
+
+ROWS = {"tp": "S(0)"}
+BAGS = torch.tensor([0, 3, 1, 2, 2, 6, 5, 4]), torch.tensor([0, 3, 3, 6])
+IMAGE = torch.randn(4, 3, 8, 8)
+
+
+def _masked(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x.masked_scatter(x > 0, self.w * 2)
+
+
+# A model and its inputs, cut by samples: one sum for each parameter's gradient, one for the loss, and nothing else.
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
+    "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Conv1d(3, 4, 3)), (torch.randn(4, 3, 7),)),
+    "average pool": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.AvgPool2d(2)), (IMAGE,)),
+    "adaptive pool": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(2)), (IMAGE,)),
+    "adaptive maximum": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveMaxPool2d(2)), (IMAGE,)),
+    "replicated edges": (lambda: nn.Conv2d(3, 4, 3, padding=1, padding_mode="replicate"), (IMAGE,)),
+    "convolution in groups": (lambda: nn.Conv2d(3, 6, 3, groups=3), (IMAGE,)),
+    "transposed convolution": (lambda: nn.ConvTranspose2d(3, 6, 3), (IMAGE,)),
+    "antialiased": (
+        lambda: Call(
+            lambda self, x: F.interpolate(self.up(x), 9, mode="bicubic", antialias=True), up=nn.Conv2d(3, 4, 3)
+        ),
+        (IMAGE,),
+    ),
+    "grid of samples": (
+        lambda: Call(lambda self, x, grid: F.grid_sample(self.up(x), grid, align_corners=False), up=nn.Conv2d(3, 4, 3)),
+        (IMAGE, torch.rand(4, 5, 5, 2)),
+    ),
+    "group norm": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)), (IMAGE,)),
+    "distances": (
+        lambda: Call(lambda self, x: torch.cdist(self.up(x), x), up=nn.Linear(6, 6)),
+        (torch.randn(4, 5, 6),),
+    ),
+    "attention of grouped queries": (
+        lambda: Call(
+            lambda self, x: F.scaled_dot_product_attention(
+                self.up(x).view(4, 5, 4, 3).transpose(1, 2),
+                *x.view(4, 5, 2, 2, 3).permute(2, 0, 3, 1, 4).unbind(0),
+                enable_gqa=True,
+            ),
+            up=nn.Linear(12, 12),
+        ),
+        (torch.randn(4, 5, 12),),
+    ),
+}
+WHOLE: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {  # what is not cut by samples
+    **{
+        f"bags, {mode}": (lambda mode=mode: nn.EmbeddingBag(7, 4, mode=mode), BAGS)  # type: ignore[misc]
+        for mode in ("sum", "mean", "max")
+    },
+    "bags with padding": (lambda: nn.EmbeddingBag(7, 4, mode="mean", padding_idx=2), BAGS),
+    "weighted bags": (
+        lambda: Call(
+            lambda self, ids, offsets: F.embedding_bag(ids, self.t, offsets, mode="sum", per_sample_weights=self.w * 2),
+            t=nn.Parameter(torch.randn(7, 4)),
+            w=nn.Parameter(torch.randn(8)),
+        ),
+        BAGS,
+    ),
+    "scattered at a mask": (lambda: Call(_masked, w=nn.Parameter(torch.randn(4, 5))), (torch.randn(4, 5),)),
+}
+
+
+def _squares(output: torch.Tensor) -> torch.Tensor:
+    return output.pow(2).sum()
+
+
+@pytest.mark.parametrize("name", [*CASES, *WHOLE])
+def test_gradients_are_autograd_s(name: str) -> None:
+    torch.manual_seed(0)
+    make, args = {**CASES, **WHOLE}[name]
+    model = make().double()
+    args = tuple(value.double() if value.is_floating_point() else value for value in args)
+    program = tpcompiler.export_training(model, args, loss=_squares)
+    got = program.module(check_guards=False)(*args)["gradients"]
+    _squares(model(*args)).backward()
+    torch.testing.assert_close(got, {name: value.grad for name, value in model.named_parameters()})
+    inputs = {} if name in WHOLE else dict.fromkeys(program.graph_signature.user_inputs, ROWS)
+    plan = {"weight": "S(0)"} if "bags" in name and "weighted" not in name and "max" not in name else {}
+    made = tpcompiler.parallelize(program, 2, plan, inputs=inputs, machine="ideal")
+    assert made.verify(args).ok
+    kinds = Counter((each.kind, each.why) for each in made.collectives())
+    if name in CASES:
+        sums = len(list(model.parameters())) - (name == "weight norm")  # direction and length have one
+        assert kinds == {
+            ("all_reduce", "inherent"): sums + 1,
+            ("all_gather", "plan-demanded"): 1,  # the output, which is asked for whole
+        }
+    else:
+        assert not any(why == "fallback" for _, why in kinds)
