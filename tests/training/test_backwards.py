@@ -23,7 +23,7 @@ def _masked(self: Any, x: torch.Tensor) -> torch.Tensor:
     return x.masked_scatter(x > 0, self.w * 2)
 
 
-# A model and its inputs, cut by samples: one sum for each parameter's gradient, one for the loss, and nothing else.
+# A model and its inputs, cut by samples: the gradients of parameters are summed, and the loss, and nothing else is sent.
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
     "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Conv1d(3, 4, 3)), (torch.randn(4, 3, 7),)),
     "average pool": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.AvgPool2d(2)), (IMAGE,)),
@@ -95,12 +95,16 @@ def test_gradients_are_autograd_s(name: str) -> None:
     plan = {"weight": "S(0)"} if "bags" in name and "weighted" not in name and "max" not in name else {}
     made = tpcompiler.parallelize(program, 2, plan, inputs=inputs, machine="ideal")
     assert made.verify(args).ok
-    kinds = Counter((each.kind, each.why) for each in made.collectives())
+    sent = Counter[tuple[str, str]]()
+    for each in made.collectives():
+        sent[each.kind, each.why] += each.payload_bytes
     if name in CASES:
-        sums = len(list(model.parameters())) - (name == "weight norm")  # direction and length have one
-        assert kinds == {
-            ("all_reduce", "inherent"): sums + 1,
-            ("all_gather", "plan-demanded"): 1,  # the output, which is asked for whole
+        of_parameters = sum(value.numel() for value in model.parameters())
+        lengths = 4 if name == "weight norm" else 0  # made, as directions are, of the gradient of the weight
+        output = model(*args).numel()  # which is asked for whole
+        assert sent == {
+            ("all_reduce", "inherent"): 8 * (of_parameters - lengths + 1),
+            ("all_gather", "plan-demanded"): 8 * output,
         }
     else:
-        assert not any(why == "fallback" for _, why in kinds)
+        assert not any(why == "fallback" for _, why in sent)

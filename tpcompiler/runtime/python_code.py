@@ -101,7 +101,7 @@ def is_plain(program: ExportedProgram) -> bool:
     """Return True if names and literals are so plain that Python can only read them as intended.
 
     Names are ASCII and differ from the words of Python, builtins, the module and torch's Python; ops come from a
-    library and take finite numbers; nothing is written back.
+    library and take numbers, infinities too, whose names no node has; nothing is written back.
     """
     specs = program.graph_signature
     if any(spec.kind in WRITTEN_KINDS for spec in specs.output_specs):
@@ -142,7 +142,7 @@ def _is_plain_value(value: Any) -> bool:
         value is None
         or isinstance(value, fx.Node | torch.dtype | torch.layout | torch.memory_format)
         or type(value) in (bool, int)
-        or (type(value) is float and math.isfinite(value))
+        or (type(value) is float and not math.isnan(value))
         or (type(value) is str and value.isascii() and value.isprintable())
         or (type(value) is torch.device and value.type.isalpha())
     )
