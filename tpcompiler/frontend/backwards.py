@@ -9,7 +9,6 @@ import torch
 
 from tpcompiler._torch import OpOverload, aten
 
-
 MEAN, MAX = 1, 2  # modes of a bag
 
 
