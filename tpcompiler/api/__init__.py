@@ -22,6 +22,7 @@ from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.errors import MeshError, PlanError, ProgramError, option
 from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.optimizer import read_optimizer
 from tpcompiler.ir.placements import PlacementSpec, parse_placement
 from tpcompiler.parallel.conversion import Conversion, share_conversions
 from tpcompiler.parallel.pipeline import convert_programs, find_placements
@@ -29,6 +30,7 @@ from tpcompiler.passes.apply_plan import names_of
 from tpcompiler.plan import SEARCHES, Plan, join_plans
 from tpcompiler.runtime.artifact import SINGLE, is_single
 from tpcompiler.runtime.place import place_state
+from tpcompiler.runtime.records import Optimizer
 from tpcompiler.solver.task import Aim, Goal
 
 SEVERAL = (Mapping, list, tuple)  # types that hold several programs
@@ -51,6 +53,7 @@ def parallelize(
     machine: str | os.PathLike[str] | None = None,
     memory: int | None = None,
     optimize: Goal = "latency",
+    optimizer: Optimizer = "adamw",
     weights: Mapping[str, float] | None = None,
     dump: str | os.PathLike[str] | None = None,
 ) -> ParallelProgram:
@@ -73,11 +76,13 @@ def parallelize(
             dim. Without it, indices out of range read zeros or write nothing, and do not raise.
         machine: the YAML file that describes one device and its links (docs/machines.md), or the name of one in
             the package; by default that in the environment variable TPCOMPILER_MACHINE, or "h100".
-        memory: limit on a rank's bytes: weights, caches, inputs, and activations at their estimated peak.
-            By default 0.9 of the machine's, less 0.4 GB for NCCL; none if a plan names all layers and no machine
-            is given.
+        memory: limit on a rank's bytes: weights, caches, inputs, and activations at their estimated peak; of a program
+            with gradients also these and the state of the optimizer. By default 0.9 of the machine's, less 0.4 GB for
+            NCCL; none if a plan names all layers and no machine is given.
         optimize: the goal of the search: "latency", the fastest call that fits; "memory", the fewest bytes of weights
             on a rank, and among equals the fastest call.
+        optimizer: whose state counts as memory next to the parameters of a program with gradients: "adamw" (two float32
+            numbers for each element), "sgd" (with momentum: one) or "none".
         weights: the number of calls of several programs, by name: {"prefill": 1, "decode": 256}. By default all
             count the same.
         dump: a directory for a numbered text of the program after every pass.
@@ -91,7 +96,7 @@ def parallelize(
         exported_program, mesh, read, inputs, outputs, device_type, dump, collectives, check_indices
     )
     calls = read_calls(weights, conversions)
-    aim = _aim(machine, memory, optimize, calls, searches=read.searches, collectives=collectives)
+    aim = _aim(machine, memory, optimize, optimizer, calls, searches=read.searches, collectives=collectives)
     return ParallelProgram(convert_programs(conversions, aim)[1])
 
 
@@ -106,6 +111,7 @@ def find_plan(
     machine: str | os.PathLike[str] | None = None,
     memory: int | None = None,
     optimize: Goal = "latency",
+    optimizer: Optimizer = "adamw",
     weights: Mapping[str, float] | None = None,
 ) -> Plan:
     """Return the plan that the search finds; `parallelize` turns it into the same programs as "auto".
@@ -121,7 +127,8 @@ def find_plan(
     given = read_plan(plan).with_search()
     conversions = conversions_of(exported_program, mesh, given, inputs, outputs)
     calls = read_calls(weights, conversions)
-    found = find_placements([*conversions.values()], _aim(machine, memory, optimize, calls, searches=True))
+    aim = _aim(machine, memory, optimize, optimizer, calls, searches=True)
+    found = find_placements([*conversions.values()], aim)
     formed = [own.with_styles(*found.forms) for own in conversions.values()]
     names = [name for own in formed for name in names_of(own.program)]
     return join_plans([own.plan for own in formed]).completed(found.styles, names)
@@ -169,6 +176,7 @@ def _aim(
     machine: str | os.PathLike[str] | None,
     memory: int | None,
     optimize: Goal,
+    optimizer: str,
     calls: tuple[float, ...],
     searches: bool,
     collectives: Collectives = "nccl",
@@ -176,7 +184,7 @@ def _aim(
     described = read_machine(machine).using(collectives)
     is_limited = memory is not None or machine is not None or searches
     limit = described.usable_memory if memory is None else memory
-    return Aim(described, limit if is_limited else None, optimize, calls)
+    return Aim(described, limit if is_limited else None, optimize, calls, optimizer=read_optimizer(optimizer))
 
 
 def read_calls(weights: Mapping[str, float] | None, names: Collection[str]) -> tuple[float, ...]:

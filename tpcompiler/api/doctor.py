@@ -23,11 +23,12 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import fold_layers
+from tpcompiler.ir.optimizer import read_optimizer
 from tpcompiler.ir.program import PlannedProgram, tied
 from tpcompiler.parallel.conversion import Conversion
 from tpcompiler.parallel.pipeline import convert_programs
 from tpcompiler.runtime.artifact import is_single
-from tpcompiler.runtime.records import Collective, Record
+from tpcompiler.runtime.records import Collective, Optimizer, Record
 from tpcompiler.solver.memory import Memory, measure_memory
 from tpcompiler.solver.obstacles import Obstacle, find_obstacles
 from tpcompiler.solver.refuse import TooLarge
@@ -80,8 +81,14 @@ class HeldBytes(Record, frozen=True):
 
     weights: int  # parameters, and buffers that are not written
     caches: int  # buffers that are written
+    gradients: int  # of parameters
+    optimizer: int  # its state for these
     activations: int  # at their peak, with inputs
     total: int  # of all
+
+    @classmethod
+    def of(cls, held: Memory) -> HeldBytes:
+        return cls(held.weights, held.caches, held.gradients, held.state, held.activations, held.total)
 
 
 class Degree(Record, frozen=True, kw_only=True):
@@ -135,15 +142,20 @@ class Diagnosis(Record, Shown, frozen=True, kw_only=True):
     degrees: list[Degree]  # those that are possible
     stopped: list[Stop]  # those that no placement suits
     untried: list[Stop]  # those that do not divide what is cut
+    optimizer: str  # whose state ranks hold, if the program returns gradients
 
     def parts(self) -> Iterator[Part]:
         """Yield a line for each degree, then the obstacles and costs."""
         yield f"on {self.machine} a rank may hold {format_bytes(self.limit)}"
         ranks = "ranks" if [*self.degrees[0].mesh] == [AXIS] else "mesh"
-        held = (ranks, "weights", "caches", "at peak", "in all")
+        parts = ("weights", "caches", "gradients", f"{self.optimizer} state", "at peak", "in all")
+        trains = any(each.bytes.gradients for each in self.degrees)
+        shown = [at for at in range(len(parts)) if trains or at not in (2, 3)]
+        held = (ranks, *(parts[at] for at in shown))
         rows = [
-            (_named(each.mesh), *map(format_bytes, astuple(each.bytes)), "yes" if each.fits else "no")
+            (_named(each.mesh), *(format_bytes(own[at]) for at in shown), "yes" if each.fits else "no")
             for each in self.degrees
+            for own in [astuple(each.bytes)]
         ]
         yield Table("a rank holds", (*held, "fits"), rows, right=held)
         called = ("sends", "work", "kernels", "network", "host", "step", "speed-up")
@@ -191,6 +203,7 @@ def diagnose(
     outputs: Given = None,
     machine: str | os.PathLike[str] | None = None,
     memory: int | None = None,
+    optimizer: Optimizer = "adamw",
     weights: Mapping[str, float] | None = None,
 ) -> Diagnosis:
     """Place a model on every degree up to 16 that is a power of two, or divides every dim that two ranks cut.
@@ -201,6 +214,7 @@ def diagnose(
         inputs: as in `parallelize`, like `outputs`: `{"x": {"dp": "S(0)"}}`.
         machine: the machine to predict step times for: a YAML file that describes one device and its links, or "h100".
         memory: limit on a rank's bytes; by default 0.9 of the machine's, less 0.4 GB for NCCL.
+        optimizer: whose state counts as memory, if the program returns gradients, as in `parallelize`.
         weights: the number of calls of each of several programs, as in `parallelize`.
 
     Raises:
@@ -214,7 +228,8 @@ def diagnose(
         raise MeshError(f"the degrees of {AXIS} are tried, and none is given", help="give the other axes, such as dp=2")
     one = Mesh.of({**(other_axes or {}), AXIS: 1})
     conversions = conversions_of(exported_program, one, read_plan("auto"), inputs, outputs)
-    examined = _Examined(conversions, described, limit, read_calls(weights, conversions))
+    calls = read_calls(weights, conversions)
+    examined = _Examined(conversions, Aim(described, calls=calls, optimizer=read_optimizer(optimizer)), limit)
     degrees, stopped = {1: examined.degree(1)}, list[Stop]()
     candidates = [2]
     for tp in counted(candidates, "trying degrees", "degrees"):  # more of them by what two ranks cut
@@ -240,16 +255,15 @@ def diagnose(
         degrees=list(degrees.values()),
         stopped=stopped,
         untried=untried,
+        optimizer=optimizer,
     )
 
 
 class _Examined:
     """Programs placed on one degree after another; the result of two ranks is kept to compare the others with."""
 
-    def __init__(
-        self, conversions: Mapping[str, Conversion], machine: Machine, limit: int, calls: tuple[float, ...]
-    ) -> None:
-        self.conversions, self.machine, self.limit, self.calls = conversions, machine, limit, calls
+    def __init__(self, conversions: Mapping[str, Conversion], aim: Aim, limit: int) -> None:
+        self.conversions, self.aim, self.machine, self.limit = conversions, aim, aim.machine, limit
         self.pair: Solution | None = None
         self.obstacles: Sequence[Obstacle] = ()
         self.least: dict[int, Memory] = {}  # by ranks, where each holds as little as the search can do with
@@ -266,11 +280,11 @@ class _Examined:
         """
         asked = self.mesh(tp)
         conversions = {name: dataclasses.replace(each, mesh=asked) for name, each in self.conversions.items()}
-        found, made = convert_programs(conversions, Aim(self.machine, calls=self.calls))
+        found, made = convert_programs(conversions, self.aim)
         least, searches = measure_memory(found), Counter(found.searches)
         if least.total > self.limit:
             try:
-                found, made = convert_programs(conversions, Aim(self.machine, self.limit, calls=self.calls))
+                found, made = convert_programs(conversions, dataclasses.replace(self.aim, limit=self.limit))
                 least = measure_memory(found)
                 searches.update(found.searches)
             except TooLarge as error:
@@ -296,7 +310,7 @@ class _Examined:
         return Degree(
             ranks=asked.world_size,
             mesh=dict(asked.axes),
-            bytes=HeldBytes(held.weights, held.caches, held.activations, held.total),
+            bytes=HeldBytes.of(held),
             calls=calls,
             fits=least.total <= self.limit,
             searches=dict(searches),

@@ -78,7 +78,7 @@ def reshard(
         for name, manifest in manifests.items()
     }
     machine = machine_of(first.asked)
-    aim = Aim(machine, machine.usable_memory if plan.searches else None)
+    aim = Aim(machine, machine.usable_memory if plan.searches else None, optimizer=first.asked.optimizer)
     _, converted = convert_programs(conversions if is_single(conversions) else share_conversions(conversions), aim)
     with in_place_of(target, force=force) as temporary:
         try:

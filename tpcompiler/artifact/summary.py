@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from msgspec import structs
 
 from tpcompiler.checkpoint.leaves import bytes_per_rank, dtype_of, held_per_rank
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.optimizer import STATE_BYTES
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.records import BoundaryRecord, Collective, Note, Record, TensorRecord
 from tpcompiler.terminal.printed import format_bytes
@@ -97,6 +99,16 @@ class TrafficTotal(Record, frozen=True, kw_only=True):
     wire_bytes: int  # of all of them
 
 
+class TrainingBytes(Record, frozen=True, kw_only=True):
+    """The bytes that training takes next to parameters."""
+
+    gradients: int  # of parameters, on one device
+    gradients_per_rank: list[int]  # the same on each rank
+    optimizer: str  # `adamw`, with two float32 numbers for each element, `sgd`, with one, or `none`
+    state: int  # of that optimizer, on one device
+    state_per_rank: list[int]  # the same on each rank
+
+
 class ArtifactSummary(Record, frozen=True, kw_only=True):
     """A conversion's result."""
 
@@ -105,6 +117,7 @@ class ArtifactSummary(Record, frozen=True, kw_only=True):
     device_type: str  # `cpu` or `cuda`
     bytes: int  # of parameters, buffers and constants on one device
     bytes_per_rank: list[int]  # the same on each rank
+    training: TrainingBytes | None  # of programs that return gradients
     tensors: list[HeldTensor]  # parameters, buffers and constants
     inputs: list[BoundaryRecord]  # the tensors that the programs take
     outputs: list[BoundaryRecord]  # the tensors that the programs return
@@ -146,6 +159,7 @@ def summarize(manifest: Manifest) -> ArtifactSummary:
         device_type=manifest.device_type,
         bytes=sum(row.bytes for row in tensors if row.tied_to is None),
         bytes_per_rank=held_per_rank(manifest),
+        training=_training_bytes(manifest, tensors),
         tensors=tensors,
         inputs=manifest.inputs,
         outputs=manifest.outputs,
@@ -155,6 +169,24 @@ def summarize(manifest: Manifest) -> ArtifactSummary:
         notes=manifest.notes,
         plan=manifest.plan,
         versions=manifest.versions,
+    )
+
+
+def _training_bytes(manifest: Manifest, tensors: Sequence[HeldTensor]) -> TrainingBytes | None:
+    returned, optimizer = {row.name for row in manifest.outputs}, manifest.asked.optimizer
+    graded = [row for row in tensors if row.kind == "parameter" and f"gradients.{row.name}" in returned]
+    if not graded:
+        return None
+    per_rank = [[row.bytes, *row.bytes_per_rank] for row in graded]
+    factors = [STATE_BYTES[optimizer] / dtype_of(row.dtype).itemsize for row in graded]
+    gradients = [sum(own) for own in zip(*per_rank, strict=True)]
+    state = [round(sum(map(operator.mul, own, factors))) for own in zip(*per_rank, strict=True)]
+    return TrainingBytes(
+        gradients=gradients[0],
+        gradients_per_rank=gradients[1:],
+        optimizer=optimizer,
+        state=state[0],
+        state_per_rank=state[1:],
     )
 
 
@@ -181,11 +213,17 @@ def summary_parts(data: ArtifactSummary, advice: Mapping[str, str] = NO_ADVICE) 
     """
     axes = ",".join(f"{axis}={degree}" for axis, degree in data.mesh.items())
     yield f"mesh {axes}, {len(data.bytes_per_rank)} ranks, {data.device_type}"
-    whole = data.bytes
-    rows = [("one device", format_bytes(whole), "100.0%")]
-    for ranks, held in _alike(data.bytes_per_rank):
-        rows.append((ranks, format_bytes(held), f"{100 * held / max(whole, 1):.1f}%"))
-    yield Table("parameters, buffers and constants", ("on", "bytes", "share"), rows)
+    whole, training = data.bytes, data.training
+    shown = [[data.bytes, *data.bytes_per_rank]]
+    if training is not None:
+        shown += [[training.gradients, *training.gradients_per_rank], [training.state, *training.state_per_rank]]
+    alone, *ranks = zip(*shown, strict=True)
+    rows = [
+        (name, format_bytes(held), f"{100 * held / max(whole, 1):.1f}%", *map(format_bytes, more))
+        for name, (held, *more) in [("one device", alone), *_alike(ranks)]
+    ]
+    more = ("gradients", f"{training.optimizer} state") if training is not None else ()
+    yield Table("parameters, buffers and constants", ("on", "bytes", "share", *more), rows)
     collectives = [
         (
             row.why,
@@ -212,7 +250,7 @@ def summary_parts(data: ArtifactSummary, advice: Mapping[str, str] = NO_ADVICE) 
         yield from (*lines, "")
 
 
-def _alike(per_rank: Sequence[int]) -> Iterator[tuple[str, int]]:
+def _alike(per_rank: Sequence[tuple[int, ...]]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Each rank, or of a large mesh the neighbours that hold equally much, with what they hold."""
     first = 0
     for held, equal in itertools.groupby(per_rank):

@@ -19,6 +19,7 @@ from tpcompiler.cli.options import (
     MeshOption,
     Models,
     Optimize,
+    Optimizer,
     PlanFile,
     Tp,
     Trust,
@@ -48,6 +49,7 @@ def plan(
     machine: Machine = None,
     memory: Memory = None,
     optimize: Optimize = "latency",
+    optimizer: Optimizer = "adamw",
     calls: Calls = None,
     out: Annotated[
         Path | None, typer.Option("-o", "--out", metavar="PLAN.yaml", help="Write the plan here, not to the terminal.")
@@ -90,6 +92,7 @@ def plan(
             "outputs": given.placements(outputs, "--output"),
             "machine": machine,
             "memory": memory,
+            "optimizer": optimizer,
             "weights": calls,
         }
         if over is None:

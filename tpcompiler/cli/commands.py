@@ -33,6 +33,7 @@ from tpcompiler.cli.options import (
     MeshOption,
     Models,
     Optimize,
+    Optimizer,
     PlanFile,
     Tp,
     Trust,
@@ -229,6 +230,7 @@ def convert(
     machine: Machine = None,
     memory: Memory = None,
     optimize: Optimize = "latency",
+    optimizer: Optimizer = "adamw",
     calls: Calls = None,
     budget: Limits = None,
     json: Json = False,
@@ -282,6 +284,7 @@ def convert(
             machine=machine,
             memory=memory,
             optimize=optimize,
+            optimizer=optimizer,
             weights=calls,
         )
         alone = is_single(made)

@@ -175,6 +175,12 @@ Optimize = Annotated[
     Literal["latency", "memory"],
     typer.Option("--optimize", help="latency: the fastest call that fits; memory: the fewest bytes per rank."),
 ]
+Optimizer = Annotated[
+    Literal["adamw", "sgd", "none"],
+    typer.Option(
+        "--optimizer", help="Of a program with gradients: the optimizer whose state takes memory next to parameters."
+    ),
+]
 Memory = Annotated[
     int | None,
     typer.Option(

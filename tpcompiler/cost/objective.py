@@ -18,6 +18,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.rules.infer import Option
 from tpcompiler.rules.notation import Rule
+from tpcompiler.runtime.records import Optimizer
 
 STEP = 1e-12  # seconds: the choice with fewer collectives wins a tie
 TIE = 1e-3  # of the time to read a byte: the choice that holds or touches fewer bytes wins a tie
@@ -48,6 +49,7 @@ class Objective(NamedTuple):
         samples: axes that cut the samples of a program with gradients. To gather what they cut is never worth it: the
             samples of the example are few, and those of a training run are many.
         spread: ranks of omitted axes, over which everything counts as sharded for free: for a lower bound.
+        optimizer: whose state ranks hold next to parameters with gradients.
     """
 
     machine: Machine
@@ -55,11 +57,19 @@ class Objective(NamedTuple):
     calls: tuple[float, ...] = ()
     samples: frozenset[str] = frozenset()
     spread: int = 1
+    optimizer: Optimizer = "adamw"
 
     @classmethod
-    def of(cls, machine: Machine, held: float | None = None, calls: tuple[float, ...] = ()) -> Objective:
+    def of(
+        cls,
+        machine: Machine,
+        held: float | None = None,
+        calls: tuple[float, ...] = (),
+        optimizer: Optimizer = "adamw",
+    ) -> Objective:
         """Return the objective; by default `held` is a small share of the time to read a byte of weights."""
-        return cls(machine, TIE / machine.memory_bandwidth if held is None else held, calls)
+        price = TIE / machine.memory_bandwidth if held is None else held
+        return cls(machine, price, calls, optimizer=optimizer)
 
     def weight(self, program: int) -> float:
         """Return the weight of one call of a program."""

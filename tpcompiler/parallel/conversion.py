@@ -110,6 +110,7 @@ class Conversion:
             outputs=outputs,
             machine=basename(aim.machine.name),
             collectives=self.collectives,
+            optimizer=aim.optimizer,
             check_indices=self.check_indices,
             plan="auto:free" if self.plan.gathers else self.plan.to_data() if is_partial else None,
         )

@@ -27,7 +27,7 @@ from tpcompiler.passes.regions.join_branches import join_branches
 from tpcompiler.passes.regions.spread_experts import spread_experts
 from tpcompiler.plan import Plan
 from tpcompiler.solver.drive import solve
-from tpcompiler.solver.memory import measure_leaves
+from tpcompiler.solver.memory import measure_leaves, measure_state
 from tpcompiler.solver.refuse import refuse_unplaced
 from tpcompiler.solver.remarks import Remarks, count_searches, note_search, with_notes
 from tpcompiler.solver.solution import Solution
@@ -137,7 +137,7 @@ def _finish(
         folded = own.after(fold_reshards(placed), "fold_reshards")
         routed = own.after(choose_paths(folded, aim.machine), "choose_paths")
     plan = own.with_styles(*found.forms).completed(found)
-    limit = None if aim.limit is None else aim.limit - sum(measure_leaves(found).values())
+    limit = None if aim.limit is None else aim.limit - sum(measure_leaves(found).values()) - measure_state(found)
     partition = Partition(routed, own.device, own.collectives, aim.machine, limit)
 
     def advise(value: str) -> str:

@@ -49,6 +49,7 @@ Factors = Annotated[list[Annotated[int, Meta(ge=2, lt=LARGEST)]], Meta(min_lengt
 Rows = list[list[Count]]
 DeviceType = Literal["cpu", "cuda"]
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+Optimizer = Literal["adamw", "sgd", "none"]  # whose state the ranks hold next to parameters with gradients
 Collectives = Literal["auto", "nccl", "symm_mem"]  # the faster of both, by NCCL, or over symmetric memory
 Why = Literal["inherent", "plan-demanded", "fallback"]
 Placed = str | dict[str, str]
@@ -184,6 +185,7 @@ class Asked(Record, frozen=True, kw_only=True):
     # the name of the machine by whose seconds its collectives were chosen, without the path of a file
     machine: str | None = None
     collectives: Collectives = "nccl"
+    optimizer: Optimizer = "adamw"  # whose state counts as memory, if the program returns gradients
     check_indices: bool = True  # false where ranks assert nothing of computed indices
     # where that was "auto:free", or one that the search has completed to the manifest's
     plan: Literal["auto:free"] | dict[str, Any] | None = None

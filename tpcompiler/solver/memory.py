@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import operator
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from torch import fx
 
 from tpcompiler.cost.objective import local_bytes
 from tpcompiler.cost.peak import ValueSizes, find_peak, is_view, written_in_place
 from tpcompiler.ir import edit
+from tpcompiler.ir.optimizer import STATE_BYTES
 from tpcompiler.ir.program import PlannedProgram, pin, tied
 from tpcompiler.solver.solution import Solution
 from tpcompiler.terminal.printed import format_bytes
@@ -19,9 +22,13 @@ class Memory(NamedTuple):
 
     Attributes:
         caches: buffers that are written.
-        activations: at the peak, which is at the op `at`; inputs count too.
+        activations: at the peak, which is at the op `at`; inputs count too. What the backward needs of the forward is
+            among them; gradients of parameters are not.
         floats: of the leaves that have a price in the search.
         largest: the leaves that take most, with their bytes.
+        gradients: of parameters, from call to call, as gradients that add up are held.
+        state: of the optimizer of these parameters.
+        optimizer: its name.
     """
 
     weights: int
@@ -30,16 +37,21 @@ class Memory(NamedTuple):
     at: str
     floats: int
     largest: tuple[tuple[str, int], ...]
+    gradients: int = 0
+    state: int = 0
+    optimizer: str = ""
 
     @property
     def total(self) -> int:
-        return self.weights + self.caches + self.activations
+        return self.weights + self.caches + self.gradients + self.state + self.activations
 
     @property
     def text(self) -> str:
+        more = f"gradients {format_bytes(self.gradients)}, " if self.gradients else ""
+        more += f"state of {self.optimizer} {format_bytes(self.state)}, " if self.state else ""
         return (
             f"{format_bytes(self.total)}: weights {format_bytes(self.weights)}, caches {format_bytes(self.caches)}, "
-            f"activations {format_bytes(self.activations)} at the peak ('{self.at}')"
+            f"{more}activations {format_bytes(self.activations)} at the peak ('{self.at}')"
         )
 
 
@@ -53,7 +65,22 @@ def measure_memory(found: Solution) -> Memory:
     caches = sum(count for fqn, count in held.items() if fqn in written)
     largest = sorted(held.items(), key=lambda pair: (-pair[1], pair[0]))[:3]
     counted = sum(held[fqn] for fqn in floats)
-    return Memory(sum(held.values()) - caches, caches, *max(peaks), counted, tuple(largest))
+    weights = sum(held.values()) - caches
+    gradients, state = _measure_gradients(found, held)
+    return Memory(weights, caches, *max(peaks), counted, tuple(largest), gradients, state, found.optimizer)
+
+
+def measure_state(found: Solution) -> int:
+    """Return the bytes of the optimizer's state."""
+    return _measure_gradients(found, measure_leaves(found))[1]
+
+
+def _measure_gradients(found: Solution, held: Mapping[str, int]) -> tuple[int, int]:
+    """Return the bytes of gradients, and of the optimizer's state for their parameters."""
+    graded = {name for program in found.programs for _, name in program.gradients()} & held.keys()
+    sizes = {fqn: edit.fake(node).element_size() for program in found.programs for node, fqn in program.leaves()}
+    elements = sum(held[fqn] // sizes[fqn] for fqn in graded)
+    return sum(held[fqn] for fqn in graded), elements * STATE_BYTES[found.optimizer]
 
 
 def measure_leaves(found: Solution) -> dict[str, int]:
@@ -71,6 +98,7 @@ def _find_peak(program: PlannedProgram, found: Solution) -> tuple[int, str]:
     """The most bytes of activations and inputs at once, and at which op. Inputs are the caller's; a view holds
     what it is a view of, and a buffer that is written in place is no activation."""
     leaves, in_place = {node for node, _ in program.leaves()}, set(written_in_place(program))
+    graded = _made_as_gradients(program)
     owner: dict[fx.Node, fx.Node] = {}
     size: dict[fx.Node, int] = {}
     gathered: dict[fx.Node, int] = {}
@@ -83,15 +111,33 @@ def _find_peak(program: PlannedProgram, found: Solution) -> tuple[int, str]:
             continue
         values, settled = edit.outputs(node), found.settled.get(node)
         owner[node] = node
-        size[node] = sum(
+        parts = [
             0
             if node in in_place
             else max(local_bytes(value, each, program.mesh) for each in ([own] if settled is None else [own, settled]))
             for value, own in zip(values, found.made(node), strict=True)
-        )
+        ]
+        reduced = sum(count for at, count in enumerate(parts) if (node, at) in graded)
+        size[node], gathered[node] = sum(parts) - reduced, gathered[node] + reduced
     besides = {node: own for node, own in gathered.items() if node.target is not pin}  # a pin's is its result
     most, at = find_peak(list(program.graph.nodes), ValueSizes(size, owner), besides)
     return most, at.name if most else ""
+
+
+def _made_as_gradients(program: PlannedProgram) -> set[tuple[fx.Node, int]]:
+    """Return the results of ops that are gradients of parameters, perhaps by views of them: (op, which of its results).
+
+    `Memory.gradients` has what a rank keeps of them; they are whole only until they are reduced.
+    """
+    parameters, values = {fqn for _, fqn in program.leaves()}, program.output.args[0]
+    made = set[tuple[fx.Node, int]]()
+    for position, name in program.gradients():
+        value: Any = values[position]  # type: ignore[index]
+        while name in parameters and value.target is not operator.getitem and is_view(value):
+            value = value.args[0]
+        if name in parameters and value.op == "call_function":
+            made.add(edit.producer(value))
+    return made
 
 
 def _gathered_bytes(found: Solution, node: fx.Node, program: PlannedProgram) -> int:

@@ -19,6 +19,7 @@ from tpcompiler._torch import aten, sym_hint
 from tpcompiler.cost.kernels import NO_KERNEL, Kernel, find_kernels
 from tpcompiler.cost.objective import Objective, local_bytes, local_work
 from tpcompiler.ir import edit
+from tpcompiler.ir.backward import is_backward
 from tpcompiler.ir.constraints import Allowed, AnyStyle, Dims
 from tpcompiler.ir.local import key
 from tpcompiler.ir.names import layer_of, weight_of
@@ -75,6 +76,13 @@ class Choices(NamedTuple):
         return cls(each, in_units([choice.seconds for choice in each]), wants, made)
 
 
+class Gathers(NamedTuple):
+    """How often a leaf at rest is gathered, over which axes."""
+
+    axes: tuple[str, ...]
+    times: int
+
+
 @dataclass
 class Problem:
     """The tables of programs, and what their variables are."""
@@ -97,6 +105,7 @@ class Problem:
     changes: list[tuple[fx.Node, Values, Values, bool, float]] = field(default_factory=list)
     known: Known = field(default_factory=Known)  # what layers alike share
     held: set[str] = field(default_factory=set)  # weights whose bytes have a price
+    resting: dict[fx.Node, Gathers] = field(default_factory=dict)  # leaves that are gathered for their uses
     capped: int = 0
 
     def price(self, axes: Sequence[Values], units: numpy.ndarray) -> None:
@@ -267,6 +276,9 @@ def _state(problem: Problem, domain: Domain) -> None:
     uses: dict[fx.Node, list[Values]] = {}
     problem.capped += sum(ways.is_capped for ways in domain.ways.values())
     for node in leaves:
+        if (request := program.resting.get(node.name)) is not None:
+            times = len({is_backward(user) for user in node.users})
+            problem.resting[node] = Gathers(program.mesh.parts_of(request.axis), times)
         _add_leaf(problem, node, domain.leaves[node.name])
     at_boundary = {node for node in program.output.all_input_nodes if node.target is pin}
     for node in program.user_inputs():
@@ -366,9 +378,18 @@ def _add_leaf(problem: Problem, node: fx.Node, leaf: Leaf) -> None:
 
 
 def _held_units(problem: Problem, node: fx.Node, shardings: Sequence[Sharding]) -> numpy.ndarray:
-    """Return the price of holding a leaf in each of these shardings."""
-    value, mesh, price = edit.fake(node), problem.stage.mesh, problem.objective.held_seconds
-    known = "held", key(node), shardings
+    """Return the price of a leaf in each of these shardings: of its bytes, and at rest of gathering it for its uses."""
+    value, mesh, objective = edit.fake(node), problem.stage.mesh, problem.objective
+    gathers = problem.resting.get(node)
+
+    def price(count: int) -> float:
+        if gathers is None:
+            return objective.held_seconds(count)
+        held = count / mesh.size(gathers.axes)
+        sent = objective.machine.collective_seconds("all_gather", gathers.axes, count - held, mesh)
+        return objective.held_seconds(held) + gathers.times * sent / objective.spread
+
+    known = "held", key(node), shardings, gathers
     return problem.known.once(known, lambda: in_units([price(local_bytes(value, each, mesh)) for each in shardings]))
 
 

@@ -125,7 +125,8 @@ def fit_memory(task: Task, best: Solution, again: Again) -> Solution:
     for _ in counted(range(MOST_TRIALS if task.is_searched else 0), "making it fit", "searches"):
         trial = again(replace(task, objective=objective._replace(held=objective.held * times)))
         memory, more = measure_memory(trial), times - 1
-        room = limit - memory.total + memory.floats  # for weights
+        grown = memory.floats + memory.gradients + memory.state  # with weights
+        room = (limit - memory.total + grown) * memory.floats / max(1, grown)  # for weights
         bound = max(bound, trial.bound - more * objective.held_seconds(room))
         seconds = trial.seconds - more * objective.held_seconds(memory.floats)
         least = min(least, memory, key=lambda each: each.total)

@@ -59,7 +59,8 @@ def search(task: Task) -> Solution:
     """
     task.tally["searches"] += 1
     programs, objective, held, model = task.programs, task.objective, task.held, task.model_axes
-    mesh, found, heads = programs[0].mesh, Solution(programs, objective.machine, model=model), list[tuple[str, int]]()
+    mesh, heads = programs[0].mesh, list[tuple[str, int]]()
+    found = Solution(programs, objective.machine, model=model, optimizer=objective.optimizer)
     groups, solved = dict[str, Sharding](), list[tuple[str, ...]]()
     order = [*model, *(axis for axis in mesh.names if axis not in model)]  # what the first cut, others reduce less of
     turns = task.turns or tuple((axis,) for axis in order if mesh.degree(axis) > 1) or ((order[-1],),)
@@ -128,6 +129,7 @@ def _read(
         before.capped + problem.capped,
         join_places([*before.openings.items(), *_openings(problem, choices, found)]),
         model=before.model,
+        optimizer=before.optimizer,
     )
     return solution, groups
 

@@ -13,6 +13,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.ir.sharding import Sharding
+from tpcompiler.runtime.records import Optimizer
 from tpcompiler.solver.stage import Choice
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class Solution:
         forms: styles of other forms that the search took, one mapping for each form.
         declined: forms that were tried and could not be had, each with the reason.
         searches: the number of searches by their kind.
+        optimizer: whose state ranks hold next to parameters with gradients.
     """
 
     programs: Sequence[PlannedProgram]
@@ -95,6 +97,7 @@ class Solution:
     forms: tuple[Mapping[str, str], ...] = ()
     declined: tuple[str, ...] = ()
     searches: Mapping[str, int] = field(default_factory=dict)
+    optimizer: Optimizer = "adamw"
 
     def made(self, node: fx.Node) -> Sequence[Sharding]:
         """Return the shardings of the tensors that a node makes."""

@@ -12,6 +12,7 @@ from tpcompiler.cost.objective import Objective, local_work
 from tpcompiler.cost.path import FREE, Step, steps_between
 from tpcompiler.cost.timeline import StepTime
 from tpcompiler.ir import edit
+from tpcompiler.ir.backward import is_backward
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.solver.solution import Solution
 
@@ -64,14 +65,19 @@ def sends_around(found: Solution, calls: Iterable[fx.Node]) -> Iterator[Sent]:
 def changes_of(found: Solution) -> Iterator[tuple[fx.Node, tuple[Step, ...]]]:
     """The steps of each change of sharding that a solution needs."""
     for program in found.programs:
-        changes: dict[tuple[fx.Node, Sharding, Sharding], None] = {}
+        changes: dict[tuple[fx.Node, Sharding, Sharding, bool], None] = {}  # a leaf at rest is gathered twice
         for node in edit.calls(program.graph):
             wants = found.choices[node].wants if node in found.choices else ()
             for operand, want in zip(edit.operands(node), wants, strict=False):
-                changes[operand, found.seen(operand), want] = None
+                have = program.at_rest(operand, found.seen(operand))
+                changes[operand, have, want, operand.name in program.resting and is_backward(node)] = None
         for value, settled in found.settled.items():
             if value.graph is program.graph:
-                changes[value, found.sharding(value), settled] = None
-        for value, have, want in changes:
+                changes[value, found.sharding(value), settled, False] = None
+        names = {fqn: node for node, fqn in program.leaves()} | {node.name: node for node in program.user_inputs()}
+        for value, name in program.followers():
+            leaf = names[name]
+            changes[value, found.seen(value), program.at_rest(leaf, found.leaves[leaf]), False] = None
+        for value, have, want, _ in changes:
             tensor = edit.fake(value)
             yield value, steps_between(have, want, tensor.shape, tensor.element_size(), found.mesh, found.machine)

@@ -11,6 +11,7 @@ from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.objective import LEAST, Objective
 from tpcompiler.ir.program import PlannedProgram
+from tpcompiler.runtime.records import Optimizer
 from tpcompiler.solver.problem import Problem
 from tpcompiler.solver.solution import Solution, Turns
 from tpcompiler.solver.stage import Known
@@ -32,6 +33,7 @@ class Aim:
         optimize: the fastest call, or the fewest bytes of weights on a rank and then the fastest call.
         calls: how often each of several programs is called; all equally often if empty.
         forms: without a plan, other forms of the programs are tried where they may pay (`passes/_forms.py`).
+        optimizer: whose state ranks hold next to parameters with gradients.
     """
 
     machine: Machine = field(default_factory=read_machine)
@@ -39,13 +41,14 @@ class Aim:
     optimize: Goal = "latency"
     calls: tuple[float, ...] = ()
     forms: bool = True
+    optimizer: Optimizer = "adamw"
 
     @property
     def objective(self) -> Objective:
         """Return a copy with one call weight per program."""
         share = sum(self.calls) / max(1, len(self.calls))
         calls = tuple(own / share for own in self.calls)
-        return Objective.of(self.machine, LEAST if self.optimize == "memory" else None, calls)
+        return Objective.of(self.machine, LEAST if self.optimize == "memory" else None, calls, self.optimizer)
 
 
 class Forms(NamedTuple):
