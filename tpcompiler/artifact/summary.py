@@ -17,7 +17,7 @@ from tpcompiler.ir.optimizer import STATE_BYTES
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.records import BoundaryRecord, Collective, Note, Record, TensorRecord
 from tpcompiler.terminal.printed import format_bytes
-from tpcompiler.terminal.tables import Part, Table
+from tpcompiler.terminal.tables import NUMBERS, Part, Table
 
 NO_ADVICE: Mapping[str, str] = MappingProxyType({})
 MOST_RANKS = 16  # that a table lists one by one
@@ -223,7 +223,7 @@ def summary_parts(data: ArtifactSummary, advice: Mapping[str, str] = NO_ADVICE) 
         for name, (held, *more) in [("one device", alone), *_alike(ranks)]
     ]
     more = ("gradients", f"{training.optimizer} state") if training is not None else ()
-    yield Table("parameters, buffers and constants", ("on", "bytes", "share", *more), rows)
+    yield Table("parameters, buffers and constants", ("on", "bytes", "share", *more), rows, right=(*NUMBERS, *more))
     collectives = [
         (
             row.why,
