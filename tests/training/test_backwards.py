@@ -13,6 +13,7 @@ from torch import nn
 
 import tpcompiler
 from tests.passes.stages import Call
+from tpcompiler.errors import UnsupportedError
 
 ROWS = {"tp": "S(0)"}
 BAGS = torch.tensor([0, 3, 1, 2, 2, 6, 5, 4]), torch.tensor([0, 3, 3, 6])
@@ -64,6 +65,7 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {  # what is
         f"bags, {mode}": (lambda mode=mode: nn.EmbeddingBag(7, 4, mode=mode), BAGS)  # type: ignore[misc]
         for mode in ("sum", "mean", "max")
     },
+    "bags in float32": (lambda: nn.EmbeddingBag(7, 4, mode="sum"), BAGS),  # which torch sums without the bag of each id
     "bags with padding": (lambda: nn.EmbeddingBag(7, 4, mode="mean", padding_idx=2), BAGS),
     "weighted bags": (
         lambda: Call(
@@ -85,8 +87,10 @@ def _squares(output: torch.Tensor) -> torch.Tensor:
 def test_gradients_are_autograd_s(name: str) -> None:
     torch.manual_seed(0)
     make, args = {**CASES, **WHOLE}[name]
-    model = make().double()
-    args = tuple(value.double() if value.is_floating_point() else value for value in args)
+    model = make()
+    if "in float32" not in name:
+        model = model.double()
+        args = tuple(value.double() if value.is_floating_point() else value for value in args)
     program = tpcompiler.export_training(model, args, loss=_squares)
     got = program.module(check_guards=False)(*args)["gradients"]
     _squares(model(*args)).backward()
@@ -108,3 +112,36 @@ def test_gradients_are_autograd_s(name: str) -> None:
         }
     else:
         assert not any(why == "fallback" for _, why in sent)
+
+
+class _Transposed(nn.Module):
+    """Normalises a value in another memory order, and views the result as if it had that order too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.head(self.norm(x.transpose(1, 2)).transpose(1, 2).reshape(20, 6))
+        return made
+
+
+def test_batch_norm_of_a_transposed_value() -> None:
+    model, x = _Transposed().double().train(), torch.randn(4, 5, 6, dtype=torch.float64)
+    program = tpcompiler.export_training(model, (x,), loss=_squares)
+    got = program.module(check_guards=False)(x)["gradients"]
+    _squares(model(x)).backward()
+    torch.testing.assert_close(got, {name: value.grad for name, value in model.named_parameters()})
+    assert tpcompiler.parallelize(program, 2, {}, inputs={"x": ROWS}).verify((x,)).ok
+
+
+@pytest.mark.parametrize(
+    ("forward", "said"),
+    [
+        (lambda self, x: torch.cond(x.sum() > 0, lambda x: self.up(x), lambda x: x * 2, (x,)), r"'cond' \(cond\)"),
+        (lambda self, x: torch.linalg.inv(self.up(x)), r"'with_effects' \(aten._linalg_check_errors.default\)"),
+    ],
+)
+def test_control_flow_and_effects_are_refused(forward: Callable[..., Any], said: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"{said} is not supported in a program with gradients"):
+        tpcompiler.export_training(Call(forward, up=nn.Linear(6, 6)), (torch.randn(6, 6),), loss=_squares)

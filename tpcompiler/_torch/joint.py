@@ -46,6 +46,7 @@ def trace_joint(program: ExportedProgram, loss: int, kept: Collection[OpOverload
     table: dict[Any, Any] = {
         op: each for op, each in _core_aten_decompositions_post_autograd().items() if op not in kept
     }
+    table[aten._native_batch_norm_legit_functional.default] = _batch_norm_of_dense
     module = program.module(check_guards=False)
     _detach_others(module.graph, loss)
     module.recompile()
@@ -70,6 +71,13 @@ def trace_joint(program: ExportedProgram, loss: int, kept: Collection[OpOverload
             stack, module, (*args, *kwargs.values()), decompositions=table, _record_nn_module_stack=True
         )
     return traced.graph_module.graph
+
+
+def _batch_norm_of_dense(x: torch.Tensor, *args: Any) -> Any:
+    """Normalise a copy in row-major order of a value in another one, whose result torch expects in that other one."""
+    if x.ndim > 3 or x.is_contiguous():
+        return NotImplemented
+    return aten._native_batch_norm_legit_functional.default(x.contiguous(), *args)
 
 
 def _detach_others(graph: fx.Graph, loss: int) -> None:

@@ -43,6 +43,7 @@ def export_training(
     Raises:
         InputsError: no output, or several, can be the loss.
         ProgramError: torch cannot export the model, or not its backward.
+        UnsupportedError: the model has control flow (`torch.cond`), or ops with effects.
     """
     own = dict(model.__dict__)
     if callable(loss):

@@ -61,7 +61,7 @@ def _bags(
         return zeros.scatter_add(0, largest.to(torch.int64).clamp(min=0), grad.masked_fill(empty, 0))
     if mode == MEAN:
         grad = grad / counts.to(grad.dtype).clamp(min=1).unsqueeze(-1)
-    each = grad.index_select(0, bag_of_id)
+    each = grad.index_select(0, _bag_of_each(ids, offsets, bag_of_id))
     if weights is not None:
         each = each * weights.unsqueeze(-1)
     if padding >= 0:
@@ -69,11 +69,21 @@ def _bags(
     return zeros.index_put([ids], each, accumulate=True)
 
 
+def _bag_of_each(ids: torch.Tensor, offsets: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    """Return the bag of each id; the forward leaves it out where it only sums."""
+    if known.shape[0]:
+        return known
+    ones = torch.ones_like(offsets)
+    begun = ones.new_zeros(ids.shape[0] + 1).index_put([offsets], ones, accumulate=True)
+    return begun[: ids.shape[0]].cumsum(0) - 1
+
+
 def _weights_of_bags(
     grad: torch.Tensor, table: Any, ids: Any, offsets: Any, bag_of_id: Any, mode: int, padding: int = -1
 ) -> Any:
     """Multiply each bag's gradient with the rows of its ids."""
-    each = (grad.index_select(0, bag_of_id) * aten.embedding.default(table, ids)).sum(-1)
+    bags = _bag_of_each(ids, offsets, bag_of_id)
+    each = (grad.index_select(0, bags) * aten.embedding.default(table, ids)).sum(-1)
     return each.masked_fill(ids == padding, 0) if padding >= 0 else each
 
 

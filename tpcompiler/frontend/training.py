@@ -17,6 +17,7 @@ from torch.export.graph_signature import (
 )
 
 from tpcompiler._torch import (
+    HigherOrderOperator,
     Key,
     OpOverload,
     aten,
@@ -27,7 +28,7 @@ from tpcompiler._torch import (
     tree_names,
     tree_unflatten,
 )
-from tpcompiler.errors import InputsError, ProgramError, reason
+from tpcompiler.errors import InputsError, ProgramError, UnsupportedError, reason
 from tpcompiler.ir import edit
 from tpcompiler.ir.program import Program, tied
 from tpcompiler.ir.rebuilt import copy_signature, rebuilt
@@ -46,13 +47,26 @@ def add_backward(program: ExportedProgram, kept: Collection[OpOverload], loss: s
     Raises:
         InputsError: no output, or several, can be the loss.
         ProgramError: torch cannot trace the backward.
+        UnsupportedError: control flow, or an op with effects.
     """
     at = _find_loss(program, loss)
     try:
         joint = trace_joint(program, at, kept)
     except Exception as error:  # whatever torch raises on the way
         raise ProgramError(f"torch cannot trace the backward: {reason(error)}") from error
+    _refuse_bodies(joint)
     return _Writer(program, joint, at).written()
+
+
+def _refuse_bodies(joint: fx.Graph) -> None:
+    for node in edit.calls(joint):
+        if isinstance(node.target, HigherOrderOperator):
+            called = next((each for each in node.args if isinstance(each, OpOverload)), node.target)
+            raise UnsupportedError(
+                f"'{node.name}' ({called}) is not supported in a program with gradients",
+                help="compute both branches and choose with torch.where, or call an op without checks or effects",
+                used_at=edit.source_line(node),
+            )
 
 
 def _find_loss(program: ExportedProgram, loss: str | None) -> int:
