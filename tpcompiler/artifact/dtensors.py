@@ -6,23 +6,22 @@ import contextlib
 import hashlib
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 from tpcompiler.artifact.program import ArtifactProgram
-from tpcompiler.checkpoint.leaves import entries_of, leaves_of, shardings_of
+from tpcompiler.checkpoint.leaves import entries_of, leaves_of, shardings_of, torch_placements
 from tpcompiler.checkpoint.ranks import RankShares
 from tpcompiler.errors import ArtifactError, LaunchError, MeshError, TpCompilerWarning, reason
 from tpcompiler.ir.local import local_strides
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import format_placement
-from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut
 from tpcompiler.runtime.agree import WAIT, agreeing
 from tpcompiler.runtime.artifact import Manifest, say_files, weights_file
@@ -51,7 +50,7 @@ def as_dtensors(program: ArtifactProgram, mesh: DeviceMesh) -> dict[str, Any]:
         if first in state:
             state[name] = state[first]
             continue
-        placements = _placements(shardings[first], row.shape, own)
+        placements = torch_placements(shardings[first], row.shape, own)
         if placements is None:
             whole.append(first)
             local, placements = program.read(first), [Replicate()] * mesh.ndim
@@ -137,21 +136,6 @@ def _rank_in(mesh: DeviceMesh, manifest: Manifest) -> int:
             help=f"give init_device_mesh({manifest.device_type!r}, {sizes})",
         )
     return int(mesh.get_rank())
-
-
-def _placements(sharding: Sharding, shape: Sequence[int], mesh: Mesh) -> Sequence[Placement] | None:
-    """Return torch's placements for a sharding; None if they cannot express it."""
-    if mesh.factors:
-        joined, whole = sharding.joined(mesh)
-        is_even = all(by.is_even(size, mesh) for by, size in zip(sharding.dims, shape, strict=True))
-        if whole.factors or not is_even:  # nested factors deal uneven shares in another way than `torch.chunk`
-            return None
-        sharding, mesh = joined, whole
-    placements = sharding.placements(mesh)
-    texts = [format_placement(each) for each in placements]
-    if sharding.partial or sharding.text(mesh) != (texts[0] if len(texts) == 1 else f"[{', '.join(texts)}]"):
-        return None
-    return placements
 
 
 @contextlib.contextmanager

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import Placement
 
 from tpcompiler.checkpoint.conversion import Shape
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.placements import format_placement
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import row_sharding
 from tpcompiler.ir.text import DTYPES
@@ -107,3 +109,18 @@ def entries_of(manifest: Manifest, rank: int) -> list[TensorEntry]:
     ]
     numbers = manifest.rank_numbers.items()
     return lay_out([*own, *(TensorEntry(name, torch.int64, (1, len(rows[rank]))) for name, rows in numbers)])
+
+
+def torch_placements(sharding: Sharding, shape: Sequence[int], mesh: Mesh) -> Sequence[Placement] | None:
+    """Return torch's placements for a sharding; None if they cannot express it."""
+    if mesh.factors:
+        joined, whole = sharding.joined(mesh)
+        is_even = all(by.is_even(size, mesh) for by, size in zip(sharding.dims, shape, strict=True))
+        if whole.factors or not is_even:  # nested factors deal uneven shares in another way than `torch.chunk`
+            return None
+        sharding, mesh = joined, whole
+    placements = sharding.placements(mesh)
+    texts = [format_placement(each) for each in placements]
+    if sharding.partial or sharding.text(mesh) != (texts[0] if len(texts) == 1 else f"[{', '.join(texts)}]"):
+        return None
+    return placements

@@ -7,6 +7,8 @@ import os
 from datetime import timedelta
 from typing import Any
 
+from tpcompiler._torch import Recompute
+from tpcompiler.errors import UnsupportedError
 from tpcompiler.runtime.agree import WAIT
 from tpcompiler.runtime.artifact import SINGLE
 from tpcompiler.runtime.load import load as load_rank
@@ -23,6 +25,7 @@ def load(
     compiled: bool | None = None,
     backend: str | None = None,
     training: bool = False,
+    recompute: Recompute = "min-cut",
 ) -> Any:
     """Return this process's program, ready to call.
 
@@ -51,7 +54,14 @@ def load(
             default is the package if `trust` is set, because it is machine code; otherwise a warning names it.
         backend: the backend of the process group that is initialised here, "nccl" or "gloo".
         training: for a program of `export_training`: the module returns the model's outputs, and `loss.backward()`
-            adds the gradients to the parameters. `module.clip_grad_norm_(max_norm)` clips their norm over all ranks.
+            adds the gradients to the parameters. `module.clip_grad_norm_(max_norm)` clips their norm over all ranks;
+            backwards in `with module.no_sync():` leave out the sums over ranks, which the next one outside makes for
+            all; `module.distributed_state(optimizer)` is what torch.distributed.checkpoint saves, and loads on any
+            number of ranks. All ranks must call all of these in the same order.
+        recompute: what the backward computes again instead of finding it saved: what is cheap ("min-cut", by torch's
+            partitioner), everything except collectives and ops that may draw random numbers, such as attention ("all"),
+            or nothing ("none").
+            `module.saved_bytes` is what the forward leaves to the backward.
 
     Returns:
         The module: call it like the model; it records no gradients without `training`. Its `exported_program` is the
@@ -65,8 +75,10 @@ def load(
         LaunchError: not started by torchrun, another world size or rank, a group name in use, no GPU for this
             process, another rank that fails, is missing, or has another artifact, or ranks of a group that cannot
             reach each other.
-        UnsupportedError: the backend lacks a collective for its dtype.
+        UnsupportedError: the backend lacks a collective for its dtype, or a package is asked to train.
     """
+    if training and compiled:
+        raise UnsupportedError("a package has no backward of its own to train with", help="load it with compiled=False")
     weights = None
     if checkpoint is not None:
         from tpcompiler.checkpoint.cut import read_shares  # a deployment with weights does not need it
@@ -78,7 +90,7 @@ def load(
         check_inputs=check_inputs,
         timeout=timeout,
         trust=trust,
-        compiled=compiled,
+        compiled=False if training else compiled,
         backend=backend,
         weights=weights,
     )
@@ -87,5 +99,5 @@ def load(
         from tpcompiler.runtime.program_files import open_programs
 
         manifests = {name: files.manifest for name, files in open_programs(directory, trust=trust).items()}
-        make_trainable(loaded if isinstance(loaded, dict) else {SINGLE: loaded}, manifests)
+        make_trainable(loaded if isinstance(loaded, dict) else {SINGLE: loaded}, manifests, recompute)
     return loaded

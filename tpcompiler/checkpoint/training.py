@@ -1,9 +1,11 @@
-"""Train a rank's program: its loss has a backward, which hands out the gradients that the program computes."""
+"""Train a rank's program: its loss has a backward, which runs the second half of the program."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -13,15 +15,19 @@ from torch.autograd.function import once_differentiable
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
-from tpcompiler._torch import RETURNED_KINDS, tree_flatten, tree_unflatten
+from tpcompiler._torch import RETURNED_KINDS, Recompute, tree_map, tree_unflatten
+from tpcompiler.checkpoint.distributed import DistributedState
+from tpcompiler.checkpoint.halves import Halves
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import row_sharding
+from tpcompiler.runtime.agree import named_failures
 from tpcompiler.runtime.records import Manifest
+from tpcompiler.runtime.turns import taking_turns
 
 
-def make_trainable(modules: Mapping[str, Any], manifests: Mapping[str, Manifest]) -> None:
-    """Give the modules of programs with gradients a loss with a backward, and `clip_grad_norm_`.
+def make_trainable(modules: Mapping[str, Any], manifests: Mapping[str, Manifest], recompute: Recompute) -> None:
+    """Give the modules of programs with gradients a loss with a backward, and the methods that `load` documents.
 
     Raises:
         ArtifactError: no program returns gradients.
@@ -34,49 +40,97 @@ def make_trainable(modules: Mapping[str, Any], manifests: Mapping[str, Manifest]
         )
     for name, at in found.items():
         module, manifest = modules[name], manifests[name]
-        module.forward = _differentiable(module, at)
+        halves = Halves(module.exported_program, recompute)
+        type(module).forward = halves.run_forward  # what `load` calls after its checks
+        steps = _Backward(halves, manifest)
+        module.forward = _differentiable(module, at, steps)
+        module.saved_bytes, module.no_sync = halves.saved_bytes, steps.no_sync
+        module.distributed_state = DistributedState(module, manifest)
         replicas = _count_replicas(manifest)
         module.clip_grad_norm_ = MethodType(functools.partial(_clip_grad_norm, replicas=replicas), module)
 
 
 def _loss_position(program: ExportedProgram) -> int | None:
-    """Return the position of the loss among the results; None without gradients."""
+    """Return the position of the loss among the user's outputs; None without gradients."""
     kinds = [spec.kind for spec in program.graph_signature.output_specs if spec.kind in RETURNED_KINDS]
     has_gradients = OutputKind.GRADIENT_TO_PARAMETER in kinds
     return kinds.index(OutputKind.LOSS_OUTPUT) if has_gradients and OutputKind.LOSS_OUTPUT in kinds else None
 
 
-def _differentiable(module: Any, loss: int) -> Any:
+class _Backward:
+    """The backward of a program; while sums are left out, their operands add up here."""
+
+    def __init__(self, halves: Halves, manifest: Manifest) -> None:
+        self.halves, self.groups = halves, manifest.groups
+        self.is_summing = True
+        self.pending: list[torch.Tensor] | None = None
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave out the last sums of gradients over ranks in backwards of the block.
+
+        The first backward after it sums what all of them have computed, and hands out the gradients of all.
+        """
+        before, self.is_summing = self.is_summing, False
+        try:
+            yield
+        finally:
+            self.is_summing = before
+
+    @torch.no_grad()
+    def gradients(self, saved: list[Any], tangent: torch.Tensor) -> Sequence[torch.Tensor | None]:
+        """Return the gradients of `halves.names`; None for each while sums are left out."""
+        halves, given = self.halves, [*saved, tangent]
+        saved.clear()
+        with taking_turns(self.groups), named_failures(self.groups):
+            if self.is_summing and self.pending is None:
+                return halves.backward(given)[: len(halves.names)]  # type: ignore[no-any-return]
+            backward, sums = halves.apart
+            partial = backward(given)
+            if self.pending is not None:
+                partial = list(map(operator.add, self.pending, partial))
+            if not self.is_summing:
+                self.pending = list(partial)
+                return [None] * len(halves.names)
+            self.pending = None
+            return sums(list(partial))[: len(halves.names)]  # type: ignore[no-any-return]
+
+
+def _differentiable(module: Any, loss: int, backward: _Backward) -> Any:
     """Return a forward that returns the model's outputs, of which the loss has a backward."""
-    run = module.forward
+    run, spec = module.forward, module.exported_program.call_spec.out_spec
+    place = tree_unflatten([*range(spec.num_leaves)], spec)["outputs"]
 
     @functools.wraps(run)
     def forward(*args: Any, **kwargs: Any) -> Any:
         results = run(*args, **kwargs)
-        outputs, spec = tree_flatten(results["outputs"])
-        gradients = results["gradients"]
-        parameters = [module.get_parameter(name) for name in gradients]
-        outputs[loss] = _Loss.apply(outputs[loss], [*gradients.values()], *parameters)  # type: ignore[no-untyped-call]
-        return tree_unflatten(outputs, spec)
+        outputs, parameters = results["outputs"], [module.get_parameter(name) for name in backward.halves.names]
+        outputs[loss] = _Loss.apply(outputs[loss], results["saved"], backward, *parameters)  # type: ignore[no-untyped-call]
+        return tree_map(lambda at: outputs[at], place)
 
     return forward
 
 
 class _Loss(torch.autograd.Function):
-    """The loss as a function of the parameters, whose gradients are known."""
+    """The loss as a function of the parameters, of whose backward everything but the loss' gradient is saved."""
 
     @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, gradients: list[torch.Tensor], *_: torch.nn.Parameter) -> torch.Tensor:
-        ctx.gradients = gradients
+    def forward(
+        ctx: Any, loss: torch.Tensor, saved: list[Any], backward: _Backward, *parameters: torch.nn.Parameter
+    ) -> torch.Tensor:
+        ctx.saved, ctx.backward = saved, backward
+        ctx.versions = [(each, each._version) for each in parameters]
         return loss.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *scales: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if not ctx.gradients:
-            raise RuntimeError("the gradients of this loss were handed out before: call the module again")
-        gradients, ctx.gradients = ctx.gradients, []
-        return None, None, *(each.mul_(scales[0]) for each in gradients)
+    def backward(ctx: Any, *tangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.saved is None:
+            raise RuntimeError("this loss had its backward before, which frees what it needs: call the module again")
+        if any(each._version != version for each, version in ctx.versions):
+            raise RuntimeError("parameters have changed since this loss was computed: call its backward before a step")
+        saved, ctx.saved = ctx.saved, None
+        return None, None, None, *ctx.backward.gradients(saved, tangents[0])
 
 
 def _count_replicas(manifest: Manifest) -> dict[str, int]:

@@ -1,0 +1,210 @@
+"""Forward and backward as two programs: the same numbers and collectives, fewer bytes in between."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.export import Dim
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tpcompiler
+from tests.passes.stages import Call
+from tests.training.test_gradients import PLAN, ROWS, Images, built, cross_entropy
+from tests.training.test_steps import group_of_one as group_of_one
+from tpcompiler.checkpoint.halves import Halves
+from tpcompiler.errors import UnsupportedError
+from tpcompiler.ir import edit
+
+HOW = ["min-cut", "all", "none"]
+
+
+def network(width: int = 32) -> Any:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(6)))
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            h = layer(x)
+            x = torch.sigmoid(h) * torch.tanh(h) * torch.exp(-h * h) + x
+        return x.square().mean()
+
+    return Call(forward, layers=layers).double()
+
+
+def loaded(folder: Path, model: nn.Module, *args: torch.Tensor, how: Any = "min-cut", **kwargs: Any) -> Any:
+    """One rank's module, in a world of one."""
+    made = tpcompiler.parallelize(tpcompiler.export_training(model, args, **kwargs), 1, {})
+    made.save(folder / how, force=True)
+    return tpcompiler.load(folder / how, training=True, recompute=how)
+
+
+def gradients(module: nn.Module) -> dict[str, Any]:
+    return {name: each.grad for name, each in module.named_parameters()}
+
+
+@pytest.mark.parametrize("rest", [{}, {"**": "shard_at_rest(dp)"}], ids=["whole over dp", "in shards"])
+def test_no_collective_twice(rest: dict[str, str]) -> None:
+    """Each half has its own, in their order; what it saves is least if everything is recomputed."""
+    _, program, _, named = built("llama")
+    made = tpcompiler.parallelize(
+        program,
+        {"dp": 2, "tp": 2},
+        {**PLAN, **rest},
+        inputs=dict.fromkeys(named, ROWS),
+        outputs={"outputs.logits": ROWS},
+    )
+    rank = made.rank_program(0)
+    sent = [str(node.args) for node in rank.graph.nodes if edit.is_collective(node)]
+    saved = {}
+    for how in HOW:
+        halves = Halves(rank, how)  # type: ignore[arg-type]
+        each = [
+            [node for node in half.graph.nodes if edit.is_collective(node)]
+            for half in (halves.forward, halves.backward)
+        ]
+        kinds = [Counter((node.target, node.args[-1]) for node in own) for own in (*each, each[0] + each[1])]
+        assert kinds[2] == Counter((n.target, n.args[-1]) for n in rank.graph.nodes if edit.is_collective(n))
+        gathers = 2 * 9 + 3 if rest else 0
+        assert len(each[0]) == gathers + 2 * 2 + 1 + 2  # Megatron's, the embedding's, and the loss'
+        assert len(each[1]) == (gathers - 1 + gathers if rest else 1) + 2 * 2
+        assert all(len(edit.waits_of(node)) for own in each for node in own)
+        saved[how] = halves.saved_bytes
+        backward, sums = halves.apart
+        over_dp = [
+            [str(node.target) for node in half.graph.nodes if edit.is_collective(node) and ":dp" in str(node.args[-1])]
+            for half in (backward, sums)
+        ]
+        assert len(over_dp[0]) == (gathers - 1 if rest else 0)
+        assert len(over_dp[1]) == (gathers if rest else 1)
+    assert len(sent) == len(each[0]) + len(each[1])
+    assert saved["min-cut"] < saved["none"]
+    assert rest or saved["all"] < saved["min-cut"]  # of gathered parameters the products are saved, not these
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_micro_batches_in_flight(how: str, tmp_path: Path, group_of_one: None) -> None:
+    """Backwards in another order than the forwards; one that is scaled; a step in between is refused."""
+    model, x = network(), torch.randn(2, 4, 32, dtype=torch.float64)
+    module = loaded(tmp_path, model, x[0], how=how)
+    losses = [module(each) for each in x]
+    (losses[1] * 3).backward()
+    losses[0].backward()
+    (model(x[0]) + model(x[1]) * 3).backward()
+    torch.testing.assert_close(gradients(module), gradients(model), rtol=1e-12, atol=1e-14)
+    with pytest.raises(RuntimeError, match="had its backward before"):
+        losses[0].backward()
+    late = module(x[0])
+    torch.optim.SGD(module.parameters(), lr=1.0).step()
+    with pytest.raises(RuntimeError, match="parameters have changed"):
+        late.backward()
+
+
+def test_sums_left_out_are_handed_out_later(tmp_path: Path, group_of_one: None) -> None:
+    model, x = network(), torch.randn(3, 4, 32, dtype=torch.float64)
+    module = loaded(tmp_path, model, x[0])
+    with module.no_sync():
+        for each in x[:2]:
+            module(each).backward()
+    assert all(each is None for each in gradients(module).values())
+    module(x[2]).backward()
+    sum(map(model, x)).backward()
+    torch.testing.assert_close(gradients(module), gradients(model), rtol=1e-12, atol=1e-14)
+
+
+class _Live(TorchDispatchMode):
+    """The most bytes of new values that are alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.most, self.known = 0, 0, set[int]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for each in torch.utils._pytree.tree_leaves(made):
+            if isinstance(each, torch.Tensor):
+                memory = each.untyped_storage()
+                if memory._cdata not in self.known:
+                    self.known.add(memory._cdata)
+                    self.now, self.most = self.now + memory.nbytes(), max(self.most, self.now + memory.nbytes())
+                    weakref.finalize(memory, self._end, memory._cdata, memory.nbytes())
+        return made
+
+    def _end(self, memory: int, count: int) -> None:
+        self.known.discard(memory)
+        self.now -= count
+
+
+def peak(step: Callable[[], Any]) -> int:
+    with _Live() as live:
+        step()
+    return live.most
+
+
+def test_less_at_the_peak_than_at_once(tmp_path: Path, group_of_one: None) -> None:
+    """Samples are many, so activations are most of it."""
+    model, x = network(), torch.randn(512, 32, dtype=torch.float64)
+    modules = {how: loaded(tmp_path, model, x, how=how) for how in HOW}
+    joint = modules["none"].exported_program.module()
+    with torch.no_grad():
+        most = {"at once": peak(lambda: joint(x))}
+    for how, module in modules.items():
+        most[how] = peak(lambda: module(x).backward())  # noqa: B023
+    assert most["min-cut"] < 0.8 * most["at once"]
+    assert most["none"] < 1.1 * most["at once"]
+    value = 512 * 32 * 8
+    saved = {how: module.saved_bytes // value for how, module in modules.items()}
+    assert saved["all"] == 0
+    assert saved["min-cut"] <= 5 * 6 < 6 * 6 <= saved["none"]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_buffers_that_are_written(how: str, tmp_path: Path, group_of_one: None) -> None:
+    torch.manual_seed(0)
+    model, x, labels = Images().double().train(), torch.randn(4, 3, 10, 10).double(), torch.tensor([0, 3, 1, 4])
+    module = loaded(tmp_path, model, x, how=how, loss=cross_entropy, targets={"labels": labels})
+    for _ in range(2):
+        module(x, labels=labels)["loss"].backward()
+        cross_entropy(model(x), labels).backward()
+    torch.testing.assert_close(gradients(module), gradients(model), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(dict(module.named_buffers()), dict(model.named_buffers()))
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_random_numbers_are_drawn_once(how: str, tmp_path: Path, group_of_one: None) -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(torch.tanh(self.up(x)), 0.5, training=True).square().sum()
+
+    torch.manual_seed(0)
+    model, x = Call(forward, up=nn.Linear(8, 8)).double(), torch.randn(4, 8, dtype=torch.float64)
+    module = loaded(tmp_path, model, x, how=how)
+    for each in (module, model):
+        torch.manual_seed(1)
+        each(x).backward()
+    torch.testing.assert_close(gradients(module), gradients(model))
+
+
+def test_any_number_of_samples(tmp_path: Path, group_of_one: None) -> None:
+    model = network()
+    shapes = ({0: Dim("samples", min=2)},)
+    for how in HOW:
+        module = loaded(tmp_path, model, torch.randn(4, 32).double(), how=how, dynamic_shapes=shapes)
+        for samples in (3, 7):
+            x = torch.randn(samples, 32, dtype=torch.float64)
+            module.zero_grad()
+            model.zero_grad()
+            module(x).backward()
+            model(x).backward()
+            torch.testing.assert_close(gradients(module), gradients(model), rtol=1e-12, atol=1e-14)
+
+
+def test_a_package_has_no_backward(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="no backward of its own"):
+        tpcompiler.load(tmp_path, training=True, compiled=True)

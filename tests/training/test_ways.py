@@ -1,0 +1,115 @@
+"""Ways people train, on gloo processes from files: each is as on the single device."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tpcompiler
+from tests.launch import run_ranks
+from tests.passes.stages import Call
+from tests.training.test_gradients import ROWS
+from tests.training.ways import master_weights, momentum, overflowing, scaled, step
+from tpcompiler.ir.shares import cut, row_sharding
+
+PLAN = {"up": "colwise", "down": "rowwise"}
+WORKER = Path(__file__).parent / "ways_worker.py"
+
+
+def network() -> Any:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.down(F.gelu(self.up(x))), x.flip(-1))
+
+    torch.manual_seed(0)
+    return Call(forward, up=nn.Linear(8, 16), down=nn.Linear(16, 8)).double()
+
+
+def batches() -> torch.Tensor:
+    return torch.randn(4, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def saved(folder: Path, mesh: dict[str, int], dtype: torch.dtype = torch.float64) -> Any:
+    program = tpcompiler.export_training(network().to(dtype), (batches()[0].to(dtype),))
+    plan, inputs = (PLAN if "tp" in mesh else {}), ([ROWS] if "dp" in mesh else None)
+    made = tpcompiler.parallelize(program, mesh, plan, inputs=inputs)
+    made.save(folder)
+    return made
+
+
+def assert_shares(made: Any, shares: Any, whole: dict[str, torch.Tensor], within: float) -> None:
+    for rank, own in enumerate(shares):
+        wanted = {
+            row.name: cut(whole[row.name].detach(), row_sharding(row, made.mesh), made.mesh, rank)
+            for row in made.manifest().tensors
+            if row.name in whole
+        }
+        torch.testing.assert_close(own, wanted, rtol=within, atol=within)
+
+
+@pytest.mark.slow
+def test_optimizers_schedules_scales_and_sums(tmp_path: Path) -> None:
+    """SGD with momentum on a schedule, a scale that overflows, sums left out of one backward, float32 masters."""
+    made = {
+        "tp": saved(tmp_path / "tp", {"tp": 2}),
+        "dp": saved(tmp_path / "dp", {"dp": 2}),
+        "f32": saved(tmp_path / "f32", {"tp": 2}, torch.float32),
+        "bf16": saved(tmp_path / "bf16", {"tp": 2}, torch.bfloat16),
+    }
+    torch.save(batches(), tmp_path / "batches")
+    ways = ["tp_momentum", "f32_scaled", "dp_sums", "bf16"]
+    run_ranks(2, WORKER, tmp_path, *ways)
+    got = {way: [torch.load(tmp_path / f"{way}.{rank}") for rank in range(2)] for way in ways}
+
+    model = network()
+    losses = momentum(model, batches())
+    for own in got["tp_momentum"]:
+        torch.testing.assert_close(own["losses"], losses, rtol=1e-12, atol=1e-12)
+    assert_shares(made["tp"], [own["parameters"] for own in got["tp_momentum"]], dict(model.named_parameters()), 1e-12)
+
+    model = network().float()
+    scales = scaled(model, overflowing(batches()), torch.amp.GradScaler("cpu", init_scale=2.0**110))
+    assert scales == [2.0**110, *[2.0**109] * 3]
+    assert [own["scales"] for own in got["f32_scaled"]] == [scales] * 2
+    assert_shares(made["f32"], [own["parameters"] for own in got["f32_scaled"]], dict(model.named_parameters()), 1e-5)
+
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for one, two in batches().view(-1, 2, 8, 8):
+        optimizer.zero_grad()
+        (model(one) + model(two)).backward()
+        optimizer.step()
+    assert_shares(made["dp"], [own["parameters"] for own in got["dp_sums"]], dict(model.named_parameters()), 1e-12)
+
+    model = network().bfloat16()
+    start, masters = copy.deepcopy(dict(model.named_parameters())), master_weights(model, batches())
+    assert_shares(made["bf16"], [own["master"] for own in got["bf16"]], masters, 1e-3)  # a step is of 1e-3
+    assert all((masters[name] - start[name].float()).abs().max() > 3e-3 for name in masters)
+
+
+@pytest.mark.slow
+def test_written_by_four_ranks_and_read_by_two(tmp_path: Path) -> None:
+    """Two steps of AdamW on 2 x 2 ranks, two more on 2: the bits that were written, and the losses of one device."""
+    four, two = saved(tmp_path / "four", {"dp": 2, "tp": 2}), saved(tmp_path / "tp", {"tp": 2})
+    torch.save(batches(), tmp_path / "batches")
+    run_ranks(4, WORKER, tmp_path, "four_write")
+    run_ranks(2, WORKER, tmp_path, "tp_resume")
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = [step(model, optimizer, x) for x in batches()]
+    written = [torch.load(tmp_path / f"four_write.{rank}") for rank in range(4)]
+    read = [torch.load(tmp_path / f"tp_resume.{rank}") for rank in range(2)]
+    for first in (0, 2):  # of each half of the samples
+        for rank in range(2):
+            torch.testing.assert_close(read[rank]["read"], written[first + rank]["parameters"], rtol=0, atol=0)
+    for own in written:
+        torch.testing.assert_close(own["losses"], losses[:2], rtol=1e-12, atol=1e-12)
+    for own in read:
+        torch.testing.assert_close(own["losses"], losses[2:], rtol=1e-12, atol=1e-12)
+    assert_shares(two, [own["parameters"] for own in read], dict(model.named_parameters()), 1e-12)
+    assert four.world_size == 4

@@ -1,0 +1,171 @@
+"""Forward and backward of a rank's program as two calls, and the sums of gradients as a third."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+from tpcompiler._torch import (
+    GRADIENT_KINDS,
+    LEAF_KINDS,
+    RETURNED_KINDS,
+    WRITTEN_KINDS,
+    Recompute,
+    aten,
+    boxed,
+    cut_joint,
+    sym_hint,
+)
+from tpcompiler.errors import ArtifactError
+from tpcompiler.ir import edit
+from tpcompiler.ir.bodies import read_bodies, root_of
+from tpcompiler.runtime.inputs import flatten_inputs
+
+SUMS = ("all_reduce", "all_reduce_coalesced", "reduce_scatter_tensor")
+
+
+class Halves:
+    """A rank's program, cut into its forward and its backward.
+
+    Attributes:
+        names: the parameters that have a gradient, in the order of the backward's results.
+        saved_bytes: bytes that the forward leaves to the backward, without parameters, buffers and inputs.
+    """
+
+    def __init__(self, program: ExportedProgram, recompute: Recompute) -> None:
+        """Cut the program.
+
+        Raises:
+            ArtifactError: the gradient of the loss, from which the backward starts, is not found.
+        """
+        self.program = program
+        signature, graph = program.graph_signature, edit.copy_graph(program.graph)
+        read_bodies(graph, program.graph_module)
+        output = graph.output_node()
+        values: Any = output.args[0]
+        self.kinds = [spec.kind for spec in signature.output_specs]
+        self.names = [str(s.target) for s in signature.output_specs if s.kind is OutputKind.GRADIENT_TO_PARAMETER]
+        own, gradients = (
+            [value for value, kind in zip(values, self.kinds, strict=True) if (kind in GRADIENT_KINDS) is wanted]
+            for wanted in (False, True)
+        )
+        output.args = ((*own, *gradients),)
+        self.count = len(own)
+        forward = _ancestors(own)
+        free = [at for at, spec in enumerate(signature.input_specs) if spec.kind in LEAF_KINDS]
+        tangent = _find_tangent(graph, forward)
+        self.forward, self.backward = cut_joint(root_of(graph), graph, forward, tangent, self.count, free, recompute)
+        results: Any = self.forward.graph.output_node().args[0]
+        saved = [value for value in results[self.count :] if edit.is_tensor(value) and value.op != "placeholder"]
+        self.saved_bytes = sum(sym_hint(edit.fake(v).numel()) * edit.fake(v).element_size() for v in saved)
+
+    def run_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the outputs, and under "saved" what the backward takes."""
+        flat, program = flatten_inputs(self.program, args, kwargs), self.program
+        if guards := getattr(module, "_guards_fn", None):
+            guards(*flat)
+        tensors = {**program.constants, **_tensors(module)}
+        feed = iter(flat)
+        given = [
+            next(feed) if spec.kind is InputKind.USER_INPUT else tensors[str(spec.target)]
+            for spec in program.graph_signature.input_specs
+        ]
+        by_name = {spec.arg.name: value for spec, value in zip(program.graph_signature.input_specs, given, strict=True)}
+        results = self.forward(list(given))
+        outputs, saved = list(results[: self.count]), list(results[self.count :])
+        specs = [spec for spec in program.graph_signature.output_specs if spec.kind not in GRADIENT_KINDS]
+        targets = {
+            at: tensors[str(spec.target)] if spec.kind is OutputKind.BUFFER_MUTATION else by_name[str(spec.target)]
+            for at, spec in enumerate(specs)
+            if spec.kind in WRITTEN_KINDS
+        }
+        memory = {_memory(target) for target in targets.values()}
+        kept = [v.clone() if isinstance(v, torch.Tensor) and _memory(v) in memory else v for v in saved]
+        for at, target in targets.items():
+            target.copy_(outputs[at])
+        returned = [v for v, spec in zip(outputs, specs, strict=True) if spec.kind in RETURNED_KINDS]
+        return {"outputs": returned, "saved": kept}
+
+    @functools.cached_property
+    def apart(self) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The backward without the last sums over ranks, and these sums."""
+        return _without_sums(self.backward)
+
+
+def _memory(value: torch.Tensor) -> int:
+    return value.untyped_storage().data_ptr()
+
+
+def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    return {name: value.detach() for name, value in named}
+
+
+def _ancestors(values: Sequence[Any]) -> set[fx.Node]:
+    """Return the nodes that values are made of, with all results of those that have several."""
+    found, ahead = set[fx.Node](), [value for value in values if isinstance(value, fx.Node)]
+    while ahead:
+        node = ahead.pop()
+        if node not in found:
+            found |= {node, *(user for user in node.users if user.target is operator.getitem)}
+            ahead += node.all_input_nodes
+    return found
+
+
+def _find_tangent(graph: fx.Graph, forward: set[fx.Node]) -> fx.Node:
+    """Return the gradient of the loss by itself: the first call that only gradients need, a one."""
+    for node in edit.calls(graph):
+        if node.target is aten.full.default and node not in forward and node.args[:2] == ([], 1):
+            return node
+    raise ArtifactError(
+        "the backward does not start from the gradient of the loss",
+        help="export the model by tpcompiler.export_training",
+    )
+
+
+def _without_sums(backward: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return a backward up to the last sums over ranks, and these: a function of its results, linear in them."""
+    graph = backward.graph
+    last: dict[fx.Node, None] = {}
+    gradients: Any = graph.output_node().args[0]
+    for value in gradients:
+        own, node = list[fx.Node](), value
+        while len(node.users) == 1 and len(node.all_input_nodes) == 1 and not edit.is_wait(node):
+            own.append(node)
+            (node,) = node.all_input_nodes
+        if edit.is_wait(node) and len(node.users) == 1 and _is_sum(start := edit.started(node)):
+            parts = [node, *([] if node.all_input_nodes[0] is start else node.all_input_nodes), start]
+            last |= dict.fromkeys((*own, *parts))
+    taken = dict.fromkeys(
+        used
+        for node in (*(each for each in graph.nodes if each in last), graph.output_node())
+        for used in node.all_input_nodes
+        if used not in last
+    )
+    first, second = fx.Graph(), fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node not in last and node.op != "output":
+            copies[node] = first.node_copy(node, lambda used: copies[used])
+    first.output(tuple(copies[node] for node in taken))
+    copies = {}
+    for at, node in enumerate(taken):
+        copies[node] = second.placeholder(f"partial_{at}")
+        copies[node].meta = dict(node.meta)
+    for node in graph.nodes:
+        if node in last:
+            copies[node] = second.node_copy(node, lambda used: copies[used])
+    second.output(tuple(copies[value] for value in gradients))
+    return boxed(backward, first), boxed(backward, second)
+
+
+def _is_sum(start: fx.Node) -> bool:
+    target: Any = start.target
+    return edit.is_collective(start) and str(target).split(".")[1] in SUMS and start.args[1] == "sum"
