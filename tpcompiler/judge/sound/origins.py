@@ -41,14 +41,18 @@ def check_origins(
     for node, whole in made.whole.items():
         if node.op == "placeholder":
             right.setdefault(ours[whole], set()).add(node.name)
-    for node, origin in _claims(made):
-        number = ours[made.whole[node]]
+    claims = [(node, origin, ours[made.whole[node]]) for node, origin in _claims(made)]
+    known = {name for own in names.values() for name in own}
+    by_name = {number for _, origin, number in claims if origin in names.get(number, ())}
+    for node, origin, number in claims:
         have = names.get(number, set())
         stem, claimed = _parts(origin)
         same = {at for other, at in map(_parts, have) if other == stem}
         if owners.setdefault(origin, number) != number:
             raise _untrue(node, origin, have, shown(made.whole[node]))
-        if same:
+        if same and origin not in known and number in by_name:  # replaced, with a value that the backward has too
+            foreign.append(node)
+        elif same:
             numbered.setdefault(stem, {})[claimed if claimed in same else min(same), claimed] = node
             right.setdefault(number, set()).update({origin} if node not in made.changed else ())
         elif have and stem != op_name(_changed(made, node)):  # experts dealt to ranks end in an op that names its value

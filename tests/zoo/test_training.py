@@ -1,0 +1,35 @@
+"""A few models of the zoo in training form; `python -m tests.zoo.training` has all."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.zoo.index import CASES
+from tests.zoo.training import converted, counted
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_collectives_by_hand(name: str) -> None:
+    """Megatron's: two sums a layer forward and two backward, of two layers; the embedding's, and the head's backward.
+
+    The loss is of whole logits, which the plan gathers.
+    """
+    made = converted(CASES[name], {"tp": 2})
+    assert counted(made) == Counter({("all_reduce", "tp"): 2 * (2 + 2) + 1 + 1, ("all_gather", "tp"): 1})
+    assert made.verify(steps=2).ok
+    assert made.check().ok
+
+
+def test_a_norm_in_simpler_ops_whose_backward_has_the_same_values() -> None:
+    """The forward's `x - mean` is written for a norm, and the backward's is the model's own."""
+    made = converted(CASES["vit"], {"tp": 2})
+    assert made.verify().ok
+    assert made.check().ok, made.check().findings
+
+
+def test_over_samples_and_layers_in_evaluation_mode() -> None:
+    made = converted(CASES["llama"], {"dp": 2, "tp": 2}, trains=False)
+    assert made.verify(steps=1, optimizer="sgd").ok
+    assert made.check().ok
