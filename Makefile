@@ -13,7 +13,7 @@ TRUST ?=
 PYTEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast check format wheel-test zoo hf compat ops trust bench bench-comm gpu-check docs docs-test clean
+.PHONY: help venv demo test test-fast check format wheel-test zoo zoo-training hf compat ops trust bench bench-comm gpu-check docs docs-test clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' Makefile
@@ -87,6 +87,10 @@ export CHECK_ORIGIN
 zoo: export OMP_NUM_THREADS := 1
 zoo: venv  ## Convert the zoo's models and print measured next to expected values
 	$(BIN)/python -m tests.zoo
+
+zoo-training: export OMP_NUM_THREADS := 1
+zoo-training: venv  ## Convert the zoo's models with a loss, and compare loss and gradients on 2, 4 and 2 x 2 ranks
+	$(BIN)/python -m tests.zoo.training
 
 hf: export OMP_NUM_THREADS := 1
 hf: venv  ## Take Hugging Face architectures from a config to a verified artifact, by the command line
