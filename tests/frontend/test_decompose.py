@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram, export
@@ -329,3 +331,26 @@ def test_what_lies_otherwise_is_run_again() -> None:
         args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda used: used.meta["val"])
         with fake_mode_of(graph):
             assert key(node.target(*args, **kwargs)) == key(node.meta["val"]), node  # type: ignore[operator]
+
+
+def test_dynamic_sizes_of_a_file(tmp_path: Path) -> None:
+    """A file has strides such as Max(1, n - 1) by sympy's maximum, and what is computed from it has torch's."""
+
+    def net(self: Any, x: torch.Tensor) -> torch.Tensor:
+        between = x.shape[0] - 1
+        apart = (torch.arange(between)[:, None] - torch.arange(between)).to(torch.int64) * 16
+        apart += torch.where(apart > 0, 1, 2)
+        return apart + x.sum()
+
+    program = export(Call(net), (torch.randn(6),), dynamic_shapes=({0: Dim("n", min=3)},))
+    torch.export.save(program, tmp_path / "model.pt2")
+    stored = torch.export.load(tmp_path / "model.pt2")
+    assert any(
+        isinstance(stride, torch.SymInt) and stride.node.expr.has(sympy.Max)
+        for node in edit.calls(stored.graph)
+        if edit.is_tensor(node)
+        for stride in edit.fake(node).stride()
+    )
+    made = decomposed(stored)
+    xs = [torch.randn(n) for n in (3, 6, 7)]
+    torch.testing.assert_close(run(made, xs), run(program, xs), rtol=0, atol=0)

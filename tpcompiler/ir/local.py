@@ -14,7 +14,7 @@ from tpcompiler.errors import InternalError
 from tpcompiler.ir.dim_sharding import Size
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.ir.sizes import statically_equal
+from tpcompiler.ir.sizes import statically_equal, torch_form
 
 KEY = "tpcompiler_key"  # in a node's meta: its value and that value's key
 
@@ -107,7 +107,7 @@ def key(value: Any) -> Any:
             sizes = _sizes(sizes[0]), _sizes(sizes[1])
         return ("t", *sizes, value.dtype, value.device, value.is_conj(), value.is_neg())
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return ("s", value.node.expr)
+        return ("s", torch_form(value.node.expr))
     if isinstance(value, (list, tuple)):
         return ("l", *(key(v) for v in value))
     if isinstance(value, dict):
@@ -127,4 +127,4 @@ def _key_of(node: fx.Node) -> Any:
 
 
 def _sizes(sizes: Sequence[Size]) -> tuple[Any, ...]:
-    return tuple(s if isinstance(s, int) else s.node.expr for s in sizes)
+    return tuple(s if isinstance(s, int) else torch_form(s.node.expr) for s in sizes)

@@ -26,8 +26,12 @@ def statically_equal(a: Any, b: Any) -> bool:
 
 
 def _expression(size: Any) -> sympy.Expr:
-    """Return the size's expression with torch's maxima and minima in place of sympy's, which files contain."""
-    expression = size.node.expr if isinstance(size, torch.SymInt) else sympy.sympify(size)
+    return torch_form(size.node.expr if isinstance(size, torch.SymInt) else sympy.sympify(size))
+
+
+@functools.lru_cache(maxsize=4096)
+def torch_form(expression: sympy.Expr) -> sympy.Expr:
+    """Return a size's expression with torch's maxima and minima in place of sympy's, which files contain."""
     return (
         expression.replace(sympy.Max, Max).replace(sympy.Min, Min)
         if expression.has(sympy.Max, sympy.Min)
