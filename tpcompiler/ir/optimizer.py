@@ -16,7 +16,7 @@ def read_optimizer(name: str) -> Optimizer:
     """Return the optimizer of a name.
 
     Raises:
-        InputsError: there is none.
+        InputsError: no optimizer has the name.
     """
     for known in get_args(Optimizer):
         if name == known:

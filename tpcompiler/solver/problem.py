@@ -77,7 +77,7 @@ class Choices(NamedTuple):
 
 
 class Gathers(NamedTuple):
-    """How often a leaf at rest is gathered, over which axes."""
+    """The gathers of a leaf at rest: the number of times, and the axes."""
 
     axes: tuple[str, ...]
     times: int
