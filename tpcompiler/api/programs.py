@@ -14,7 +14,7 @@ from tpcompiler.artifact.counts import counted_kinds
 from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.artifact.stored import StoredProgram
 from tpcompiler.artifact.summary import summarize, summary_parts
-from tpcompiler.ask.again import advise
+from tpcompiler.ask.again import advise, find_searched_plan
 from tpcompiler.ask.costs import CostTable, count_costs
 from tpcompiler.ask.difference import ArtifactDifference, find_differences
 from tpcompiler.ask.explanation import Explanation, explain
@@ -170,6 +170,8 @@ class Programs(Shown, Mapping[str, T]):
             yield from summary_parts(summarize(program.manifest), advise(program))
             if isinstance(program, ConvertedProgram) and program.searches:
                 yield program.searches
+        if (searched := find_searched_plan(program)) is not None:
+            yield searched.text
 
     def explain(self, name: str, *, machine: str | os.PathLike[str] | None = None) -> Explanation:
         """Explain the placement of a value, a parameter or a collective, and price what else it could be.

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from msgspec import structs
 
 from tpcompiler.checkpoint.leaves import bytes_per_rank, dtype_of, held_per_rank
+from tpcompiler.errors import option
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.optimizer import STATE_BYTES
 from tpcompiler.runtime.artifact import Manifest
@@ -129,10 +130,37 @@ class ArtifactSummary(Record, frozen=True, kw_only=True):
     versions: dict[str, str]  # of what wrote the artifact
 
 
+class SearchedPlan(Record, frozen=True, kw_only=True):
+    """The plan of the search, where the given one leaves much whole that none of its entries names."""
+
+    bytes: int  # of parameters, buffers and constants on one device, of all models
+    held_bytes: int  # of them on the rank that holds most
+    whole_bytes: int  # of them whole on every rank, without an entry of the plan that makes them so
+    searched_bytes: int  # what that rank would hold by the plan of the search
+    optimize: Literal["latency", "memory"]  # the goal of the search
+    command: str = ""  # converts by it
+
+    @property
+    def text(self) -> str:
+        """The line of a report."""
+        held, whole, searched = (
+            f"{100 * part / self.bytes:.1f}%" for part in (self.held_bytes, self.whole_bytes, self.searched_bytes)
+        )
+        words, arguments = "--plan auto", 'plan="auto"'
+        if self.optimize == "memory":
+            words, arguments = f"{words} --optimize memory", f'{arguments}, optimize="memory"'
+        return (
+            f"a rank holds {held} of all bytes: {whole} are whole, and no plan entry names them; "
+            f"with {option(words, arguments)} it would hold {searched}"
+            f"{f': {self.command}' if self.command else ''}"
+        )
+
+
 class ConvertedArtifact(ArtifactSummary, frozen=True, kw_only=True):
     """The conversion of one model."""
 
     out: str | None  # the directory that was written; null with `--dry-run`
+    searched_plan: SearchedPlan | None  # null unless the plan leaves more than a quarter whole without a word
 
 
 class ConvertedPrograms(Record, frozen=True, kw_only=True):
@@ -140,6 +168,7 @@ class ConvertedPrograms(Record, frozen=True, kw_only=True):
 
     out: str | None  # the directory that was written; null with `--dry-run`
     programs: dict[str, ArtifactSummary]  # of each model
+    searched_plan: SearchedPlan | None  # null unless the plan leaves more than a quarter whole without a word
 
 
 def summarize(manifest: Manifest) -> ArtifactSummary:

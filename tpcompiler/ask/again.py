@@ -14,6 +14,7 @@ from typing import NamedTuple
 from torch import fx
 
 from tpcompiler.artifact.program import ArtifactProgram
+from tpcompiler.artifact.summary import SearchedPlan, summarize
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.cost.objective import Objective
@@ -30,6 +31,7 @@ from tpcompiler.parallel.advice import held_bytes, wire_bytes
 from tpcompiler.parallel.conversion import Conversion, asked_boundary
 from tpcompiler.parallel.converted import ConvertedProgram
 from tpcompiler.parallel.pipeline import convert_programs, find_placements
+from tpcompiler.parallel.unplanned import MOST_WHOLE
 from tpcompiler.passes.place import place
 from tpcompiler.passes.regions.attend_in_turns import ATTENTION, axis_of_turns
 from tpcompiler.plan import Plan, join_plans
@@ -163,6 +165,27 @@ def advise(program: ArtifactProgram, machine: str | os.PathLike[str] | None = No
         if not conversions[at].plan.searches:
             return convert_programs(named, Aim(described))[1][str(at)].advice()
     return {}
+
+
+def find_searched_plan(program: ArtifactProgram) -> SearchedPlan | None:
+    """Search for a plan for a program and those that share its weights, if theirs leaves much whole without naming it.
+
+    Raises:
+        MachineError: the description of the machine cannot be read.
+    """
+    if isinstance(program, ConvertedProgram):
+        return program.searched_plan()
+    summaries = [summarize(each.manifest) for each in program.together()]
+    rows = {row.name: row for each in summaries for row in each.tensors if row.tied_to is None}.values()
+    whole = sum(row.bytes for row in rows if min(row.bytes_per_rank) == row.bytes)
+    if whole <= MOST_WHOLE * sum(row.bytes for row in rows):
+        return None
+    with contextlib.suppress(TpCompilerError):
+        conversions, at = _conversions(program)
+        if not conversions[at].plan.searches:
+            named = {str(number): conversion for number, conversion in enumerate(conversions)}
+            return convert_programs(named, Aim(machine_of(program.manifest.asked)))[1][str(at)].searched_plan()
+    return None
 
 
 def _conversions(program: ArtifactProgram) -> tuple[list[Conversion], int]:

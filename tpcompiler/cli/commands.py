@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import typer
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 import tpcompiler.cli.ask
 import tpcompiler.cli.judge
@@ -38,6 +38,7 @@ from tpcompiler.cli.options import (
     Tp,
     Trust,
     app,
+    command_with,
     read_mesh,
     refuse_two_meshes,
     report,
@@ -185,6 +186,7 @@ def _draw(
 
 @app.command()
 def convert(
+    ctx: typer.Context,
     models: Models,
     plan: PlanFile = None,
     tp: Tp = None,
@@ -259,6 +261,7 @@ def convert(
         from tpcompiler.api.parallel_program import open
         from tpcompiler.artifact.budget import Budget
         from tpcompiler.artifact.summary import ConvertedArtifact, ConvertedPrograms, summarize, summary_parts
+        from tpcompiler.ask.again import find_searched_plan
         from tpcompiler.checkpoint.cut import refuse_other_checkpoint
         from tpcompiler.cli import printing
         from tpcompiler.plan import SEARCHES, Plan
@@ -306,14 +309,26 @@ def convert(
         if not json:
             status.update("looking for changes of the plan that avoid fallbacks")
             advice = {name: program.advice() for name, program in made.items()}
+        status.update("looking for a plan that holds less")
+        searched = find_searched_plan(next(iter(made.values())).only)
+        if searched is not None:
+            more = ("--plan", "auto", *(("--optimize", "memory") if searched.optimize == "memory" else ()))
+            again = ("--force",) if out is not None and not dry_run else ()
+            replaced = ("--plan", "--optimize", "--skip-unsupported", "--force")
+            searched = replace(searched, command=command_with(ctx, replaced, *more, *again))
     where = None if dry_run else str(out)
     if json:
-        answer = ConvertedPrograms(programs=summaries, out=where)
-        printing.print_json(ConvertedArtifact(**asdict(summaries[SINGLE]), out=where) if alone else answer)
+        if alone:
+            own = asdict(summaries[SINGLE])
+            printing.print_json(ConvertedArtifact(**own, out=where, searched_plan=searched))
+        else:
+            printing.print_json(ConvertedPrograms(programs=summaries, out=where, searched_plan=searched))
         return
     for name, summary in summaries.items():
         title = "nothing written (--dry-run)" if dry_run else str(out if alone else (out or Path()) / name)
         printing.print_answer(False, summary, summary_parts(summary, advice[name]), title)
+    if searched is not None:
+        printing.print_parts([searched.text])
 
 
 def main() -> None:

@@ -7,9 +7,11 @@ import errno
 import json
 import os
 import re
+import shlex
 import sys
 import time
 import traceback
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -26,6 +28,7 @@ from tpcompiler.terminal.printed import print_nowhere, printed_streams
 if TYPE_CHECKING:
     from tpcompiler.ir.mesh import Mesh
 
+WORDS = "tpcompiler.words"  # in the context: the command's name and what follows it
 NOT_EQUAL, BAD_INPUT, DEFECT = 1, 2, 3
 WORKFLOW = (
     *("export", "inspect", "plan", "calibrate", "convert", "cut", "verify", "check"),
@@ -41,7 +44,8 @@ class _Commands(TyperGroup):
         return sorted(super().list_commands(ctx), key=WORKFLOW.index)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        return super().resolve_command(ctx, replace_old_spellings(args))
+        ctx.meta[WORDS] = args = replace_old_spellings(args)
+        return super().resolve_command(ctx, args)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -71,6 +75,19 @@ class _Commands(TyperGroup):
             else:
                 raise
             raise typer.Exit(BAD_INPUT) from error
+
+
+def command_with(ctx: Any, leave_out: Collection[str], *more: str) -> str:
+    """Return the command line without some options, which take a value unless they are flags, and with other words."""
+    options = {name: each for each in ctx.command.params for name in each.opts}
+    words, kept = iter(ctx.meta[WORDS]), ["tpcompiler"]
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if name not in leave_out:
+            kept.append(word)
+        elif not options[name].is_flag and not equals:
+            next(words)
+    return shlex.join([*kept, *more])
 
 
 def report(text: str, *, follows: bool = False) -> None:

@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 
 from tpcompiler._torch import with_state
 from tpcompiler.artifact.program import ArtifactProgram, Layout, Stored, tensors_of
+from tpcompiler.artifact.summary import SearchedPlan
 from tpcompiler.checkpoint.fill import fill_weights, refuse_needless
 from tpcompiler.checkpoint.ranks import open_source
 from tpcompiler.cost.machine import Machine
@@ -53,11 +54,13 @@ class ConvertedProgram(ArtifactProgram):
         siblings: Mapping[str, ConvertedProgram],
         advice: Callable[[str], str],
         remarks: Callable[[ConvertedProgram], Iterable[Note]],
+        search_plan: Callable[[], SearchedPlan | None],
         searches: str = "",
     ) -> None:
         """`advice` names the change of the plan that leaves out the gathers of a value, or nothing.
 
-        `remarks` makes the notes that take a search or the finished program.
+        `remarks` makes the notes that take a search or the finished program. `search_plan` finds what the search would
+        hold, if the plan leaves much whole.
         """
         self.name = name
         self.partition = partition
@@ -68,6 +71,7 @@ class ConvertedProgram(ArtifactProgram):
         self._siblings = siblings
         self._advice = advice
         self._remarks = remarks
+        self._search_plan = search_plan
 
     @property
     def resharded(self) -> PlacedProgram:
@@ -107,6 +111,10 @@ class ConvertedProgram(ArtifactProgram):
             for node in edit.calls(self.resharded.graph)
             if node.target is reshard and reshard_of(node).why == "fallback"
         }
+
+    def searched_plan(self) -> SearchedPlan | None:
+        """Search for a plan for all programs if theirs leaves much whole without naming it, or return None."""
+        return self._search_plan()
 
     def together(self) -> Sequence[ConvertedProgram]:
         return list(self._siblings.values())

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
+from tpcompiler.artifact.summary import SearchedPlan
 from tpcompiler.errors import ShardingError
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.program import Note, PlacedProgram, PlannedProgram
@@ -14,6 +15,7 @@ from tpcompiler.parallel.advice import Adviser
 from tpcompiler.parallel.conversion import After, Conversion, unseen
 from tpcompiler.parallel.converted import ConvertedProgram
 from tpcompiler.parallel.partition import Partition
+from tpcompiler.parallel.unplanned import find_searched_plan
 from tpcompiler.passes._forms import find_forms, note_forms
 from tpcompiler.passes.apply_plan import apply_plan, names_of
 from tpcompiler.passes.choose_paths import choose_paths
@@ -53,9 +55,11 @@ def convert_programs(conversions: Mapping[str, Conversion], aim: Aim) -> tuple[S
     def remarks_on(at: int, program: ConvertedProgram) -> Iterable[Note]:
         return remarks.notes(at, program.predict(aim.machine).total) if program.plan.searches else ()
 
+    search_plan = cache(partial(find_searched_plan, each, found, aim, find_placements))
     made = dict[str, ConvertedProgram]()
     for at, (name, own) in enumerate(conversions.items()):
-        made[name] = _finish(name, own, placed[at], found, made, advisers[at], aim, partial(remarks_on, at))
+        remarks_on_own = partial(remarks_on, at)
+        made[name] = _finish(name, own, placed[at], found, made, advisers[at], aim, remarks_on_own, search_plan)
     return found, made
 
 
@@ -131,6 +135,7 @@ def _finish(
     adviser: Adviser,
     aim: Aim,
     remarks: Callable[[ConvertedProgram], Iterable[Note]],
+    search_plan: Callable[[], SearchedPlan | None],
 ) -> ConvertedProgram:
     """Run the passes after the search, up to the program for all ranks (`partition.py` runs those for each rank)."""
     with no_new_guards(placed.graph):
@@ -146,4 +151,6 @@ def _finish(
     searches = count_searches(found.searches) if plan.searches else ""
     own.after(partition.local_program(0), "lowered_rank_0")
     asked = own.asked(plan, aim)
-    return ConvertedProgram(name, own.exported, partition, plan, asked, together, advise, remarks, searches)
+    return ConvertedProgram(
+        name, own.exported, partition, plan, asked, together, advise, remarks, search_plan, searches
+    )
