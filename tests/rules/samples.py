@@ -118,6 +118,8 @@ POINTWISE = [
     call(aten.frexp.Tensor, t(5, 4), text="d0 d1 -> d0 d1, d0 d1"),
     call(aten.copy.default, t(4, 5), t(5), text="d0 d1, d1 -> d0 d1"),
     call(aten.full_like.default, t(4, 5), 3.0, text="d0 d1 -> d0 d1"),
+    call(aten.ones_like.default, t(4, 5), text="d0 d1 -> d0 d1"),
+    call(aten.zeros_like.default, t(4, 5), dtype=torch.float32, text="d0 d1 -> d0 d1"),
     call(aten.masked_fill.Scalar, t(4, 5), flags(5), 2.0, text="d0 d1, d1 -> d0 d1"),
     call(aten.masked_fill.Tensor, t(1, 5), flags(6, 5), t(), text="1 d1, d0 d1, -> d0 d1"),
     call(aten.add.Tensor, t(4, 5), t(5), alpha=2, text="d0 d1, d1 -> d0 d1"),

@@ -26,7 +26,7 @@ def broadcast(shape: Sequence[Size], names: Sequence[str], full: Sequence[Size])
 
 
 @pointwise_rule
-@op_rule(aten.copy.default, aten.full_like.default, shards="any")
+@op_rule(aten.copy.default, aten.full_like.default, aten.ones_like.default, shards="any")
 def pointwise(node: fx.Node) -> str:
     """Operands broadcast from the right: "d0 d1, d1 -> d0 d1", "d0 1, d0 d1 -> d0 d1"."""
     results = edit.outputs(node)
@@ -56,10 +56,11 @@ def mul(node: fx.Node) -> RuleText:
     aten.hardshrink_backward.default,
     aten.softshrink_backward.default,
     aten.rrelu_with_noise_backward.default,
+    aten.zeros_like.default,
     shards="any",
 )
 def scale(node: fx.Node) -> RuleText:
-    """Linear in the first operand: a divisor is the same for every share, as is a slope."""
+    """Linear in the first operand: a divisor is the same for every share, as is a slope; zeros are 0 times it."""
     return RuleText(pointwise(node), linear=((0,),))
 
 
