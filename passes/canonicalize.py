@@ -26,6 +26,7 @@ from tpcompiler.ir.bodies import read_bodies
 from tpcompiler.ir.draws import RECURRENT, draws, draws_for_a_shape, remove_unused
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, memory_order, no_new_guards
 from tpcompiler.ir.program import CanonicalProgram
+from tpcompiler.ir.slices import count_from_the_start
 from tpcompiler.rules.registry import ops_with_rules
 
 # torch's message for a write to a tensor that is no buffer
@@ -40,7 +41,7 @@ def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
               dropout(x, 0.1); rand_like(x); x[:, [-2]]; linalg_vector_norm(x)
     After     bn_1 = add(bn, one) -> written back by the signature; linear(x, w)
               x * native_dropout(ones, 0.1)[0]; rand_like(ones)      ones: of the whole shape, on every rank
-              clone(slice(x, 1, 8, 9)); sqrt(sum(x * x))             x: [4, 10]
+              clone(slice(x, 1, 8, 9)); sqrt(sum(x * x))             x: [4, 10]; slices count from the start
 
     Leaves one flat functional graph. The input program is not changed.
 
@@ -70,6 +71,7 @@ def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
         _join_extrema(graph)
         _draw_whole(graph)
         _slice_by_constants(CanonicalProgram(source, graph))
+        count_from_the_start(graph)
         _count_by_dims(graph)
         _write_inferred_sizes(graph)
     remove_unused(graph)

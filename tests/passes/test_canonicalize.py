@@ -208,6 +208,27 @@ return index, index_1, index_2, index_3, index_4
     assert made.verify((torch.randn(4, 10, 3),)).ok
 
 
+def test_slices_count_from_the_start() -> None:
+    """From the end of a shard, a negative number would count to another element."""
+
+    def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x[:, -3:], x[:, :-3], x[-9:-1], x.slice_scatter(x[:, :2], 1, -4, -2)
+
+    text = program_text(canonicalize(export(Call(forward), (torch.randn(4, 10),))))
+    assert_expected_inline(
+        text[text.index("x = ") :],
+        """\
+x = input f32[4, 10]
+slice_1 = slice(x, 1, 7, 9223372036854775807)
+slice_2 = slice(x, 1, 0, 7)
+slice_3 = slice(x, 0, 0, 3)
+slice_4 = slice(x, 1, 0, 2)
+slice_scatter = slice_scatter(x, slice_4, 1, 6, 8)
+return slice_1, slice_2, slice_3, slice_scatter
+""",
+    )
+
+
 class LeastOfTwo(torch.nn.Module):
     """Heads of as many steps as the shorter of two inputs has; how many heads there are is left to the view."""
 

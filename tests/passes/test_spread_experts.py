@@ -101,10 +101,10 @@ x = input bf16[6, 16]
 ends = input i32[4]
 view = view(ends, [2, -1])
 slice_1 = slice(view, 0, 0, 1)
-slice_2 = slice(slice_1, 1, -1, 9223372036854775807)
+slice_2 = slice(slice_1, 1, 1, 9223372036854775807)
 zeros_like = zeros_like(slice_2, pin_memory=False)
-slice_3 = slice(view, 0, 0, -1)
-slice_4 = slice(slice_3, 1, -1, 9223372036854775807)
+slice_3 = slice(view, 0, 0, 1)
+slice_4 = slice(slice_3, 1, 1, 9223372036854775807)
 cat = cat([zeros_like, slice_4])
 select = select(x, 1, 0)
 ones_like = ones_like(select, dtype=i64, pin_memory=False)

@@ -23,6 +23,7 @@ from tpcompiler.ir.draws import remove_unused
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, memory_order, no_new_guards
 from tpcompiler.ir.program import PIN, PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.slices import count_from_the_start
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Region:
                     return None  # it needs such a size as a number
                 raise
         _write_nothing_in_place(body)
+        count_from_the_start(body)
         body.eliminate_dead_code()
         numbers = tree_flatten([(inner.args, inner.kwargs) for inner in body.nodes])[0]
         return None if any(isinstance(number, torch.SymInt) for number in numbers) else body
