@@ -165,7 +165,7 @@ def hidden_bases(node: fx.Node) -> list[fx.Node]:
     if declares_view(node.target) or not isinstance(node.target, OpOverload):
         return []
     try:
-        operands = {each: _without_memory(edit.fake(each)) for each in edit.operands(node)}
+        operands = {each: without_memory(edit.fake(each)) for each in edit.operands(node)}
         args, kwargs = fx.node.map_arg(
             (node.args, node.kwargs),
             lambda each: operands[each] if each in operands else _example(each.meta.get("val")),
@@ -178,7 +178,8 @@ def hidden_bases(node: fx.Node) -> list[fx.Node]:
     return [each for each, value in operands.items() if _memory(value) in memory]
 
 
-def _without_memory(value: torch.Tensor) -> torch.Tensor:
+def without_memory(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same layout on the meta device, with the example's sizes."""
     sizes, strides = (list(map(_example, each)) for each in (value.shape, value.stride()))
     return torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
 
