@@ -125,6 +125,8 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         run("calibrate", "-o", "here.yaml")
         run("convert", "model.pt2", "--tp", 2, "--plan", "plan.yaml", "-o", "out")
         run("convert", "dynamic.pt2", "--tp", 2, "--plan", "gathered.yaml", "-o", "dynamic")
+        Path("few.yaml").write_text("head: colwise_gather_output\n")
+        run("convert", "model.pt2", "--tp", 2, "--plan", "few.yaml", "--dry-run")
         run("convert", "model.pt2", "other.pt2", "--tp", 2, "--plan", "plan.yaml", "--dry-run")
         torch.export.save(torch.export.export(Counted(), (torch.ones(2, 4),)), "counted.pt2")
         run("convert", "counted.pt2", "--tp", 2, "--plan", "auto", "-o", "counted")
