@@ -17,7 +17,7 @@ import tpcompiler
 from tests.passes.stages import Call
 from tpcompiler._torch import decomposing
 from tpcompiler.errors import ProgramError
-from tpcompiler.frontend.decompose import NotSimple, _Writer, decompose_calls
+from tpcompiler.frontend.decompose import NotSimple, _Simplifier, decompose_calls
 from tpcompiler.frontend.spell_out import spell_out
 from tpcompiler.frontend.written_back import keep_old_values
 from tpcompiler.ir import edit
@@ -358,12 +358,14 @@ def test_dynamic_sizes_of_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_calls_of_fixed_sizes_are_checked_without_fake_tensors(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs, run = list[str](), _Writer.run
-    monkeypatch.setattr(_Writer, "run", lambda self, node, *given: runs.append(node.name) or run(self, node, *given))
+    runs, run = list[str](), _Simplifier.run
+    monkeypatch.setattr(
+        _Simplifier, "run", lambda self, node, *given: runs.append(node.name) or run(self, node, *given)
+    )
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return torch.relu(x).cumsum(1).transpose(0, 1) * torch.arange(3)
 
-    shapes = {"args": ({1: torch.export.Dim.AUTO},)} if dynamic else None
+    shapes = {"x": {1: Dim("size")}} if dynamic else None
     canonicalize(export(Call(forward), (torch.randn(3, 5),), dynamic_shapes=shapes))
-    assert runs == (["relu", "cumsum", "transpose", "arange", "mul"] if dynamic else ["arange"])
+    assert {"relu", "cumsum", "transpose", "mul"}.issubset(runs) if dynamic else not runs
