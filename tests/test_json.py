@@ -20,7 +20,7 @@ from tests.runtime.commands import call
 from tests.runtime.models import PLAN_TEXT, export_mlp, mlp_inputs
 from tests.test_calibrate import link_of, measured_as
 from tools.json_page import ANSWERS, PAGE, SCHEMA, page, read_schema, schema_text
-from tpcompiler import cli
+from tpcompiler import cli, export_training
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 
@@ -145,6 +145,10 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         run("reshard", "out", "--safetensors", "-o", "weights.safetensors")
         run("export", "models_for_json:build", "-o", "hollow.pt2")
         run("convert", "hollow.pt2", "--tp", 2, "--plan", "gathered.yaml", "-o", "hollow")
+        loss = {"loss": torch.nn.functional.mse_loss, "targets": {"target": torch.randn(2, 8)}}
+        trained = export_training(torch.nn.Linear(8, 8), (torch.randn(2, 8),), **loss)  # type: ignore[arg-type]
+        torch.export.save(trained, "trained.pt2")
+        run("convert", "trained.pt2", "--tp", 2, "--plan", "auto", "--dry-run")
         tensors = {"up.weight": (12, 8), "up.bias": (12,), "down.weight": (8, 12), "down.bias": (8,)}
         save_file({name: torch.ones(shape) for name, shape in tensors.items()}, "hollow.safetensors")
         run("cut", "hollow", "--checkpoint", "hollow.safetensors", "--ranks", "0,1")
