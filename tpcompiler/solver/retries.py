@@ -53,13 +53,15 @@ def write_simpler_ops(task: Task, best: Solution, again: Again) -> Solution:
         found = again(replace(task, programs=[program for program, _ in pairs]))
         if found.seconds > best.seconds or (found.seconds == best.seconds and not best.simpler):
             break
-        best = replace(found, simpler=openings)
         needed = join_places(
             ((at, name), places)
             for at, (program, (_, written)) in enumerate(zip(task.programs, pairs, strict=True))
             for name, places in find_needed(program, written, found.programs[at].graph, found.choices, found.mesh)
         )
-        if needed in (openings, {}):
+        if not needed:  # they seem faster only as they are, which their ops' own kernels would not be
+            break
+        best = replace(found, simpler=openings)
+        if needed == openings:
             break
         openings = needed
     return best
