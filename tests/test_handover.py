@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -21,11 +22,11 @@ import tpcompiler
 from tests.launch import ROOT, fork_ranks
 from tests.runtime.commands import call as command
 from tests.trust.small import Decode
-from tpcompiler import ArtifactError
+from tpcompiler import ArtifactError, LaunchError
 from tpcompiler.artifact import handover
 from tpcompiler.checkpoint.leaves import bytes_per_rank
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.runtime.handover import Move, read_handover
+from tpcompiler.runtime.handover import HandoverLink, Move, read_handover
 
 BATCH, HEADS, STEPS, FEATURES = 2, 2, 64, 16
 CACHE = BATCH * HEADS * STEPS * FEATURES * 4  # bytes of the keys, and of the values
@@ -92,7 +93,6 @@ DAMAGES: dict[str, Callable[[list[Move]], list[Move]]] = {
     "doubled": lambda moves: [moves[0], *moves],
     "of another rank": lambda moves: [msgspec.structs.replace(moves[0], source=1), *moves[1:]],
     "to another rank": lambda moves: [msgspec.structs.replace(moves[0], target=2), *moves[1:]],
-    "to a rank that is not there": lambda moves: [*moves, msgspec.structs.replace(moves[0], target=4)],
     "other elements": lambda moves: [cut_wrongly(moves[0]), *moves[1:]],
 }
 
@@ -238,3 +238,70 @@ def test_caches_of_models(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
             head = 2 * 2 * 2 * ROOM * 8 * 4  # two layers, keys and values, rows, steps, features, float32
             counters = 2 * 8  # the length so far, of each layer
             assert held == [heads * head + counters for heads in ((2, 2) if ranks == 2 else (2, 2, 0))]
+
+
+class Mixed(nn.Module):
+    """Buffers of 3, 10 and 8 bytes, of other dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("a_seen", torch.zeros(3, dtype=torch.bool))
+        self.register_buffer("b_state", torch.zeros(5, dtype=torch.bfloat16))
+        self.register_buffer("c_count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.a_seen.copy_(x[:3] > 0)
+        self.b_state.add_(x.to(torch.bfloat16))
+        self.c_count.add_(7)
+        return x + self.b_state
+
+
+@pytest.mark.slow
+def test_buffers_of_several_dtypes(tmp_path: Path) -> None:
+    """In one message, in which a number may begin anywhere."""
+    x = torch.tensor([1.0, -1.0, 1.0, 0.5, 2.0])
+    program = export(Mixed(), (x,))
+    sides = {"source": tpcompiler.parallelize(program, 2, {}), "target": tpcompiler.parallelize(program, 3, {})}
+    found = hand_over(sides, tmp_path, {"source": [(x,)], "target": []})
+    module = program.module()
+    module(x)
+    for moved, _, buffers in found["target"].ranks:
+        assert moved == 3 + 10 + 8
+        for name, value in module.named_buffers():
+            assert torch.equal(buffers[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"target_slice": [[0, 1]]}, "a part of 'keys' has 2 elements on rank 0 and 1 on rank 0"),
+        ({"source_slice": [[2, 0]]}, "a part of 'keys' ends before it begins: [[2, 0]]"),
+        ({"target": 1}, "a part of 'keys' goes from rank 0 of 1 to rank 1 of 1"),
+        ({"tensor": "values"}, "a part is of 'values', which is not listed"),
+    ],
+)
+def test_damaged_files(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    """Ranks would wait for each other for ever."""
+    row = {"shape": [2], "dtype": "f32", "source_sharding": "R", "target_sharding": "R"}
+    move = {"tensor": "keys", "source": 0, "source_slice": [[0, 2]], "target": 0, "target_slice": [[0, 2]], **change}
+    data = {"source_ranks": 1, "target_ranks": 1, "tensors": {"keys": row}, "moves": [move]}
+    (tmp_path / "handover.json").write_bytes(msgspec.json.encode(data))
+    with pytest.raises(ArtifactError, match=re.escape(said)):
+        read_handover(tmp_path / "handover.json")
+
+
+class Closed:
+    """A group whose other side is gone."""
+
+    def send(self, *_: object) -> None:
+        raise RuntimeError("connection closed by peer")
+
+
+def test_the_other_side_is_gone(decode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    own = converted(decode, 2, "S(1)")
+    module: Any = own.rank_program(0).module()
+    module.exported_program = own.rank_program(0)
+    link = HandoverLink(own.handover(own).handover, "source", Closed())
+    with pytest.raises(LaunchError, match="the other side of the handover failed: connection closed by peer"):
+        link.transfer(module)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import groupby
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -52,6 +53,34 @@ class Handover(Record, frozen=True):
     tensors: dict[str, HandedTensor]  # by name
     moves: list[Move]  # by receiver, sender and tensor
 
+    def __post_init__(self) -> None:
+        """Reject moves that would leave ranks waiting for each other.
+
+        Raises:
+            ValueError: a move has a rank or a tensor that there is not, or parts of different sizes.
+        """
+        for move in self.moves:
+            what = f"a part of {move.tensor!r}"
+            if move.tensor not in self.tensors:
+                raise ValueError(f"a part is of {move.tensor!r}, which is not listed")
+            if move.source >= self.source_ranks or move.target >= self.target_ranks:
+                ends = f"rank {move.source} of {self.source_ranks} to rank {move.target} of {self.target_ranks}"
+                raise ValueError(f"{what} goes from {ends}")
+            if wrong := next((each for each in (move.source_slice, move.target_slice) if _is_reversed(each)), None):
+                raise ValueError(f"{what} ends before it begins: {wrong}")
+            sent, received = (_shape(each) for each in (move.source_slice, move.target_slice))
+            if sent != received:
+                counts = f"{prod(sent)} elements on rank {move.source} and {prod(received)} on rank {move.target}"
+                raise ValueError(f"{what} has {counts}")
+
+
+def _is_reversed(where: Slice) -> bool:
+    return any(start > stop for start, stop in where)
+
+
+def _shape(where: Slice) -> list[int]:
+    return [stop - start for start, stop in where]
+
 
 def read_handover(path: str | os.PathLike[str]) -> tuple[Handover, str]:
     """Return the content of a file that `tpcompiler handover` wrote, and its SHA-256.
@@ -90,28 +119,30 @@ class HandoverLink:
             LaunchError: another rank failed, or did not arrive in time.
         """
         buffers, sends = _find_buffers(programs), self.side == "source"
-        pending, received, moved = [], [], 0
-        for other, moves in self._by_other():
-            parts = [self._part(buffers, move) for move in moves]
-            sizes = [part.numel() * part.element_size() for part in parts]
-            # One message for each pair of ranks, whatever the dtypes.
-            if sends:
-                message = torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
-                pending.append(self._group.send([message], other + self._handover.source_ranks, 0))
-            else:
-                message = parts[0].new_empty(sum(sizes), dtype=torch.uint8)
-                pending.append(self._group.recv([message], other, 0))
-                received.append((parts, sizes, message))
-            moved += sum(sizes)
+        messages = [
+            (other, [self._part(buffers, move) for move in moves]) for other, moves in self._by_other()
+        ]  # one for each pair of ranks, whatever the dtypes
+        contents = [
+            torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
+            if sends
+            else parts[0].new_empty(sum(map(_bytes, parts)), dtype=torch.uint8)
+            for _, parts in messages
+        ]
         try:
+            pending = [
+                self._group.send([content], other + self._handover.source_ranks, 0)
+                if sends
+                else self._group.recv([content], other, 0)
+                for (other, _), content in zip(messages, contents, strict=True)
+            ]
             for work in pending:
                 work.wait()
         except RuntimeError as error:  # torch has no narrower type
             raise LaunchError(f"the other side of the handover failed: {reason(error)}", help=RESTART) from error
-        for parts, sizes, message in received:
-            for part, content in zip(parts, torch.split(message, sizes), strict=True):
-                part.copy_(content.view(part.dtype).view(part.shape))
-        return moved
+        for (_, parts), content in zip(messages, contents, strict=True) if not sends else ():
+            for part, own in zip(parts, torch.split(content, [*map(_bytes, parts)]), strict=True):
+                part.copy_(own.clone().view(part.dtype).view(part.shape))  # a number begins at a multiple of its size
+        return sum(map(len, contents))
 
     def _by_other(self) -> Iterator[tuple[int, list[Move]]]:
         """Yield every rank of the other side with the moves between it and this rank, in an order that both have."""
@@ -129,6 +160,10 @@ class HandoverLink:
                 help=MAKE,
             )
         return own[tuple(slice(*each) for each in where)]
+
+
+def _bytes(part: torch.Tensor) -> int:
+    return part.numel() * part.element_size()
 
 
 def join_handover(
