@@ -16,6 +16,7 @@ from tests.launch import run_ranks
 from tests.passes.stages import Call
 from tests.training.test_gradients import ROWS
 from tests.training.ways import master_weights, momentum, overflowing, scaled, step
+from tpcompiler.checkpoint.distributed import _make_state
 from tpcompiler.ir.shares import cut, row_sharding
 
 PLAN = {"up": "colwise", "down": "rowwise"}
@@ -113,3 +114,22 @@ def test_written_by_four_ranks_and_read_by_two(tmp_path: Path) -> None:
         torch.testing.assert_close(own["losses"], losses[2:], rtol=1e-12, atol=1e-12)
     assert_shares(two, [own["parameters"] for own in read], dict(model.named_parameters()), 1e-12)
     assert four.world_size == 4
+
+
+def test_state_is_made_without_a_trace() -> None:
+    """For a checkpoint before the first step: gradients that wait stay, and steps are those of a new optimizer."""
+    torch.manual_seed(0)
+    start, gradient = torch.randn(4), torch.randn(4)
+    results = []
+    for makes_state in (True, False):
+        value = torch.nn.Parameter(start.clone())
+        value.grad = gradient.clone()
+        optimizer = torch.optim.AdamW([value], lr=0.1, weight_decay=0.5)
+        if makes_state:
+            _make_state(optimizer)
+            assert torch.equal(value, start)
+            assert torch.equal(value.grad, gradient)
+        for _ in range(2):
+            optimizer.step()
+        results.append(value.detach())
+    assert torch.equal(*results)

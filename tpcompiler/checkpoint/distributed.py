@@ -73,13 +73,18 @@ class DistributedState:
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the tensors in which an optimizer keeps its state, without a change of parameters."""
+    """Make the tensors in which an optimizer keeps its state, without a change of parameters, gradients and counts."""
     rates = [group["lr"] for group in optimizer.param_groups]
+    gradients = [(each, each.grad) for group in optimizer.param_groups for each in group["params"]]
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
         for each in group["params"]:
             each.grad = torch.zeros_like(each)
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    for each, gradient in gradients:
+        each.grad = gradient
+    for own in optimizer.state.values():
+        if isinstance(step := own.get("step"), torch.Tensor):
+            step.zero_()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
