@@ -80,9 +80,9 @@ def test_placements_by_axis() -> None:
 def test_what_the_report_advises_leaves_out_the_gather(world: int) -> None:
     program = exported(Net(running), X)
     made = tpcompiler.parallelize(program, world, PLAN)
-    (gather,) = [c for c in made.collectives() if c.why == "fallback"]
+    gather, *_ = [c for c in made.collectives() if c.why == "fallback"]  # or two all_to_all, there and back
     lines = made.report().splitlines()
-    (at,) = [number for number, line in enumerate(lines) if gather.reason in line]
+    at = next(number for number, line in enumerate(lines) if gather.reason in line)
     assert lines[at + 1].startswith("  help: ")
     ((name, style, saved),) = changes_in(lines[at + 1])
     better = tpcompiler.parallelize(program, world, {**PLAN, name: style})
@@ -136,7 +136,7 @@ def test_layers_alike_are_sought_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_advice_where_nothing_is_saved() -> None:
     """An input that is cut because the caller says so."""
     made = tpcompiler.parallelize(exported(Net(lambda self, x: x.sort(0).values.amax(0)), X), 2, {}, inputs=["S(0)"])
-    assert [c.why for c in made.collectives()] == ["fallback"]
+    assert [c.why for c in made.collectives()] == ["fallback", "plan-demanded"]  # columns for rows; the result
     assert "help:" not in made.report()
 
 

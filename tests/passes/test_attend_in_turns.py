@@ -269,14 +269,15 @@ def test_processes(tmp_path: Path) -> None:
 
 
 def test_what_a_rank_holds() -> None:
-    """Of 4 ranks, 8 heads, 1,024 steps and 64 features in bfloat16, a share of queries, keys or values is 262,144 bytes.
+    """Of 4 ranks, 1,024 steps and 64 features in bfloat16, a share of queries, keys or values is 32,768 bytes: of one
+    head, for several would be exchanged for steps.
 
     At once: the shares, all keys and values (8 shares), and the result. In turns: the shares, one share of keys and one
     of values, what is made of them, and the sum so far in float32 (2), with three numbers for each query and head; and,
     for it goes with the numbers that its kernel gives, what the first turn made.
     """
-    args = three(1, 8, 1024, 64, dtype=torch.bfloat16)
-    share, numbers = 1024 // 4 * 8 * 64 * 2, 1024 // 4 * 8 * 4
+    args = three(1, 1, 1024, 64, dtype=torch.bfloat16)
+    share, numbers = 1024 // 4 * 64 * 2, 1024 // 4 * 4
     at_once, in_turns = (
         converted(F.scaled_dot_product_attention, args, {"cp": 4}, memory=10**9, plan=plan) for plan in ({}, PLAN)
     )

@@ -59,9 +59,9 @@ def test_no_fallback(forward: Forward, reason: str) -> None:
     ],
 )
 def test_a_fallback(forward: Forward, outputs: list[str | None] | None) -> None:
-    """Negative control: the boundary takes shares, or less than the gather brings."""
+    """Negative control: the boundary takes shares, or less than the op needs, which gets whole lines of some rows."""
     program = converted(forward, outputs)
     assert program.verify((X,)).ok
-    assert [c.why for c in program.collectives() if c.kind == "all_gather"] == ["fallback"]
+    assert "fallback" in {c.why for c in program.collectives()}
     with pytest.raises(BudgetError):
         tpcompiler.check_budget(program, ["0 fallbacks"])

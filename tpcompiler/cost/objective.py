@@ -181,5 +181,6 @@ def _attention_work(rule: Rule, option: Option, mesh: Mesh) -> Work:
 
 
 def _local_size(rule: Rule, option: Option, factor: str, mesh: Mesh) -> float:
+    size = sym_hint(rule.extent[factor])
     cut = option.cuts.get(factor)
-    return sym_hint(rule.extent[factor]) / (mesh.size(cut.axes) if cut is not None else 1)
+    return float(size if cut is None else cut.local_size(size, mesh, mesh.coordinate(0)))

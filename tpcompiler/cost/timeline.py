@@ -12,7 +12,7 @@ from torch import fx
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from tpcompiler._torch import HigherOrderOperator, OpOverload, calls_others, sym_hint
-from tpcompiler.cost.kernels import find_kernels
+from tpcompiler.cost.kernels import find_kernels, is_attention
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.objective import Objective, Work, local_work
 from tpcompiler.ir import edit
@@ -96,20 +96,19 @@ def predict_times(graph: fx.Graph, sent: Mapping[str, float], machine: Machine, 
     Args:
         sent: seconds of each collective, by node.
     """
-    objective, kernels, flops_of = Objective.of(machine), find_kernels(graph, machine.fuses), dict[Any, int | None]()
+    objective, kernels, flops_of = Objective.of(machine), find_kernels(graph, machine.fuses), dict[Any, float | None]()
     work, floors, uncounted = dict[fx.Node, float](), dict[fx.Node, float](), Counter[str]()
     for node in edit.calls(graph):
         if node.name not in sent and node in kernels:
-            call = node.target, key(node.args), key(node.kwargs)
-            if call not in flops_of:
-                flops_of[call] = _flops(node)
-            if (flops := flops_of[call]) is None:
-                uncounted[op_name(node)] += 1
             values = [*(edit.fake(operand) for operand in edit.operands(node)), *edit.outputs(node)]
             whole = [(value, Sharding.replicated(value.ndim)) for value in values]
-            rule = rule_of(node) if edit.outputs(node) else None
-            rows = local_work(node, rule, Option(), mesh).rows
-            work[node] = objective.work_seconds(kernels[node], Work(flops or 0, rows), whole, mesh)
+            own = local_work(node, rule_of(node) if edit.outputs(node) else None, Option(), mesh)
+            call = node.target, key(node.args), key(node.kwargs)
+            if call not in flops_of:
+                flops_of[call] = own.flops if is_attention(node) else _flops(node)
+            if (flops := flops_of[call]) is None:
+                uncounted[op_name(node)] += 1
+            work[node] = objective.work_seconds(kernels[node], Work(flops or 0, own.rows), whole, mesh)
             floors[node] = objective.floor_seconds(kernels[node])
     links = {node: sent[node.name] for node in graph.nodes if node.name in sent}
     seconds = {node: work.get(node, 0.0) + floors.get(node, 0.0) + links.get(node, 0.0) for node in graph.nodes}

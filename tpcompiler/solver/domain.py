@@ -21,7 +21,17 @@ from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.solver.leaf import Leaf
 from tpcompiler.solver.stage import Stage
-from tpcompiler.solver.ways import Limits, Ways, can_take, made_of, make_wanted, shared_heads, take_operands, to_cut
+from tpcompiler.solver.ways import (
+    Limits,
+    Ways,
+    can_take,
+    made_of,
+    make_wanted,
+    move_cuts,
+    shared_heads,
+    take_operands,
+    to_cut,
+)
 from tpcompiler.terminal.progress import counted
 
 MOST_PLANNED = 64  # choices of an op, with a plan
@@ -96,7 +106,7 @@ def _every_way(stage: Stage, rule: Rule, base: Option, limits: Limits, own: Limi
 def _find_planned_ways(domain: Domain) -> None:
     """Find ways with a plan: shards and pending reductions come from the leaves, inputs and pins that it cuts.
 
-    Where an op cannot take a shard, its ways to cut that dim count too.
+    Where an op cannot take a shard, its ways to cut that dim count too, or another dim of that operand.
     """
     stage, touched = domain.stage, _find_touched(domain)
     loose = set(computed_from_leaves(domain.program.graph, {leaf for leaf, _ in domain.program.leaves()})) - touched
@@ -111,6 +121,7 @@ def _find_planned_ways(domain: Domain) -> None:
         _make_wanted(domain, node)
     _settle_ways(domain)
     _let_leaves_be_whole(domain, touched)
+    _move_cuts(domain)
 
 
 def _limits_with_plan(
@@ -261,6 +272,21 @@ def _let_leaves_be_whole(domain: Domain, touched: Set[fx.Node]) -> None:
                         leaf.let_be_whole()
 
 
+def _move_cuts(domain: Domain) -> None:
+    """Let ops cut another dim of operands that they cannot take as they are cut, and the ops around them follow."""
+    stage, is_moved = domain.stage, False
+    for node, had in domain.ways.items():
+        have = tuple(shardings_of(domain, operand) for operand in domain.operands[node])
+        domain.ways[node] = stage.known.once(("moves", had, have), partial(move_cuts, stage, had, have))
+        is_moved = is_moved or domain.ways[node] is not had
+        if is_moved:
+            _take_operands(domain, node)
+    if is_moved:
+        for node in [*domain.operands][::-1]:
+            _make_wanted(domain, node)
+        _settle_ways(domain)
+
+
 def _make_wanted(domain: Domain, node: fx.Node) -> None:
     """Let those who make an op's operands make what it wants of them."""
     stage, wanted = domain.stage, list[tuple[Sharding, ...]]()
@@ -279,9 +305,12 @@ def _make_wanted(domain: Domain, node: fx.Node) -> None:
             domain.ways[source] = stage.known.once(known, partial(make_wanted, stage, had, at, is_one, shardings))
 
 
-def find_shared_heads(domain: Domain) -> set[int]:
-    """Return the degrees for dims that fewer than all ranks can shard: 2 of 4 ranks, for two key heads."""
-    stage, found = domain.stage, set[int]()
+def find_shared_heads(domain: Domain) -> set[tuple[int, bool]]:
+    """Return how an axis could run as two for dims that fewer than all ranks can shard: 2 of 4 ranks for 2 key heads.
+
+    With each degree of the outer axis: True if the inner one shards the heads, and the outer one the steps as before.
+    """
+    stage, found = domain.stage, set[tuple[int, bool]]()
     for node, ways in domain.ways.items():
         have = tuple(
             shardings_of(domain, operand) if edit.fake(operand).is_floating_point() else ()  # no masks: few samples

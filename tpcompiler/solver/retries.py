@@ -35,13 +35,18 @@ MOST_ENTRIES = 32  # of a plan that are left out in turn to find those that conf
 
 
 def cut_shared_heads(task: Task, best: Solution, again: Again) -> Solution:
-    """Search with an axis as two where it has more ranks than there are heads: keys are then whole over one of them."""
-    for axis, outer in best.heads:
+    """Search with an axis as two where it has more ranks than there are heads: keys are then whole over one of them,
+    and queries cut along their heads or their steps.
+    """
+    for axis, outer, is_inner_first in best.heads:
         if axis in dict(best.mesh.axes) and all(keeps_shares(program, axis, outer) for program in task.programs):
             split = [on_split_axis(program, axis, outer) for program in task.programs]
             parts = split[0].mesh.parts_of(axis)
-            model = tuple(half for each in task.model_axes for half in (parts if each == axis else (each,)))
-            best = min(best, again(replace(task, programs=split, model=model)), key=_seconds)
+            halves = parts[::-1] if is_inner_first else parts
+            model = tuple(half for each in task.model_axes for half in (halves if each == axis else (each,)))
+            halved = replace(task, programs=split, model=model)
+            found = again(halved)
+            best = min(best, found if found.layers else join_axes(halved, found, again), key=_seconds)
     return best
 
 
@@ -79,9 +84,10 @@ def _written(
 def join_axes(task: Task, best: Solution, again: Again) -> Solution:
     """Search over all axes at once, or in the other order where the tables grow too large, unless a bound is close."""
     solved = [axis for turn in best.turns for axis in turn]
-    others = tuple(axis for axis in solved if axis not in best.model)
-    axes = (*others, *(axis for axis in solved if axis in best.model))
-    if not task.is_searched or not others or len(axes) == 1:
+    last = best.model if best.layers else best.model[-1:]
+    others = tuple(axis for axis in solved if axis not in last)
+    axes = (*others, *(axis for axis in solved if axis in last))
+    if not others or len(axes) == 1 or not (task.is_searched or _splits_dims_twice(best)):
         return best
     task = replace(task, programs=best.programs, model=best.model)
     bound = find_bound(task, axes)
@@ -95,6 +101,16 @@ def join_axes(task: Task, best: Solution, again: Again) -> Solution:
             bound = other.seconds if each == (axes,) else bound
             break
     return replace(best, bound=min(best.seconds, bound))
+
+
+def _splits_dims_twice(found: Solution) -> bool:
+    """True if a value changes of which several axes cut one dim: over all of them at once, it may take one step."""
+    changes = (
+        (found.seen(operand), want)
+        for node, choice in found.choices.items()
+        for operand, want in zip(edit.operands(node), choice.wants, strict=True)
+    )
+    return any(have != want and any(len(cut.axes) > 1 for cut in have.dims) for have, want in changes)
 
 
 def ignore_plan(task: Task, best: Solution, again: Again) -> Solution:

@@ -59,7 +59,7 @@ def search(task: Task) -> Solution:
     """
     task.tally["searches"] += 1
     programs, objective, held, model = task.programs, task.objective, task.held, task.model_axes
-    mesh, heads = programs[0].mesh, list[tuple[str, int]]()
+    mesh, heads = programs[0].mesh, list[tuple[str, int, bool]]()
     found = Solution(programs, objective.machine, model=model, optimizer=objective.optimizer)
     groups, solved = dict[str, Sharding](), list[tuple[str, ...]]()
     order = [*model, *(axis for axis in mesh.names if axis not in model)]  # what the first cut, others reduce less of
@@ -86,10 +86,10 @@ def search(task: Task) -> Solution:
         found, groups = _read(problem, found, *values)
         solved += [turn] if problem.tables.sizes else []
         heads += [
-            (part.axis, outer)
+            (part.axis, *shared)
             for part, domains in zip(stage.parts or (stage,), problem.alone, strict=True)
             for domain in domains
-            for outer in sorted(find_shared_heads(domain))
+            for shared in sorted(find_shared_heads(domain))
         ]
     return replace(found, turns=tuple(solved), bound=found.seconds, heads=tuple(dict.fromkeys(heads)))
 

@@ -65,7 +65,8 @@ class Solution:
         model: the axes over which layers are cut, in order.
         turns: the axes over which there was a choice, in the order in which they were solved; those of a turn at once.
         bound: seconds that no placement takes less than, of all choices that were compared.
-        heads: axes with more ranks than heads, and how many ranks could share heads.
+        heads: axes with more ranks than heads, how many ranks the outer half of two axes could have, and whether the
+            inner half is solved first, where heads are cut.
         is_tight: the fastest placements do not fit a rank, and these do.
         too_large: no placement fits a rank: the memory of the smallest one that was found.
         conflict: without a placement, the entries of the plan that conflict.
@@ -89,7 +90,7 @@ class Solution:
     model: tuple[str, ...] = ()
     turns: Turns = ()
     bound: float = 0.0
-    heads: tuple[tuple[str, int], ...] = ()
+    heads: tuple[tuple[str, int, bool], ...] = ()
     is_tight: bool = False
     too_large: Memory | None = None
     conflict: tuple[str, ...] = ()

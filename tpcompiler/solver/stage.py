@@ -140,9 +140,9 @@ class Stage:
             found = self.known.once((side, id(rule), index, only), lambda: self._following(side, rule, index, only))
         if isinstance(found, Refusal) or len(self.axes) == 1:
             return found
-        return found if self._is_inside(found, base, rule) else self.extended(base, restricted(found, self.axis))
+        return found if self.is_inside(found, base, rule) else self.extended(base, restricted(found, self.axis))
 
-    def _is_inside(self, option: Option, base: Option, rule: Rule) -> bool:
+    def is_inside(self, option: Option, base: Option, rule: Rule) -> bool:
         """True if an option equals this one over the axes before."""
         through = {axis: passed for axis, passed in option.through.items() if axis != self.axis}
         earlier = self.axes[:-1]

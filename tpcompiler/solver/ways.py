@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.rules.infer import Option, Refusal, merge
+from tpcompiler.rules.infer import Option, Refusal, is_one, merge
 from tpcompiler.rules.notation import Joined, Rule, Term
 from tpcompiler.solver.stage import Stage
 
@@ -174,6 +174,29 @@ def _other_cuts(rule: Rule, term: Term, sharding: Sharding, stage: Stage, base: 
                 yield stage.extended(base, Option(dict.fromkeys(factors, DimSharding.by(stage.axis))))
 
 
+def move_cuts(stage: Stage, ways: Ways, have: Sequence[Sequence[Sharding]]) -> Ways:
+    """Let an op cut another dim of an operand that it cannot take as it may be cut: an all_to_all moves the cut."""
+    rule, base, options = ways.rule, ways.base, list[Option]()
+    for index, shardings in enumerate(have):
+        cut = to_cut(stage, shardings)
+        if all(isinstance(stage.follow("in", rule, index, each, base), Refusal) for each in cut):
+            options += (o for each in cut for o in _other_dims(rule, rule.pattern.inputs[index], each, stage, base))
+    return ways.adding(stage, options)
+
+
+def _other_dims(rule: Rule, term: Term, sharding: Sharding, stage: Stage, base: Option) -> Iterator[Option]:
+    """The options that cut a dim of an operand that is cut on another one: by all of its axes in their order, so that
+    one all_to_all suffices, or by this axis inside the others.
+    """
+    for axes in (cut.axes for cut in sharding.dims if stage.axis in cut.axes):
+        for dim, cut in zip(term, sharding.dims, strict=True):
+            for factor in () if stage.axis in cut.axes else dim:
+                if factor not in rule.pattern.whole and not is_one(rule.extent[factor]):
+                    alike = Option({factor: DimSharding.by(*axes)})
+                    yield from [alike] if stage.is_inside(alike, base, rule) else []
+                    yield stage.extended(base, Option({factor: DimSharding.by(stage.axis)}))
+
+
 def made_of(stage: Stage, ways: Ways, have: Sequence[Sequence[Sharding]], at: int) -> tuple[Sharding, ...]:
     """Return the shardings of a result over the axis, for an operand in one of its possible shardings."""
     return tuple(
@@ -239,20 +262,25 @@ def _pieces_together(stage: Stage, ways: Ways) -> Iterator[Option]:
             yield stage.extended(ways.base, Option({factor: cut}))
 
 
-def shared_heads(stage: Stage, ways: Ways, have: Sequence[Sequence[Sharding]]) -> set[int]:
-    """Return the degrees for a dim with fewer heads than ranks, among shardings that the op cannot take."""
-    found, rule, degree = set[int](), ways.rule, stage.mesh.degree(stage.axis)
+def shared_heads(stage: Stage, ways: Ways, have: Sequence[Sequence[Sharding]]) -> set[tuple[int, bool]]:
+    """Return the degrees for a dim with fewer heads than ranks, among shardings that the op cannot take.
+
+    With True: the degree that remains for the dim that is cut now, if the rest of the ranks shard the heads.
+    """
+    found, rule, degree = set[tuple[int, bool]](), ways.rule, stage.mesh.degree(stage.axis)
     whole = rule.pattern.whole | ways.limits.barred | ways.limits.blocked
     for index, shardings in enumerate(have):
-        for sharding in dict.fromkeys(shardings):
-            if stage.axis not in sharding.axes or isinstance(
-                stage.follow("in", rule, index, sharding, Option()), Option
-            ):
-                continue
+        refused = [
+            each
+            for each in dict.fromkeys(shardings)
+            if stage.axis in each.axes and isinstance(stage.follow("in", rule, index, each, Option()), Refusal)
+        ]
+        moves = set(to_cut(stage, shardings)) <= set(refused)
+        for sharding in refused:
             for dim, cut in zip(rule.pattern.inputs[index], sharding.dims, strict=True):
-                for factor in dim if stage.axis in cut.axes else ():
-                    size = rule.extent[factor]
+                for factor in dim if stage.axis in cut.axes or (moves and sharding.cut_axes) else ():
+                    size, is_cut = rule.extent[factor], stage.axis in cut.axes
                     heads = math.gcd(size, degree) if isinstance(size, int) else 1
                     if 1 < heads < degree and size < degree * 2 and factor not in whole:
-                        found.add(heads)
+                        found.add((heads if is_cut else degree // heads, not is_cut))
     return found
