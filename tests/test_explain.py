@@ -276,3 +276,40 @@ def test_a_placement_that_cannot_be_carried_out_says_why(out: Path, monkeypatch:
     text = right("explain", out, "layers.0.down.weight")
     assert re.search(r"^S\(0\) +fails$", text, re.MULTILINE)
     assert text.endswith("\nS(0): fails: no parts [here]\n\n")
+
+
+class Attention(nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+@pytest.mark.parametrize(
+    ("heads", "ranks", "priced", "reasons"),
+    [(2, 8, [1, 3], {0: "it has fewer than 8 parts"}), (1, 4, [3], dict.fromkeys([0, 1], "it has fewer than 4 parts"))],
+)
+def test_why_no_all_to_all(heads: int, ranks: int, priced: list[int], reasons: dict[int, str]) -> None:
+    """Attention that gathers keys and values: each other dim has a price that its own row has too, or a reason."""
+    qkv = tuple(torch.randn(1, heads, 2048, 64) for _ in range(3))
+    boundary: dict[str, Any] = {"inputs": ["S(2)"] * 3, "outputs": ["S(2)"], "machine": "h100"}
+    program = tpcompiler.parallelize(torch.export.export(Attention(), qkv), {"cp": ranks}, {}, **boundary)
+    assert [sent.kind for sent in program.collectives()] == ["all_gather"] * 2
+    found = program.explain("scaled_dot_product_attention")
+    assert {other.operand for other in found.other_dims} == {"k", "v"}
+    values = [other for other in found.other_dims if other.operand == "v"]
+    assert [other.dim for other in values if other.seconds is not None] == priced
+    assert {other.dim: other.reason for other in values if other.reason} == reasons
+    listed = {each.seconds: each.sends for each in found.alternatives}
+    for other in values:
+        assert other.seconds is None or (other.seconds > 0 and listed[other.seconds] == other.sends)
+    assert heads == 1 or next(other.sends for other in values if other.dim == 1) == ("4 all_to_all",)
+    # the gather itself answers for its value
+    assert program.explain("all_gather").other_dims == [other for other in found.other_dims if other.operand == "k"]
+
+
+def test_no_other_dims_where_nothing_is_gathered() -> None:
+    """Negative control: with a head for each rank it is exchanged."""
+    qkv = tuple(torch.randn(1, 16, 2048, 64) for _ in range(3))
+    boundary: dict[str, Any] = {"inputs": ["S(2)"] * 3, "outputs": ["S(2)"], "machine": "h100"}
+    program = tpcompiler.parallelize(torch.export.export(Attention(), qkv), {"cp": 8}, {}, **boundary)
+    assert [sent.kind for sent in program.collectives()] == ["all_to_all"] * 4
+    assert program.explain("scaled_dot_product_attention").other_dims == []

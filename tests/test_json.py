@@ -76,7 +76,7 @@ class Gathered(nn.Module):
         self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x).cumsum(-1))
+        return self.down(self.up(x).sort(-1).values)
 
 
 class Counted(nn.Module):
@@ -142,6 +142,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         run("convert", "model.pt2", "--tp", 2, "--plan", "head.yaml", "-o", "head")
         run("diff", "out", "head")
         run("explain", "dynamic", "--at", "batch=6")
+        run("explain", "dynamic", "all_gather")
         run("reshard", "out", "--safetensors", "-o", "weights.safetensors")
         run("export", "models_for_json:build", "-o", "hollow.pt2")
         run("convert", "hollow.pt2", "--tp", 2, "--plan", "gathered.yaml", "-o", "hollow")

@@ -15,6 +15,7 @@ from tpcompiler._torch import sym_hint
 from tpcompiler.artifact.counts import predict_call
 from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.ask.again import Again, Price, count_kinds, search_again
+from tpcompiler.ask.other_dims import NEVER, OtherDim, find_other_dims
 from tpcompiler.ask.written import Operand, Written, read_claimed
 from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.cost.timeline import duration
@@ -96,6 +97,7 @@ class Explanation(Record, Shown, frozen=True, kw_only=True):
     machine: str  # whose seconds are meant
     seconds: float  # that a call of the artifact is predicted to take
     alternatives: list[Alternative]  # every choice over each axis, the cheapest first
+    other_dims: list[OtherDim] = []  # of an op, the dims that an all_to_all could shard of the operands that it gathers
 
     def parts(self) -> Iterator[Part]:
         where = "".join(filter(None, (self.module and f" of {self.module}", self.source and f" at {self.source}")))
@@ -130,9 +132,14 @@ class Explanation(Record, Shown, frozen=True, kw_only=True):
             headers,
             [(axis and each.axis, *each.row()) for each in self.alternatives],
         )
+        if self.other_dims:
+            over = ("operand", "over", "dim", "us", "sends, or why not")
+            yield Table(
+                "instead of gathers, with shards of another dim", over, [each.row() for each in self.other_dims]
+            )
         said = [f"{', '.join(each.makes)}: fails: {each.failed}" for each in self.alternatives if each.failed]
         if any(each.seconds is None and not each.failed for each in self.alternatives):
-            said.append("never: the plan, the boundary or the ops leave no placement of the whole program with it")
+            said.append(NEVER)
         yield from (*said, "") if said else ()
 
 
@@ -189,7 +196,17 @@ def _of_collective(written: Written, again: Again, record: Any) -> Explanation:
         operands=[changed],
         users=[],
         collectives=[record],
+        other_dims=list(_other_dims(again, node)) if record.kind == "all_gather" else [],
     )
+
+
+def _other_dims(again: Again, value: fx.Node) -> Iterator[OtherDim]:
+    """Find the dims of a value that the first op that gathers it could shard."""
+    for user in (each for each in value.users if each in again.found.choices):
+        if again.found.choices[user].wants[edit.operands(user).index(value)] != again.found.seen(value):
+            found = find_other_dims(again, user, again.prices(user, {edit.module_path(user)}))
+            return (each for each in found if each.operand == value.name)
+    return iter(())
 
 
 def _of_value(written: Written, again: Again, name: str) -> Explanation:
@@ -231,6 +248,7 @@ def _of_value(written: Written, again: Again, name: str) -> Explanation:
         machine=again.machine.name,
         seconds=predict_call(written.exported.graph, written.manifest, again.machine).total.total,
         alternatives=own,
+        other_dims=list(find_other_dims(again, node, prices)) if is_call else [],
     )
 
 
