@@ -121,14 +121,16 @@ def test_all_ranks_raise_where_the_single_device_does(name: str, mesh: Any, tabl
     program = exported(name)
     made = tpcompiler.parallelize(program, mesh, {"table": table}, inputs={"i": indices})
     ranks = range(made.world_size)
-    assert {asserts(made.rank_program(rank)) for rank in ranks} == {1}
+    is_op_whole = any(sent.kind == "all_to_all" for sent in made.collectives())  # of some of the samples: it raises
+    assert {asserts(made.rank_program(rank)) for rank in ranks} == {0 if is_op_whole else 1}
+    outside = r"index -?\d+ is out of bounds" if is_op_whole else ": an index is outside of"
     raised = 0
     for last, is_refused in find_raising(name).items():
         if not is_refused:
             assert made.verify(call(last)).ok
             continue
         raised += 1
-        with pytest.raises(InputsError, match=r"all ranks raise too: .*: an index is outside of"):
+        with pytest.raises(InputsError, match=rf"all ranks raise too: .*{outside}"):
             made.verify(call(last))
     assert raised >= 2
 

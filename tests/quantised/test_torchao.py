@@ -12,6 +12,7 @@ from torch import nn
 from torch.export import export
 
 import tpcompiler
+from tests.machines import WIRE
 from tests.quantised.layers import Mlp
 from tests.zoo.case import hugging_face, randomise
 from tpcompiler.api.aliases import verify_artifact
@@ -117,7 +118,7 @@ def test_a_model_of_hugging_face(name: str) -> None:
     ids = {"input_ids": torch.arange(24).reshape(2, 12) % 96}
     exported = export(model, (), ids, strict=False)
     for mesh in (2, {"dp": 2, "tp": 2}):
-        program = tpcompiler.parallelize(exported, mesh, plan)
+        program = tpcompiler.parallelize(exported, mesh, plan, machine=WIRE)
         assert program.verify((), ids).ok
         whole, (rank, *_) = program.parameter_bytes()
         assert rank < 0.62 * whole  # all but the embeddings and the norms is cut

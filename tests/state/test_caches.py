@@ -197,7 +197,8 @@ def test_a_dynamic_batch_in_a_larger_cache_is_gathered(mesh: dict[str, int], pla
     inputs = (torch.randn(2, 1, 8), torch.tensor([0]))
     shapes = ({0: Dim("batch", min=2, max=4)}, None)
     model = torch.export.export(randomise(Rows(4)), inputs, dynamic_shapes=shapes)
-    program = tpcompiler.parallelize(model, mesh, plan, inputs={"x": {"dp": "S(0)"}}, outputs=[{"dp": "S(0)"}])
+    boundary: Any = {"inputs": {"x": {"dp": "S(0)"}}, "outputs": [{"dp": "S(0)"}]}
+    program = tpcompiler.parallelize(model, mesh, plan, machine="h100", **boundary)
     (gather,) = (each for each in program.collectives() if each.axis == "dp")
     assert gather.kind == "all_gather"
     assert "'slice_scatter' (it needs the dim of 2*s" in gather.reason, gather.reason

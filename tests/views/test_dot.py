@@ -81,10 +81,9 @@ def test_only_fallbacks_are_dashed(mixed: Path) -> None:
     source = artifact_dot(mixed).source
     assert shown(source, "all_gather_into_tensor") == [
         "all_gather",
-        "S(2) &rarr; R",
+        "S(0) &rarr; R",
         "256 B over tp, 128 B on the wire",
-        "fallback: softmax: it needs the dim of 4",
-        "whole",
+        "fallback: sort: it needs the dim of 64 whole",
     ]
     assert shown(source, "all_gather_into_tensor_1") == [
         "all_gather",

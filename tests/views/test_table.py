@@ -128,8 +128,8 @@ per call: 2 all_gather; 256 B on the wire
 R             input  x  f32[4, 8]
 R             7 small ops (sum, add, abs, sqrt, mean, mul)  f32[4, 8]  seen R f32[8]  writes seen
 S(1)          up  linear  f32[4, 8]  weight S(0) f32[16, 8], bias S(0) f32[16]
-S(2) -> R     all_gather  f32[4, 4, 4]  256 B over tp, 128 B on the wire  fallback: softmax: it needs the dim of 4 whole
-R             softmax  f32[4, 4, 4]
+S(0) -> R     all_gather  f32[64]  256 B over tp, 128 B on the wire  fallback: sort: it needs the dim of 64 whole
+R             sort  f32[64], i64[64]
 R             amax  f32[4, 4]
 S(1)          out  linear  f32[4, 8]  weight S(0) f32[16, 8], bias S(0) f32[16]
 S(1) -> R     out  all_gather  f32[4, 16]  256 B over tp, 128 B on the wire  \

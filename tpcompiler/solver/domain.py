@@ -276,7 +276,7 @@ def _move_cuts(domain: Domain) -> None:
     """Let ops cut another dim of operands that they cannot take as they are cut, and the ops around them follow."""
     stage, is_moved = domain.stage, False
     for node, had in domain.ways.items():
-        have = tuple(shardings_of(domain, operand) for operand in domain.operands[node])
+        have = tuple(_computed(domain, operand) for operand in domain.operands[node])
         domain.ways[node] = stage.known.once(("moves", had, have), partial(move_cuts, stage, had, have))
         is_moved = is_moved or domain.ways[node] is not had
         if is_moved:
@@ -285,6 +285,11 @@ def _move_cuts(domain: Domain) -> None:
         for node in [*domain.operands][::-1]:
             _make_wanted(domain, node)
         _settle_ways(domain)
+
+
+def _computed(domain: Domain, operand: fx.Node) -> tuple[Sharding, ...]:
+    """Return the shardings of a computed value; none of a leaf, which is not resharded in each call."""
+    return () if operand.name in domain.leaves else shardings_of(domain, operand)
 
 
 def _make_wanted(domain: Domain, node: fx.Node) -> None:
@@ -313,7 +318,7 @@ def find_shared_heads(domain: Domain) -> set[tuple[int, bool]]:
     stage, found = domain.stage, set[tuple[int, bool]]()
     for node, ways in domain.ways.items():
         have = tuple(
-            shardings_of(domain, operand) if edit.fake(operand).is_floating_point() else ()  # no masks: few samples
+            _computed(domain, operand) if edit.fake(operand).is_floating_point() else ()  # no masks: few samples
             for operand in domain.operands[node]
         )
         found |= stage.known.once(("shared", ways, have), partial(shared_heads, stage, ways, have))

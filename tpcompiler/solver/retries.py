@@ -106,7 +106,7 @@ def join_axes(task: Task, best: Solution, again: Again) -> Solution:
 def _splits_dims_twice(found: Solution) -> bool:
     """True if a value changes of which several axes cut one dim: over all of them at once, it may take one step."""
     changes = (
-        (found.seen(operand), want)
+        (found.sharding(operand), want)
         for node, choice in found.choices.items()
         for operand, want in zip(edit.operands(node), choice.wants, strict=True)
     )
