@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tpcompiler.api.doctor import diagnose as diagnose
     from tpcompiler.api.parallel_program import ParallelProgram as ParallelProgram
     from tpcompiler.api.parallel_program import open as open
+    from tpcompiler.api.redistribute import redistribute as redistribute
     from tpcompiler.api.training import export_training as export_training
     from tpcompiler.checkpoint.load import load as load
     from tpcompiler.ir.mesh import Mesh as Mesh
@@ -37,6 +38,7 @@ _HOME = {
     "load": "tpcompiler.checkpoint.load",
     "join_handover": "tpcompiler.runtime.handover",
     "export_training": "tpcompiler.api.training",
+    "redistribute": "tpcompiler.api.redistribute",
     "find_plan": "tpcompiler.api",
     "diagnose": "tpcompiler.api.doctor",
     "tensor_parallel_transformation": "tpcompiler.api",

@@ -265,28 +265,34 @@ def tensor_parallel_transformation(
 
 
 def _specs(given: Given, what: str) -> dict[str, PlacementSpec] | list[PlacementSpec | None] | None:
+    asked_by = option(f"--{what}", f"{what}s=")
     if given is None:
         return None
     if isinstance(given, Mapping):
-        return {name: _spec(spec, what) for name, spec in given.items() if spec is not None}
+        return {name: read_placement(spec, asked_by) for name, spec in given.items() if spec is not None}
     if isinstance(given, str | Placement) or not isinstance(given, Sequence):
         raise PlanError(
             f"{what}s={given!r} is neither a mapping nor a list",
             help='write {name: placement} or [placement, ...], such as ["S(0)"]',
         )
-    return [None if spec is None else _spec(spec, what) for spec in given]
+    return [None if spec is None else read_placement(spec, asked_by) for spec in given]
 
 
-def _spec(spec: Any, what: str) -> PlacementSpec:
+def read_placement(spec: Any, asked_by: str) -> PlacementSpec:
+    """Read the placements of one tensor, by axis or for the only axis.
+
+    Raises:
+        PlanError: no placement.
+    """
     if isinstance(spec, Mapping):
-        return {axis: _placement(placement, what) for axis, placement in spec.items()}
-    return _placement(spec, what)
+        return {axis: _placement(placement, asked_by) for axis, placement in spec.items()}
+    return _placement(spec, asked_by)
 
 
-def _placement(placement: Any, what: str) -> Placement:
+def _placement(placement: Any, asked_by: str) -> Placement:
     if isinstance(placement, Placement):
         return placement
     try:
         return parse_placement(placement if isinstance(placement, str) else repr(placement))
     except PlanError as error:
-        raise PlanError(error.message, help=error.help, asked_by=option(f"--{what}", f"{what}s=")) from None
+        raise PlanError(error.message, help=error.help, asked_by=asked_by) from None
