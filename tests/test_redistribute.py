@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-import tpcompiler
-from tests.launch import run_ranks
-from tpcompiler.errors import LaunchError, PlanError, ShardingError, UnsupportedError
+from tests.launch import fork_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -105,13 +103,12 @@ def test_a_gradient_of_terms(change: Any, gradient: Any, tmp_path: Path) -> None
         assert not torch.allclose(wrong[rank][1], want)
 
 
-def test_bad_calls() -> None:
-    x = torch.randn(5, 8)
-    with pytest.raises(PlanError, match=r"'S\(x\)' is not a placement"):
-        tpcompiler.redistribute(x, 2, "S(x)", "R")
-    with pytest.raises(ShardingError, match="cannot shard x on dim 2: it has 2 dims"):
-        tpcompiler.redistribute(x, 2, "R", "S(2)")
-    with pytest.raises(UnsupportedError, match="no gradient passes through a pending max"):
-        tpcompiler.redistribute(x.requires_grad_(), 2, "P(max)", "R")
-    with pytest.raises(LaunchError, match="this process is in no group"):
-        tpcompiler.redistribute(x, 2, "R", "S(0)")
+def test_uneven_parts_need_the_whole_shape(tmp_path: Path) -> None:
+    """Without it, ranks with 3 and 2 of 5 rows take the tensor for one of 6 and one of 4: none may wait for the other."""
+    torch.save(({"tp": 2}, None, [("S(0)", "R", None, [torch.ones(3, 8), torch.ones(2, 8)], None)]), tmp_path / "asked")
+    ended = fork_ranks(2, Path(__file__).parent / "redistribute_worker.py", tmp_path, timeout=60, together=False)
+    assert all(ended.codes)
+    assert any(
+        "the tensor is torch.float32 [6, 8] on rank 0, and torch.float32 [4, 8] on rank 1" in text
+        for text in ended.printed
+    )

@@ -19,6 +19,7 @@ from tests.bad_input import (
     rows_plans,
     rows_reasons,
     rows_searches,
+    rows_training,
     rows_weights,
 )
 from tests.bad_input.row import Row
@@ -44,6 +45,7 @@ TABLE: dict[str, list[Row]] = {
     "Environments": rows_calls.ENVIRONMENTS,
     "Under torchrun": rows_launches.LAUNCHES,
     "Calls from Python": rows_calls.CALLS,
+    "Training": rows_training.TRAINING,
 }
 
 TOP = """# Bad input

@@ -17,7 +17,7 @@ from tpcompiler.errors import ShardingError, UnsupportedError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import PlacementSpec
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.runtime.agree import WAIT
+from tpcompiler.runtime.agree import WAIT, agreeing
 from tpcompiler.runtime.world import join_world, register_groups
 
 Given = str | Placement | Mapping[str, str | Placement]
@@ -55,7 +55,8 @@ def redistribute(
     Raises:
         MeshError, PlanError, ShardingError: no such mesh, placement or dim; `x` is not this rank's part of `shape`.
         UnsupportedError: `x` needs a gradient, and a pending reduction is no sum.
-        LaunchError: this process is in no group, or the group has another size than the mesh.
+        LaunchError: this process is in no group, the group has another size than the mesh, or ranks ask for different
+            changes, or of tensors of different shapes.
     """
     axes = Mesh.of(mesh)
     specs = [read_placement(source, "source="), read_placement(target, "target=")]
@@ -118,13 +119,20 @@ def _gradient_of(spec: PlacementSpec) -> Any:
 def _change(
     shape: tuple[int, ...], dtype: torch.dtype, device: str, mesh: Mesh, source: Frozen, target: Frozen
 ) -> Change:
-    """Convert the program that returns its input, and join its groups."""
+    """Convert the program that returns its input, and join its groups.
+
+    Raises:
+        LaunchError: as `redistribute`, or the ranks have not all called it with the same whole shape and change.
+    """
     with FakeTensorMode():
         exported = export(_Same(), (torch.empty(shape, dtype=dtype, device=device),))
     given, made = (dict(spec) if isinstance(spec, tuple) else spec for spec in (source, target))
     made_for = parallelize(exported, mesh, {}, inputs=[given], outputs=[made], device_type=device)
     manifest = made_for.manifest()
     join_world(manifest, WAIT)
-    register_groups(manifest, WAIT)
+    with agreeing(WAIT) as mine:
+        mine["the tensor"] = f"{dtype} {list(shape)}"
+        mine["the change"] = f"from {manifest.inputs[0].sharding} to {manifest.outputs[0].sharding}"
+        register_groups(manifest, WAIT)
     module = made_for.rank_program(dist.get_rank()).module()
     return lambda x: module(x)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import os
 from datetime import timedelta
-from typing import Any
+from typing import Any, get_args
 
 from tpcompiler._torch import Recompute
-from tpcompiler.errors import UnsupportedError
+from tpcompiler.errors import InputsError, UnsupportedError
 from tpcompiler.runtime.agree import WAIT
 from tpcompiler.runtime.artifact import SINGLE
 from tpcompiler.runtime.load import load as load_rank
@@ -75,8 +75,11 @@ def load(
         LaunchError: not started by torchrun, another world size or rank, a group name in use, no GPU for this
             process, another rank that fails, is missing, or has another artifact, or ranks of a group that cannot
             reach each other.
+        InputsError: an unknown `recompute`.
         UnsupportedError: the backend lacks a collective for its dtype, or a package is asked to train.
     """
+    if recompute not in get_args(Recompute):
+        raise InputsError(f"recompute is {recompute!r}", help=f"give one of {', '.join(get_args(Recompute))}")
     if training and compiled:
         raise UnsupportedError("a package has no backward of its own to train with", help="load it with compiled=False")
     weights = None

@@ -1,0 +1,113 @@
+"""Rows of the table: programs with gradients, and gradients in scripts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.bad_input.row import Row, loaded
+from tests.runtime.models import PLAN
+from tpcompiler import export_training, parallelize, redistribute
+from tpcompiler.errors import ArtifactError, InputsError, LaunchError, PlanError, ShardingError, UnsupportedError
+
+X = torch.ones(5, 8)
+
+
+class Losses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        made = self.up(x)
+        return {"mean": made.mean(), "square": made.square().mean(), "made": made}
+
+
+class Branches(Losses):
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.cond(x.sum() > 0, lambda y: self.up(y).mean(), lambda y: self.up(y).square().mean(), (x,))
+
+
+TRAINING = [
+    Row(
+        "a program without gradients is trained",
+        lambda _: loaded("one", training=True),
+        "the artifact's programs return no gradients, so they cannot be trained",
+        "export the model and its loss by tpcompiler.export_training",
+        code=ArtifactError,
+    ),
+    Row(
+        "a package is trained",
+        lambda _: loaded("one", training=True, compiled=True),
+        "a package has no backward of its own to train with",
+        "load it with compiled=False",
+        code=UnsupportedError,
+    ),
+    Row(
+        "an unknown way to recompute",
+        lambda _: loaded("one", training=True, recompute="some"),
+        "recompute is 'some'",
+        "give one of min-cut, all, none",
+        code=InputsError,
+    ),
+    Row(
+        "several outputs could be the loss",
+        lambda _: export_training(Losses(), (X,)),
+        "2 of the outputs ['mean', 'square', 'made'] can be the loss",
+        "name one by loss=, or pass a function",
+        code=InputsError,
+    ),
+    Row(
+        "a loss with dims",
+        lambda _: export_training(Losses(), (X,), loss="made"),
+        "none of the outputs ['mean', 'square', 'made'] is 'made', a float without dims",
+        "name one by loss=, or pass a function",
+        code=InputsError,
+    ),
+    Row(
+        "a model that branches on data",
+        lambda _: export_training(Branches(), (X,)),
+        "'cond' (cond) is not supported in a program with gradients",
+        "compute both branches and choose with torch.where, or call an op without checks or effects",
+        "used at: rows_training.py:30, in forward",
+        code=UnsupportedError,
+    ),
+    Row(
+        "steps of an optimizer for a program without gradients",
+        lambda program: parallelize(program, 2, PLAN).verify(steps=1),
+        "the program returns no gradients, so an optimizer has nothing to do",
+        "leave out the steps, or export the model and its loss by tpcompiler.export_training",
+        code=InputsError,
+    ),
+    Row(
+        "`redistribute` to no placement",
+        lambda _: redistribute(X, 2, "R", "S(x)"),
+        "'S(x)' is not a placement",
+        "write R, S(dim) such as S(0) or S(-1), or P(op) with op one of sum, avg, product, max, min",
+        "asked by: target=",
+        code=PlanError,
+    ),
+    Row(
+        "`redistribute` on a dim that there is not",
+        lambda _: redistribute(X, 2, "R", "S(2)"),
+        "cannot shard x on dim 2: it has 2 dims",
+        "use a dim from -2 to 1",
+        code=ShardingError,
+    ),
+    Row(
+        "a gradient through a pending maximum",
+        lambda _: redistribute(X.clone().requires_grad_(), 2, "P(max)", "R"),
+        "no gradient passes through a pending max",
+        "detach x, or let the ranks hold terms of a sum, P(sum)",
+        code=UnsupportedError,
+    ),
+    Row(
+        "`redistribute` not started by torchrun",
+        lambda _: redistribute(X, 2, "R", "S(0)"),
+        "this process is in no group: RANK and WORLD_SIZE are not set",
+        "start it with torchrun --nproc-per-node 2",
+        code=LaunchError,
+    ),
+]
