@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,7 +57,8 @@ class Halves:
         )
         output.args = ((*own, *gradients),)
         self.count = len(own)
-        forward = _ancestors(own)
+        forward = edit.ancestors(own)
+        forward |= {each for node in forward for each in node.users if each.target is operator.getitem}
         free = [at for at, spec in enumerate(signature.input_specs) if spec.kind in LEAF_KINDS]
         tangent = _find_tangent(graph, forward)
         self.forward, self.backward = cut_joint(root_of(graph), graph, forward, tangent, self.count, free, recompute)
@@ -106,17 +106,6 @@ def _memory(value: torch.Tensor) -> int:
 def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     return {name: value.detach() for name, value in named}
-
-
-def _ancestors(values: Sequence[Any]) -> set[fx.Node]:
-    """Return the nodes that values are made of, with all results of those that have several."""
-    found, ahead = set[fx.Node](), [value for value in values if isinstance(value, fx.Node)]
-    while ahead:
-        node = ahead.pop()
-        if node not in found:
-            found |= {node, *(user for user in node.users if user.target is operator.getitem)}
-            ahead += node.all_input_nodes
-    return found
 
 
 def _find_tangent(graph: fx.Graph, forward: set[fx.Node]) -> fx.Node:

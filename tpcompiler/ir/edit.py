@@ -238,6 +238,17 @@ def calls(graph: fx.Graph) -> Iterator[fx.Node]:
             yield node
 
 
+def ancestors(values: Iterable[Any]) -> set[fx.Node]:
+    """Return the nodes among these values, and all that they are computed from."""
+    found, ahead = set[fx.Node](), list(values)
+    while ahead:
+        value = ahead.pop()
+        if isinstance(value, fx.Node) and value not in found:
+            found.add(value)
+            ahead += value.all_input_nodes
+    return found
+
+
 def is_collective(node: fx.Node) -> bool:
     """Return True if a node starts a collective (its wait does not count)."""
     name = str(node.target)

@@ -123,6 +123,12 @@ def items_of(exported: ExportedProgram, manifest: Manifest) -> list[Item]:
     return _with_writes(list(_contracted(exported, manifest)))
 
 
+def numbered(path: str) -> tuple[str, int]:
+    """Split `encoder.layer.3` into ("encoder.layer", 3); -1 if the last part is not a number."""
+    name, _, number = path.rpartition(".")
+    return (name, int(number)) if number.isdecimal() else (path, -1)
+
+
 def _with_writes(items: Sequence[Item]) -> list[Item]:
     """Move written-back values from outputs to the items that make them."""
     written: dict[str, tuple[LeafItem, ...]] = {}

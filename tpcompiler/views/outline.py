@@ -16,8 +16,9 @@ from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.checkpoint.leaves import dtype_of, held_per_rank
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.records import Collective
+from tpcompiler.views.backward import BACKWARD, put_backward_last
 from tpcompiler.views.before import with_before
-from tpcompiler.views.items import Item, Module, color_of, items_of, joined, seen_from
+from tpcompiler.views.items import Item, Module, color_of, items_of, joined, numbered, seen_from
 
 FEWEST = 4  # ops that deserve a frame
 
@@ -32,6 +33,7 @@ class Group:
         path: the FQN; for repeated layers, that of the first.
         count: the number of equal layers that it represents.
         calls: the number of equal consecutive calls, which is then the `count` too.
+        step: from one of these layers to the next: -1 where a backward runs through them.
         title: the FQN, `encoder.layer.* x 6`, or `block, called 4 times`.
     """
 
@@ -39,6 +41,7 @@ class Group:
     members: tuple[Item | Group, ...]
     count: int = 1
     calls: int = 1
+    step: int = 1
     title: str = ""
 
     def items(self) -> Iterator[Item]:
@@ -105,7 +108,7 @@ def outline_of(program: ArtifactProgram, rank: int = 0, *, first: ArtifactProgra
     items = items_of(exported, manifest)
     if first is not None:
         items = with_before(items, items_of(first.shown(0), first.manifest))
-    items = joined(items)
+    items = joined(put_backward_last(items, exported))
     stands: Stands = {}
     root = _folded(_tree(items), stands)
     root = _merged_ends(root, items, stands)
@@ -163,10 +166,10 @@ def _folded(group: Group, stands: Stands) -> Group:
         if isinstance(member, Group):
             member = _folded(member, stands)
             last = members[-1] if members else None
-            calls = _calls(last, member) if isinstance(last, Group) else 0
-            if isinstance(last, Group) and calls and _structure(last, stands) == _structure(member, stands):
+            both = _both(last, member) if isinstance(last, Group) else None
+            if isinstance(last, Group) and both and _structure(last, stands) == _structure(member, stands):
                 stands.update(zip((i.name for i in member.items()), (i.name for i in last.items()), strict=True))
-                members[-1] = replace(last, count=last.count + 1, calls=calls)
+                members[-1] = both
                 continue
         members.append(member)
     lists = Counter(numbered(m.path)[0] for m in members if isinstance(m, Group))
@@ -176,26 +179,22 @@ def _folded(group: Group, stands: Stands) -> Group:
     return replace(group, members=tuple(members))
 
 
-def _calls(first: Group, after: Group) -> int:
-    """Return 1 if `after` is the layer after `first`, the number of calls if it is the same layer again, else 0."""
+def _both(first: Group, after: Group) -> Group | None:
+    """Return `first` with `after` as one more: the next layer, the one before as in a backward, or one more call."""
     if first.path == after.path:
-        return first.calls + 1 if first.calls == first.count else 0
+        return replace(first, count=first.count + 1, calls=first.calls + 1) if first.calls == first.count else None
     (name, number), (other, following) = numbered(first.path), numbered(after.path)
-    return int(first.calls == 1 and name == other and 0 <= number == following - first.count)
+    step = first.step if first.count > 1 else following - number
+    is_next = first.calls == 1 and name == other and number >= 0 and following == number + step * first.count
+    return replace(first, count=first.count + 1, step=step) if is_next and abs(step) == 1 else None
 
 
 def _title(group: Group, whole: bool) -> str:
     if group.calls > 1:
         return f"{group.path}, called {group.calls} times"
     name, first = numbered(group.path)
-    which = "*" if whole else f"{first}-{first + group.count - 1}"
+    which = "*" if whole else f"{first}-{first + group.step * (group.count - 1)}"
     return f"{name}.{which} x {group.count}".removeprefix(".")
-
-
-def numbered(path: str) -> tuple[str, int]:
-    """Split `encoder.layer.3` into ("encoder.layer", 3); -1 if the last part is not a number."""
-    name, _, number = path.rpartition(".")
-    return (name, int(number)) if number.isdecimal() else (path, -1)
 
 
 def _structure(group: Group, stands: Stands) -> Any:
@@ -286,7 +285,7 @@ def _flattened(group: Group, framed: bool = False) -> Group:
 
 
 def _is_layer(group: Group) -> bool:
-    return group.count > 1 or (numbered(group.path)[1] >= 0 and _size(group) > 1)
+    return group.count > 1 or (numbered(group.path)[1] >= 0 and _size(group) > 1) or group.path == BACKWARD.path
 
 
 def _size(group: Group) -> int:

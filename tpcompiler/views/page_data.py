@@ -26,8 +26,8 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import read_sharding, row_sharding
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.records import Collective, TensorRecord
-from tpcompiler.views.items import Item, color_of, seen_from
-from tpcompiler.views.outline import Group, Outline, counted, legend_of, numbered, outline_of, sent, wire
+from tpcompiler.views.items import Item, color_of, numbered, seen_from
+from tpcompiler.views.outline import Group, Outline, counted, legend_of, outline_of, sent, wire
 from tpcompiler.views.slices import Slices, slices_of
 
 NO_ADVICE: Mapping[str, str] = MappingProxyType({})
