@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import tpcompiler
 from tests.trust.subjects import SUBJECTS, Subject, _subject
 from tpcompiler.ir import ordered
 from tpcompiler.judge.sound.check import CheckReport
@@ -42,6 +43,12 @@ def check(subject: Subject) -> CheckReport:
 
 MUTANTS: dict[str, tuple[Callable[..., Any], str, str, str]] = {
     "no sum is pending": (infer.shardings, "if factor in rule.reduced for axis", "if False for axis", "attend"),
+    "no sum of one gradient is pending": (
+        infer.shardings,
+        "if factor in sums for axis",
+        "if False for axis",
+        "trained",
+    ),
     "a bias is no addend": (infer.shardings, "if index in rule.pattern.addends}", "if False}", "rows"),
     "what must be whole is cut": (infer._check, "if factor in rule.pattern.whole:", "if False:", "softmax"),
     "NaN is not above all": (ordered._nan, "limits.max if", "limits.max - 1 if", "extrema"),
@@ -55,6 +62,7 @@ MUTANTS: dict[str, tuple[Callable[..., Any], str, str, str]] = {
 MOVES = "moves and reduces values, and does nothing else"
 FINDINGS = {
     "no sum is pending": "pending",
+    "no sum of one gradient is pending": "pending by its rule",
     "a bias is no addend": "its addends alone must be pending there",
     "what must be whole is cut": "is cut in a dim that its rule needs whole",
     "NaN is not above all": MOVES,
@@ -79,11 +87,19 @@ def softmax() -> Subject:
     return _subject(exported, {"tp": 2}, {}, [((x,), {})], inputs=["S(0)"], outputs=["S(0)"])
 
 
+def trained() -> Subject:
+    """Two convolutions: output channels add to the gradient of what the second reads, samples to that of its weight."""
+    x = torch.randn(2, 4, 6, 6)
+    net = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 6, 3))
+    exported = tpcompiler.export_training(net, (x,), loss=lambda made: made.square().mean())
+    return _subject(exported, {"tp": 2}, {"1": "colwise"}, [((x,), {})])
+
+
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_algorithm_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     function, old, new, model = MUTANTS[name]
-    make = {"softmax": softmax, "extrema": extrema}.get(model) or SUBJECTS[model]
+    make = {"softmax": softmax, "extrema": extrema, "trained": trained}.get(model) or SUBJECTS[model]
     assert check(make()).ok
     broken(monkeypatch, function, old, new)
     report = check(make())

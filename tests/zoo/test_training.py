@@ -29,6 +29,20 @@ def test_a_norm_in_simpler_ops_whose_backward_has_the_same_values() -> None:
     assert made.check().ok, made.check().findings
 
 
+def test_a_convolution_whose_gradients_sum_over_other_dims() -> None:
+    """That of the input adds up over output channels, which a rank has a share of; that of the weight does not."""
+    made = converted(CASES["resnet"], {"tp": 2})
+    assert made.verify().ok
+    assert made.check().ok, made.check().findings
+
+
+def test_no_fallback_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only bytes count, sums are scattered for a norm and gathered in it, which are as many."""
+    monkeypatch.setenv("TPCOMPILER_MACHINE", "h100")
+    made = converted(CASES["vit"], {"tp": 2})
+    assert not [each.reason for each in made.collectives() if each.why == "fallback"]
+
+
 def test_over_samples_and_layers_in_evaluation_mode() -> None:
     made = converted(CASES["llama"], {"dp": 2, "tp": 2}, trains=False)
     assert made.verify(steps=1, optimizer="sgd").ok

@@ -253,9 +253,10 @@ def _check_pending(node: fx.Node, rule: Rule, option: Option, wants: Shardings, 
         terms = {index for index, each in enumerate(taken) if axis in each}
         if terms not in map(set, rule.linear) or any(taken[index][axis] != op for index in terms):
             raise Unsound(node, f"is not linear in what it is given pending over {axis!r}")
-    for sharding in gives:
-        if dict(sharding.partial) != {**reduced, **passed}:
-            raise Unsound(node, f"leaves { ({**reduced, **passed}) } pending by its rule, and claims {sharding}")
+    for sharding, summed in zip(gives, rule.pattern.sums, strict=True):
+        own = {axis: "sum" for factor in summed & option.cuts.keys() for axis in option.cuts[factor].axes}
+        if dict(sharding.partial) != {**reduced, **passed, **own}:
+            raise Unsound(node, f"leaves { ({**reduced, **passed, **own}) } pending by its rule, and claims {sharding}")
 
 
 def _rule(node: fx.Node, whole: fx.Node) -> Rule | None:
