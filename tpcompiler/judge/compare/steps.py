@@ -27,7 +27,7 @@ PATTERNS = 4
 APART = 4.0
 
 
-class Steps:
+class OptimizerSteps:
     """The parameters of all runs, step after step, each with a separate optimizer.
 
     Args:

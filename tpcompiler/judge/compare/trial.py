@@ -26,7 +26,7 @@ from tpcompiler.judge.compare.judge import (
 from tpcompiler.judge.compare.promote import Promoted, promoted
 from tpcompiler.judge.compare.reference import reference_of
 from tpcompiler.judge.compare.simulate import RankResult, simulate
-from tpcompiler.judge.compare.steps import Steps
+from tpcompiler.judge.compare.steps import OptimizerSteps
 from tpcompiler.judge.compare.subject import Subject
 from tpcompiler.runtime.artifact import DROPPED
 from tpcompiler.runtime.inputs import check_values
@@ -64,7 +64,7 @@ class Trial:
         self.known: dict[str, torch.Tensor] = {}
         self.precise: dict[str, torch.Tensor] = {}
         self.held: list[dict[str, torch.Tensor]] = [{} for _ in subject.programs]
-        self.steps = None if optimizer is None else Steps(subject.reference, optimizer)
+        self.steps = None if optimizer is None else OptimizerSteps(subject.reference, optimizer)
 
     def share(self, other: Trial) -> None:
         """Share the buffers of another program's trial."""
