@@ -86,6 +86,10 @@ def _wait_late(graph: fx.Graph, unmoved: Set[fx.Node]) -> list[fx.Node]:
                 del held[operand]
                 emit(operand)
         order.append(node)
+        for user in node.users:  # what nothing uses, such as a piece of a split, stays within its change
+            if user in held and not user.users:
+                del held[user]
+                emit(user)
 
     after_wait = set[fx.Node]()
     for node in graph.nodes:

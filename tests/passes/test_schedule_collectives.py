@@ -17,8 +17,8 @@ from tpcompiler.ir.text import program_text
 from tpcompiler.passes.schedule_collectives import schedule_collectives
 
 
-def text(module: Call, x: torch.Tensor, plan: dict[str, str], **kwargs: Any) -> str:
-    return program_text(schedule_collectives(local(module, (x,), plan, **kwargs)))
+def text(module: Call, x: torch.Tensor, plan: dict[str, str] | None = None, **kwargs: Any) -> str:
+    return program_text(schedule_collectives(local(module, (x,), plan or {}, **kwargs)))
 
 
 def test_a_wait_moves_down_to_its_first_use() -> None:
@@ -92,6 +92,17 @@ add_1: R = add(sin_1, getitem_4)
 return add_1
 """,
     )
+
+
+def test_a_piece_that_nothing_uses_stays_in_its_change() -> None:
+    """Of a gather of parts, the replicated one is taken from the first rank; `check` reads a change up to its last op."""
+    module = Call(lambda self, x: torch.sin(x.sort(0).values) + x)
+    lines = text(module, torch.randn(6), degree=2, inputs=["S(0, parts 2r 4)"]).splitlines()
+    unused = next(at for at, line in enumerate(lines) if line.startswith("getitem_3 = getitem(split_with_sizes_1, 0)"))
+    assert "getitem_3" not in " ".join(lines[:unused] + lines[unused + 1 :])
+    assert lines[unused - 1].startswith("split_with_sizes_1")
+    program = tpcompiler.parallelize(torch.export.export(module, (torch.randn(6),)), 2, {}, inputs=["S(0, parts 2r 4)"])
+    assert program.check().ok
 
 
 class Aside(Call):
