@@ -39,11 +39,11 @@ def _uneven(program: PlacedProgram) -> Iterator[Any]:
         for by, total in (*(mark.local.cuts if mark.local else ()), *count_cuts):
             if not by.is_even(total, mesh):
                 yield lambda rank, by=by, total=total: by.local_size(total, mesh, mesh.coordinate(rank))
+        if mark.local is not None:
+            yield lambda rank, local=mark.local: local.range_of(mesh, mesh.coordinate(rank)).frames
         if node.target is reshard:
             change = reshard_of(node)
             (operand,) = edit.operands(node)
             value = edit.fake(operand)
             if not all(state.is_even(value.shape, mesh) for state in change.states):
-                yield lambda rank, c=change, v=value: [
-                    [line.shape, *line.local_shapes()] for line, _ in lines_of(c, v, mesh, rank)
-                ]
+                yield lambda rank, c=change, v=value: [line.facts() for line, _ in lines_of(c, v, mesh, rank)]

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from tpcompiler._torch import DeviceMesh, c10d_functional, redistribute
+from tpcompiler.cost.path import overlap
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding, Size, chunk
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.ordered import decode, encode, is_lossy
@@ -34,6 +35,8 @@ def _change(x: torch.Tensor, line: Line, over: DeviceMesh, number: Number) -> to
         for d, size in enumerate(line.shape)
     )
     here = mesh.coordinate(rank)
+    if source.has_spans:
+        return _into_spans(x, source, target, rank, over.get_group(0).group_name)
     if len(mesh.names) > 1 and (source.partial or target.is_replicated) and _is_grid(source, target, shape, mesh):
         return _over_grid(x, source, target, mesh, over)
     if len(mesh.names) > 1 or any(dim.parts for dim in (*source.dims, *target.dims)):
@@ -58,7 +61,7 @@ def _change(x: torch.Tensor, line: Line, over: DeviceMesh, number: Number) -> to
     before = [d for d, dim in enumerate(source.dims) if dim.axes]
     after = [d for d, dim in enumerate(target.dims) if dim.axes]
     if line.kind == "slice":
-        x = _own_part(x, after[0], shape, mesh, rank, number())
+        x = _own_part(x, after[0], target.dims[after[0]], shape, mesh, rank, number())
     elif before and after:
         x = _all_to_all(x, before[0], after[0], shape, mesh, rank, over.get_group(0).group_name)
     else:
@@ -73,12 +76,18 @@ def on_first(x: torch.Tensor, line: Line, place: torch.Tensor) -> torch.Tensor:
 
 
 def _own_part(
-    x: torch.Tensor, dim: int, shape: tuple[Size, ...], mesh: Mesh, rank: int, number: torch.Tensor
+    x: torch.Tensor,
+    dim: int,
+    cut: DimSharding,
+    shape: tuple[Size, ...],
+    mesh: Mesh,
+    rank: int,
+    number: torch.Tensor,
 ) -> torch.Tensor:
     """Return this rank's part of a dim: the rows from `number` on, or that row of a dynamic dim."""
     size = shape[dim]
     if isinstance(size, int):
-        return _rows_from(x, dim, number, chunk(size, mesh.world_size, rank)[1])
+        return _rows_from(x, dim, number, cut.share(size, mesh, mesh.coordinate(rank))[1])
     # A view with one row per rank raises if the size is no multiple of the degree; a slice would drop the rest.
     return _rows(x, dim, mesh.world_size).index_select(dim, number.reshape(1)).squeeze(dim)
 
@@ -259,6 +268,41 @@ def _all_to_all(
         [chunk(shape[dim], mesh.world_size, other)[1] for other in range(mesh.world_size)] for dim in (after, before)
     )
     return torch.cat(_exchange(torch.split(x, parts, dim=after), before, rows, rank, group), dim=before)
+
+
+def _into_spans(x: torch.Tensor, source: Sharding, target: Sharding, rank: int, group: str) -> torch.Tensor:
+    """Send each rank the elements of its span that it lacks, and put the own ones between those that others send."""
+    (dim,) = (dim for dim, by in enumerate(target.dims) if by.spans)
+    have, want = ([range(*span) for span in end.dims[dim].spans] for end in (source, target))
+    ranks, own = range(len(have)), have[rank]
+
+    def lacks(sender: int, receiver: int) -> range:
+        return overlap(have[sender], want[receiver]) if sender != receiver else range(0)
+
+    def part(run: range) -> torch.Tensor:
+        return x.narrow(dim, run.start - own.start if run else 0, len(run))
+
+    kept = overlap(own, want[rank])
+    if not any(lacks(a, b) for a in ranks for b in ranks):
+        return part(kept).clone(memory_format=torch.contiguous_format)
+    row = _numel([size for at, size in enumerate(x.shape) if at != dim])
+    senders = [other for other in ranks if lacks(other, rank)] or [rank]  # a rank that gets nothing gets no rows
+    sent = [part(run).reshape(-1) for other in ranks if (run := lacks(rank, other))] or [part(range(0)).reshape(-1)]
+    sizes_out, sizes_in = (
+        [row * len(lacks(*pair)) for pair in pairs]
+        for pairs in (
+            [(other, rank) for other in ranks],
+            [(rank, other) for other in ranks],
+        )
+    )
+    flat = c10d_functional.all_to_all_single(torch.cat(sent), sizes_out, sizes_in, group)
+    flat = c10d_functional.wait_tensor(flat)
+    received = torch.split(flat, [sizes_out[other] for other in senders]) if senders[1:] else [flat]
+    pieces = [(rank, part(kept))] if kept else []
+    for other, piece in zip(senders, received, strict=True):
+        pieces.append((other, piece.reshape([*x.shape[:dim], len(lacks(other, rank)), *x.shape[dim + 1 :]])))
+    pieces.sort(key=lambda pair: have[pair[0]].start)
+    return torch.cat([piece for _, piece in pieces], dim)
 
 
 def _exchange(

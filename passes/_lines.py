@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from tpcompiler.cost.path import Step, is_flat
+from tpcompiler.cost.path import Step, is_flat, spans_of
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding, Level, Size, chunk
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
@@ -34,10 +35,17 @@ class Line:
         here = self.mesh.coordinate(self.here)
         return tuple(end.local_shape(self.shape, self.mesh, here) for end in (self.source, self.target))
 
+    def facts(self) -> tuple[Any, ...]:
+        """Return all that the graph of the step depends on; an exchange names the ranks that it sends to."""
+        place = [self.here] if self.source.has_spans else []
+        return (self.shape, *self.local_shapes(), *place)
+
 
 def put_on_line(step: Step, shape: Sequence[Size], mesh: Mesh, rank: int, order: Sequence[int]) -> Line:
     """Return the step as a change of its group's part of the tensor, with the dims in `order`."""
     coordinate = mesh.coordinate(rank)
+    if any(want.spans and want != have for have, want in zip(step.source.dims, step.target.dims, strict=True)):
+        return _put_spans_on_line(step, shape, mesh, rank, order)
     own = Mesh(tuple((axis, mesh.degree(axis)) for axis in step.axes))
     cuts = [(cut, size) for state in (step.source, step.target) for cut, size in zip(state.dims, shape, strict=True)]
     is_line = all(_on_one_axis(cut, size, step.axes, mesh) for cut, size in cuts)
@@ -54,6 +62,22 @@ def put_on_line(step: Step, shape: Sequence[Size], mesh: Mesh, rank: int, order:
         ends.append(Sharding(tuple(dims), partial).permuted(order))
     shape_in_order = tuple(sizes[dim] for dim in order)
     return Line(step.kind, step.axes, ends[0], ends[1], shape_in_order, line, mesh.index(step.axes, rank))
+
+
+def _put_spans_on_line(step: Step, shape: Sequence[Size], mesh: Mesh, rank: int, order: Sequence[int]) -> Line:
+    """Return a step into spans: from shares, which are spans too, or from the whole dim."""
+    here, line = mesh.coordinate(rank), Mesh(((LINE, mesh.size(step.axes)),))
+    ends, sizes = [], list(shape)
+    for state in (step.source, step.target):
+        dims = []
+        for dim, (cut, other) in enumerate(zip(state.dims, step.target.dims, strict=True)):
+            is_here = other.spans and other != step.source.dims[dim]
+            runs = [(run.start, run.stop) for run in spans_of(cut, shape[dim], mesh)] if is_here and cut.axes else []
+            dims.append(DimSharding.by(LINE).spanning(runs) if runs else WHOLE)
+            sizes[dim] = shape[dim] if is_here else cut.local_size(shape[dim], mesh, here)
+        ends.append(Sharding(tuple(dims)).permuted(order))
+    in_order = tuple(sizes[dim] for dim in order)
+    return Line(step.kind, step.axes, ends[0], ends[1], in_order, line, mesh.index(step.axes, rank))
 
 
 def _on_one_axis(cut: DimSharding, size: Size, axes: tuple[str, ...], mesh: Mesh) -> bool:
@@ -93,11 +117,13 @@ def numbers_of(line: Line) -> list[int]:
 
     For a dynamic dim, whose rows are numbered, it is the rank's place on the line. Other steps need no number.
     """
-    if line.kind != "slice":
+    if line.kind != "slice" or line.source.has_spans:
         return []
     ((by, size),) = ((by, size) for by, size in zip(line.target.dims, line.shape, strict=True) if by.axes)
     if by.parts:
         return list(_begins(by, size, line))
+    if by.spans:
+        return [by.spans[line.here][0]]
     (start,) = _begins(by, size, line)
     return [start // by.levels[0].unit]
 

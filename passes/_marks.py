@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import fx
 
@@ -124,6 +125,9 @@ def _mark_op(node: fx.Node, walk: Walk) -> NodePlacement:
         sent = reshard_wire_bytes(have, want, value.shape, value.element_size(), mesh)
         if have == want or not sent:
             continue
+        if want.has_spans and want.without_spans == have:
+            refusals[index] = "its windows reach elements of other ranks"
+            continue
         if not have.partial or operand in walk.pinned:
             refusal = _unruled(node) if rule is None else refuses(rule, index, have, mesh)
             demand = None
@@ -163,7 +167,7 @@ def _mark_choice(node: fx.Node, choice: Choice, reason: str, why: Why, at_door: 
             if at_door is not None:
                 checks = position_checks(node, rule, option.cuts)
                 body = with_checks(body, [check for check in checks if is_needed(check, node, at_door)])
-            local = LocalShare(body, tuple(cuts))
+            local = LocalShare(body, tuple(cuts), partial(rule.range_of, option.cuts))
     counts = _counts(rule, option)
     skips = rule is not None and rule.skips_empty
     return NodePlacement(choice.made, choice.wants, reason, why, sizes, local, counts, skips)

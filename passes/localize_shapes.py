@@ -23,7 +23,6 @@ from tpcompiler.ir.node_placement import PLACEMENT, NodePlacement, has_reshard, 
 from tpcompiler.ir.program import GLOBAL, LocalProgram, LoweredProgram
 from tpcompiler.ir.rank_numbers import read_number
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
-from tpcompiler.rules.notation import ShardRange
 from tpcompiler.terminal.progress import counted
 
 Results = dict[Any, Any]
@@ -161,7 +160,7 @@ def _put_in_body(
     """
     share = node.meta[PLACEMENT].local
     inputs = node.all_input_nodes
-    ranges = [ShardRange.of(share.cuts, program.mesh, program.mesh.coordinate(r)) for r in program.ranks]
+    ranges = [share.range_of(program.mesh, program.mesh.coordinate(rank)) for rank in program.ranks]
 
     def body(offset: torch.Tensor, *values: Any) -> list[torch.Tensor]:
         values_of = dict(zip(inputs, values, strict=True))

@@ -94,8 +94,8 @@ def _trace(
 ) -> fx.Graph:
     local = local_value(value, change.source, mesh, mesh.coordinate(rank), mode)
     dense, order = is_contiguous(value), _order(value)
-    shapes = [(line.shape, *line.local_shapes()) for line, _ in steps]
-    cache_key = (change.source, change.target, key(value), dense, key(local), key(shapes))
+    facts = key([line.facts() for line, _ in steps])
+    cache_key = (change.source, change.target, key(value), dense, key(local), facts)
     if cache_key in traces:
         return traces[cache_key]
     with mode:

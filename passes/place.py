@@ -96,7 +96,8 @@ def _insert_reshards(node: fx.Node, seen: dict[fx.Node, Sharding], program: Plan
         have, want = seen[operand], mark.wants[index]
         if have != want:
             made = edit.insert_before(node, reshard, (operand,), "reshard")
-            why, reason = "inherent" if have.partial else mark.why, mark.reason
+            reaches = want.has_spans and want.without_spans == have
+            why, reason = "inherent" if have.partial or reaches else mark.why, mark.reason
             if rests := program.resting.get(operand.name):
                 why, reason = "plan-demanded", rests.asked_by
             change = Reshard(made.name, have, want, why, reason)

@@ -130,6 +130,17 @@ DRAWN: list[tuple[str, list[tuple[str, str, str]]]] = [
             ),
         ],
     ),
+    (
+        "Under windows",
+        [
+            (
+                "tp=4",
+                "S(1, spans 0:3 1:5 3:7 5:8)",
+                "The operand of a convolution whose windows are 3 columns wide, for a result that is `S(1)`: each rank "
+                "has its own columns and one of each neighbour. Only operands are sharded so; a plan asks for `S(1)`.",
+            ),
+        ],
+    ),
 ]
 
 EXAMPLE = """\
@@ -168,7 +179,28 @@ PATHS = [
     ("dp=2,tp=2", "[S(0), S(1)]", "[S(1), S(0)]"),
     ("dp=2,tp=2", "[P(sum), S(0)]", "[S(0), S(1)]"),
     ("dp=2,tp=2", "[S(1), S(0)]", "[R, S(1)]"),
+    ("tp=4", "S(1)", "S(1, spans 0:3 1:5 3:7 5:8)"),
 ]
+
+WINDOWS = """
+## Windows over a sharded dim
+
+If the rows of images or the steps of a sequence are sharded, a rank's windows reach elements of other ranks:
+convolutions, also transposed ones, pools, padding, and resizing by a whole number of times. The ranks then exchange the
+elements at the edges of their shares in one all_to_all, in which a rank sends nothing to ranks that need nothing of it,
+and each pads only what is outside of the whole. For windows of 2h + 1 elements, a rank between two others sends 2h
+rows, however many rows it holds and however many ranks there are. A gather sends all rows of the others, but only once
+for a whole chain of layers. The search compares the two by their seconds, as it does all choices: with few rows for
+each rank and little to compute, it gathers.
+
+- Equal windows over one value share an exchange. Over two dims there are two; the second brings the corners.
+- A share smaller than the reach of its windows gets elements from more ranks than its neighbours.
+- The dim is gathered, with the reason in the report, if it is dynamic, if some rank has no part of the result, and for
+  ops without such a rule: pools that return positions, sampling, resizing to other sizes, gradients.
+- Norms over the image reduce two numbers for each channel or group, and attention gathers its keys and values, so
+  decoders and U-Nets run with their rows sharded from end to end.
+- Every rank along the axis has its own graph, because an all_to_all lists its bytes for every rank.
+"""
 
 
 def drawing(mesh: Mesh, text: str) -> str:
@@ -203,7 +235,7 @@ def page() -> str:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(EXAMPLE, {})
     parts.append(f"{OWN}\n```python\n{EXAMPLE}```\n\n```\n{printed.getvalue().strip()}\n```\n")
-    return "\n".join(parts) + "\n" + BOTTOM + "".join(rows)
+    return "\n".join(parts) + "\n" + BOTTOM + "".join(rows) + WINDOWS
 
 
 def _mesh(name: str, text: str = "") -> Mesh:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from msgspec.structs import asdict
 from torch import fx
@@ -15,32 +17,41 @@ from tpcompiler.ir.program import LocalProgram
 from tpcompiler.runtime.records import Collective, Transfer
 
 
-def collectives_of(program: LocalProgram) -> list[Collective]:
-    """Every collective that the program calls, in order."""
-    out = []
-    for node in edit.calls(program.graph):
-        if edit.is_collective(node):
-            change = reshard_of(node)
-            out.append(
-                Collective(
-                    **asdict(transfer_of(node, program.mesh)),
-                    node=node.name,
-                    module=edit.module_path(node),
-                    source=edit.source_line(node),
-                    why=change.why,
-                    reason=change.reason,
-                    reshard=change.name,
-                )
+def collectives_of(programs: Sequence[LocalProgram]) -> list[Collective]:
+    """Every collective that the programs of the ranks call, in order, as the first of them calls it."""
+    out, mesh = [], programs[0].mesh
+    calls = [[node for node in edit.calls(each.graph) if edit.is_collective(node)] for each in programs]
+    for node, *others in zip(*calls, strict=True):
+        change = reshard_of(node)
+        each = zip((node, *others), programs, strict=True)
+        out.append(
+            Collective(
+                **asdict(most_sent([transfer_of(call, mesh, program.ranks[0]) for call, program in each])),
+                node=node.name,
+                module=edit.module_path(node),
+                source=edit.source_line(node),
+                why=change.why,
+                reason=change.reason,
+                reshard=change.name,
             )
+        )
     return out
 
 
-def transfer_of(node: fx.Node, mesh: Mesh) -> Transfer:
-    """Count the bytes of a collective, with the sizes of the example."""
+def most_sent(transfers: Sequence[Transfer]) -> Transfer:
+    """Return what the busiest rank sends: in an all_to_all each may send another number of bytes."""
+    return max(transfers, key=lambda each: (each.wire_bytes, each.payload_bytes))
+
+
+def transfer_of(node: fx.Node, mesh: Mesh, rank: int = 0) -> Transfer:
+    """Count the bytes of a rank's collective, with the sizes of the example."""
     kind = KIND_OF[str(node.target).split(".")[1]]
     axes = mesh.axes_of(str(node.args[-1]))
     payload, size = sum(_bytes(edit.fake(value)) for value in sent_values(node)), mesh.size(axes)
     wire = wire_bytes(kind, payload, size)
+    if kind == "all_to_all" and all(type(count) is int for count in node.args[2]):  # type: ignore[union-attr]
+        kept = node.args[2][mesh.index(axes, rank)]  # type: ignore[index]
+        wire = payload - kept * edit.fake(sent_values(node)[0]).element_size()
     return Transfer(kind=kind, axis=mesh.text(axes), payload_bytes=payload, group_size=size, wire_bytes=wire)
 
 

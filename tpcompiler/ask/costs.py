@@ -131,6 +131,8 @@ def costs_of(written: Written, at: Mapping[str, int], machine: Machine) -> CostT
         is_known = payload.free_symbols <= values.keys()  # what depends on data is as in the example
         sent = wire_bytes(record.kind, int(payload.xreplace(values)) if is_known else record.payload_bytes, ranks)
         share = payload * sympy.Rational(ranks - 1, ranks) * (2 if record.kind == "all_reduce" else 1)
+        if record.kind == "all_to_all" and not payload.free_symbols:  # as the rank that sends most
+            share, sent = sympy.Integer(record.wire_bytes), record.wire_bytes
         seconds = record_seconds(record, sent, machine, mesh)
         found.setdefault((layer_of_record(record), record.kind), []).append((share, sent, seconds))
     costs = [Cost(layer, kind, len(each), *_summed(each)) for (layer, kind), each in found.items()]

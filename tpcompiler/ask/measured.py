@@ -10,11 +10,14 @@ from typing import Any, NamedTuple
 import torch
 
 from tpcompiler._torch import TorchDispatchMode
+from tpcompiler.artifact.collective_records import transfer_of
 from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.ask.costs import costs_of, layer_of_record
 from tpcompiler.ask.written import Written
 from tpcompiler.cost.collective import KIND_OF, wire_bytes
 from tpcompiler.cost.machine_file import machine_of
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.node_placement import records_of
 from tpcompiler.plan.fold import folded, times
 from tpcompiler.runtime.records import Record
 from tpcompiler.terminal.printed import format_unequal_bytes
@@ -92,10 +95,16 @@ def compare_counts(
     sizes = {each.name: inputs[each.input].shape[each.dim] for each in costs_of(written, {}, machine).sizes}
     said = {(cost.layer, cost.kind): cost for cost in costs_of(written, sizes, machine).costs}
     records, count, sent = written.manifest.collectives, Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    nodes = list(records_of(written.exported.graph, written.manifest))
+    mesh = Mesh.of(written.manifest.mesh, written.manifest.factors)
     for at, call in enumerate(calls):
         key = layer_of_record(records[at]) if at < len(records) else "beyond these", call.kind
         count[key] += 1
-        sent[key] += wire_bytes(call.kind, call.payload_bytes, len(written.manifest.groups[call.group][0]))
+        wire = wire_bytes(call.kind, call.payload_bytes, len(written.manifest.groups[call.group][0]))
+        if at < len(records) and call.kind == records[at].kind == "all_to_all":
+            is_said = call.payload_bytes == transfer_of(nodes[at], mesh).payload_bytes
+            wire = records[at].wire_bytes if is_said else wire  # the files say what the busiest rank sends
+        sent[key] += wire
     return [
         CountedCollectives(
             *key, *((cost.count, cost.wire_bytes) if (cost := said.get(key)) else (0, 0)), count[key], sent[key]

@@ -149,4 +149,6 @@ def _told(record: Collective, sent: Mapping[str, int]) -> Collective:
     """Return the manifest's facts of a collective, at the sizes of the call."""
     payload = sent.get(_label(record), record.payload_bytes)
     wire = wire_bytes(record.kind, payload, record.group_size)
+    if record.kind == "all_to_all" and record.wire_bytes == record.payload_bytes:  # an exchange of edges keeps nothing
+        wire = payload
     return replace(record, payload_bytes=payload, wire_bytes=wire)

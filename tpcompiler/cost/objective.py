@@ -136,6 +136,8 @@ def copied_bytes(step: Step, value: torch.Tensor, mesh: Mesh) -> int:
     ]
     is_inner = any(dim > 0 for dim in dims) or step.copied > 0
     copies = {"slice": target, "all_to_all": 2 * source + target}  # an all_to_all splits the source twice
+    if any(step.target.dims[dim].spans for dim in dims):
+        copies["all_to_all"] = target  # only the edges are sent
     if is_inner:
         copies |= {"all_gather": target, "reduce_scatter": source}
     return 2 * copies.get(step.kind, 0)

@@ -163,6 +163,8 @@ def _steps(
             if (scattered := _grow_apart(rest, axes, target, shape, mesh, dynamic)) is not None:
                 yield step("reduce_scatter", axes, scattered)
         elif not state.axes.isdisjoint(axes):
+            if (spanning := _into_spans(state, axes, target, dynamic)) is not None:
+                yield _exchange(state, spanning, axes, shape, itemsize, mesh)
             if (gathered := _strip_dims(state, axes, shape, mesh, dynamic)) is None:
                 continue
             yield step("all_gather", axes, gathered)
@@ -173,9 +175,48 @@ def _steps(
         elif len(axes) == 1:
             for state_after in _grow(state, axes, dims, target, shape, mesh, dynamic):
                 yield step("slice", axes, state_after)
+            for dim in dims:
+                if target.dims[dim].spans and target.dims[dim].axes == axes and not state.dims[dim].axes:
+                    yield step("slice", axes, _with(state, dim, target.dims[dim]))
             if axes[0] in target_pending and commute([target_pending[axes[0]], *pending.values()]):
                 partial = tuple(sorted((*state.partial, (axes[0], target_pending[axes[0]]))))
                 yield step("hold", axes, replace(state, partial=partial))
+
+
+def _into_spans(state: Sharding, axes: tuple[str, ...], target: Sharding, dynamic: frozenset[int]) -> Sharding | None:
+    """Return the state with one dim in the target's spans, if these axes alone shard it and each rank has one run."""
+    for dim, (have, want) in enumerate(zip(state.dims, target.dims, strict=True)):
+        is_run = not have.spans and not have.parts and not any(level.block for level in have.levels)
+        if want.spans and is_run and dim not in dynamic and set(have.axes) == set(want.axes) == set(axes):
+            return _with(state, dim, want)
+    return None
+
+
+def _exchange(
+    state: Sharding, after: Sharding, axes: tuple[str, ...], shape: tuple[int, ...], itemsize: int, mesh: Mesh
+) -> Step:
+    """Return the all_to_all in which ranks send each other the elements that their spans lack; a slice if none does.
+
+    It sends as much as its busiest rank.
+    """
+    (dim,) = (at for at, have in enumerate(state.dims) if have != after.dims[at])
+    have, want = (list(spans_of(each.dims[dim], shape[dim], mesh)) for each in (state, after))
+    lacks = [[len(overlap(own, other)) * (at != to) for to, other in enumerate(want)] for at, own in enumerate(have)]
+    row = math.prod(_with(state, dim, DimSharding()).local_shape(shape, mesh, mesh.coordinate(0))) // max(shape[dim], 1)
+    most = max([*map(sum, lacks), *map(sum, zip(*lacks, strict=True))])
+    return Step("all_to_all" if most else "slice", axes, state, after, most * row * itemsize)
+
+
+def spans_of(cut: DimSharding, size: int, mesh: Mesh) -> Iterator[range]:
+    """Yield the run of elements that each rank of a dim's axes holds, in the order of their group."""
+    for here in DimSharding.by(*mesh.ordered(cut.axes)).coordinates(mesh):
+        start, length = cut.share(size, mesh, here)
+        yield range(start, start + length)
+
+
+def overlap(one: range, other: range) -> range:
+    """Return the elements of both."""
+    return range(max(one.start, other.start), min(one.stop, other.stop))
 
 
 def _with(state: Sharding, dim: int, cut: DimSharding) -> Sharding:
@@ -205,6 +246,8 @@ def _strip_dims(
 
 def _strip(cut: DimSharding, axes: tuple[str, ...], size: int, mesh: Mesh, is_dynamic: bool) -> DimSharding | None:
     """Return the cut without its innermost axes, which must be these; parts that they do not shard stay as they are."""
+    if cut.spans:
+        return None
     if cut.parts:
         parts = [
             (length, _strip(how, axes, length, mesh, is_dynamic) if not set(axes).isdisjoint(how.axes) else how)
@@ -277,6 +320,8 @@ def _grow(
     """Yield the state with a dim sharded by these axes too, as the innermost ones: as in the target, or plainly."""
     for dim in dims:
         have = state.dims[dim]
+        if have.spans:
+            continue
         plain = _plain(have, axes) if dim not in dynamic else None
         for cut in dict.fromkeys((_toward(have, target.dims[dim], axes, shape[dim], mesh), plain)):
             fits = cut is not None and (cut.parts or _is_joint(cut, len(have.axes), shape[dim], mesh, dim in dynamic))

@@ -1,4 +1,6 @@
-"""The layout of one tensor dim: the axes that shard it, in which unit, in which blocks, or piece by piece in parts."""
+"""The layout of one tensor dim: the axes that shard it, in which unit, in which blocks, piece by piece in parts, or in
+spans that overlap.
+"""
 
 from __future__ import annotations
 
@@ -49,19 +51,23 @@ class DimSharding:
     """The axes that shard one tensor dim, outermost first.
 
     A dim in `parts` has no levels: it consists of pieces in a row, each with its size and its own `DimSharding`.
+
+    With `spans`, the ranks hold these elements instead, (start, stop) for every coordinate on the axes, the last axis
+    fastest. They may overlap or leave elements out, as the rows under windows do. Only operands are sharded so.
     """
 
     levels: tuple[Level, ...] = ()
     parts: tuple[tuple[int, DimSharding], ...] = ()
+    spans: tuple[tuple[int, int], ...] = ()
 
     def __hash__(self) -> int:  # the search looks up the same few shardings all the time
         cache = self.__dict__
         if "hash" not in cache:
-            cache["hash"] = hash((self.levels, self.parts))
+            cache["hash"] = hash((self.levels, self.parts, self.spans))
         return cache["hash"]  # type: ignore[no-any-return]
 
     def __reduce__(self) -> Any:  # hashes differ between processes, so the cached one must not be pickled
-        return DimSharding, (self.levels, self.parts)
+        return DimSharding, (self.levels, self.parts, self.spans)
 
     @classmethod
     def by(cls, *axes: str, block: int = 0, unit: int = 1) -> DimSharding:
@@ -106,6 +112,8 @@ class DimSharding:
         """Return the cut of the elements from `start` to `stop` of a dim of `size`; None if no cut expresses it."""
         if not self.axes or start == stop:
             return WHOLE
+        if self.spans:
+            return self if (start, stop) == (0, size) else None
         if self.parts:
             pieces, at = [], 0
             for length, cut in self.parts:
@@ -173,13 +181,34 @@ class DimSharding:
         for level in self.levels:
             inner = [Level(part, 0, level.unit) for part in parts[1:]]
             levels += [level._replace(axis=parts[0]), *inner] if level.axis == axis else [level]
-        return DimSharding(tuple(levels), tuple((size, cut.over(axis, parts)) for size, cut in self.parts))
+        return DimSharding(tuple(levels), tuple((size, cut.over(axis, parts)) for size, cut in self.parts), self.spans)
 
     def under(self, axis: str, parts: Sequence[str]) -> DimSharding:
         """Invert `over`, for a cut that it makes."""
         levels = [each._replace(axis=axis) if each.axis == parts[0] else each for each in self.levels]
         kept = tuple(level for level in levels if level.axis not in parts)
-        return DimSharding(kept, tuple((size, cut.under(axis, parts)) for size, cut in self.parts))
+        return DimSharding(kept, tuple((size, cut.under(axis, parts)) for size, cut in self.parts), self.spans)
+
+    @property
+    def without_spans(self) -> DimSharding:
+        """The cut into shares that do not overlap, by the same axes."""
+        return DimSharding(self.levels, self.parts) if self.spans else self
+
+    def spanning(self, spans: Sequence[tuple[int, int]]) -> DimSharding:
+        """Return the cut by the same axes in which the ranks hold these elements."""
+        return DimSharding(self.levels, self.parts, tuple(spans))
+
+    def coordinates(self, mesh: Mesh) -> Iterator[dict[str, int]]:
+        """Yield every coordinate on the axes, the last axis fastest."""
+        for place in itertools.product(*(range(mesh.degree(axis)) for axis in self.axes)):
+            yield dict(zip(self.axes, place, strict=True))
+
+    def span(self, mesh: Mesh, coordinate: Mapping[str, int]) -> tuple[int, int]:
+        """Return the span at a coordinate."""
+        at = 0
+        for axis in self.axes:
+            at = at * mesh.degree(axis) + coordinate[axis]
+        return self.spans[at]
 
     def inside(self, inner: DimSharding) -> DimSharding:
         """Return this cut with `inner` nested in each piece; unchanged if the two have different parts."""
@@ -198,6 +227,9 @@ class DimSharding:
 
         On every rank, every piece that a level cuts must be whole blocks and whole units.
         """
+        if self.spans:
+            within = all(0 <= start <= stop <= size for start, stop in self.spans)
+            return "" if within and len(self.spans) == mesh.size(self.axes) else "the spans are not one for each rank"
         if self.parts:
             inside = (cut.find_misfit(length, mesh) for length, cut in self.parts)
             total = sum(length for length, _ in self.parts)
@@ -227,6 +259,9 @@ class DimSharding:
     def share(self, size: Size, mesh: Mesh, coordinate: Mapping[str, int]) -> tuple[Size, Size]:
         """Return (offset, size) of the shard at `coordinate`, for a dim without parts and blocks."""
         assert not self.parts
+        if self.spans:
+            start, stop = self.span(mesh, coordinate)
+            return start, stop - start
         offset: Size = 0
         for axis, block, unit in self.levels:
             assert not block
@@ -245,6 +280,9 @@ class DimSharding:
         return runs
 
     def _runs(self, whole: range, mesh: Mesh, coordinate: Mapping[str, int]) -> Iterator[range]:
+        if self.spans:
+            yield whole[slice(*self.span(mesh, coordinate))]
+            return
         if self.parts:
             for length, cut in self.parts:
                 yield from cut._runs(whole[:length], mesh, coordinate)
@@ -262,12 +300,16 @@ class DimSharding:
     def local_size(self, size: Size, mesh: Mesh, coordinate: Mapping[str, int]) -> Size:
         if self.parts:
             return sum(cut.local_size(length, mesh, coordinate) for length, cut in self.parts)
+        if self.spans:
+            return self.share(size, mesh, coordinate)[1]
         for _, count, piece in self.pieces(size, mesh, coordinate):
             size = count * piece
         return size
 
     def is_even(self, size: Size, mesh: Mesh) -> bool:
-        """Return True if every rank holds the same number of elements."""
+        """Return True if every rank holds the same number of elements, each an equal share of the dim."""
+        if self.spans:
+            return False
         if self.parts:
             return all(cut.is_even(length, mesh) for length, cut in self.parts)
         for axis, block, unit in self.levels:

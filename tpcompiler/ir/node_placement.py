@@ -27,10 +27,14 @@ Counts = Mapping[str, tuple[tuple[tuple[Size, DimSharding], ...], ...]]
 
 @dataclass(frozen=True)
 class LocalShare:
-    """A body that computes one shard's share, and the factors, with sizes, whose ranges it needs."""
+    """A body that computes one shard's share, and the factors, with sizes, whose ranges it needs.
+
+    `range_of`: the range for the rank at a coordinate.
+    """
 
     body: Callable[..., Any]
     cuts: tuple[tuple[DimSharding, Size], ...]
+    range_of: Callable[[Mesh, Mapping[str, int]], Any]
 
 
 @dataclass(frozen=True)

@@ -62,5 +62,7 @@ def _part(piece: Piece) -> str:
 def _how(piece: Piece) -> str:
     unit = f" in whole units of {piece.unit}" if piece.unit > 1 else ""
     block = f", each block of {piece.block} by itself" if piece.block else ""
+    reached = " ".join(f"{start}:{stop}" for start, stop in piece.spans)
+    spans = f", each rank with the elements that its windows reach: {reached}" if reached else ""
     again = f", before {piece.outside} cuts it again" if piece.outside else ""
-    return f"{unit}{block}{again}"
+    return f"{unit}{block}{again}{spans}"

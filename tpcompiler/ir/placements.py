@@ -26,6 +26,7 @@ class Piece(NamedTuple):
     unit: int = 1
     block: int = 0
     outside: str = ""  # the axis nested in this one although the mesh names it first
+    spans: tuple[tuple[int, int], ...] = ()  # the elements of each rank, where they overlap
 
 
 @dataclass(frozen=True, repr=False)
@@ -77,7 +78,9 @@ def _pieces(words: str, text: str) -> tuple[Piece, ...]:
         matches = (re.search(rf"\b{name} ([^\s,]+)", ", ".join(phrases)) for name in ("unit", "block", "outside"))
         unit, block, outside = (match[1] if match else "" for match in matches)
         numbers = [int(value) if re.fullmatch(_N, value) else 0 for value in (unit, block)]
-        pieces = [Piece(0, True, numbers[0] or 1, numbers[1], outside)]
+        spans = [re.findall(r"(\d{1,18}):(\d{1,18})(?= |$)", phrase) for phrase in phrases if phrase[:6] == "spans "]
+        own = tuple((int(start), int(stop)) for start, stop in spans[0]) if spans else ()
+        pieces = [Piece(0, True, numbers[0] or 1, numbers[1], outside, own)]
     if pieces and sorted(_words(pieces)) == sorted(phrases):
         return tuple(pieces)
     raise PlanError(
@@ -90,12 +93,13 @@ def _words(pieces: Sequence[Piece]) -> list[str]:
     """Return the details that torch's `S(dim)` cannot express."""
     if any(piece.size for piece in pieces):
         return [f"parts {' '.join(map(_part, pieces))}"]
-    _, _, unit, block, outside = pieces[0]
-    return [f"outside {outside}"] * bool(outside) + [f"unit {unit}"] * (unit > 1) + [f"block {block}"] * (block > 0)
+    _, _, unit, block, outside, spans = pieces[0]
+    words = [f"outside {outside}"] * bool(outside) + [f"unit {unit}"] * (unit > 1) + [f"block {block}"] * (block > 0)
+    return words + [f"spans {' '.join(f'{start}:{stop}' for start, stop in spans)}"] * bool(spans)
 
 
 def _part(piece: Piece) -> str:
-    size, cut, unit, block, outside = piece
+    size, cut, unit, block, outside, _ = piece
     return (
         f"{size}{f'u{unit}' * (unit > 1)}{f'b{block}' * (block > 0)}{f'<{outside}' * bool(outside)}"
         if cut

@@ -126,6 +126,16 @@ class Sharding:
         """The axes that shard a dim."""
         return tuple(axis for dim in self.dims for axis in dim.axes)
 
+    @cached_property
+    def has_spans(self) -> bool:
+        """True if ranks hold overlapping parts of a dim."""
+        return any(cut.spans for cut in self.dims)
+
+    @property
+    def without_spans(self) -> Sharding:
+        """The sharding into shares that do not overlap, by the same axes."""
+        return Sharding(tuple(cut.without_spans for cut in self.dims), self.partial) if self.has_spans else self
+
     def dims_cut_by(self, axis: str) -> list[int]:
         """Return the dims that `axis` shards."""
         return [dim for dim, cut in enumerate(self.dims) if axis in cut.axes]
@@ -216,7 +226,8 @@ class Sharding:
         """Return `S(1)` on one axis, `[S(0), R]` on several, and more than torch can express: `S(2, unit 4, block 24)`.
 
         `S(0, parts 16 8 8r)`: three pieces in a row; the axis leaves the last one whole. `S(0, outside dp)`: the axis
-        `dp` is nested in this one although the mesh names it first; for one piece: `16<dp`.
+        `dp` is nested in this one although the mesh names it first; for one piece: `16<dp`. `S(2, spans 0:5 3:8)`: the
+        first rank holds 0 to 4, the second 3 to 7.
 
         `2xS(1) 2xR`: two halves of an axis of 4 ranks, each on two neighbours. `S(1)` shards a dim over one factor of
         the axis and then over the next, so the shares of an uneven dim are not those of `torch.chunk`.
@@ -245,7 +256,7 @@ def _pieces(dim: DimSharding, axis: str, mesh: Mesh) -> tuple[Piece, ...]:
         inner = cut.axes[cut.axes.index(axis) + 1 :] if axis in cut.axes else ()
         earlier = [a for a in inner if mesh.names.index(a) < mesh.names.index(axis)]
         _, block, unit = cut.level(axis) if axis in cut.axes else Level(axis)
-        pieces.append(Piece(size, axis in cut.axes, unit, block, earlier[0] if earlier else ""))
+        pieces.append(Piece(size, axis in cut.axes, unit, block, earlier[0] if earlier else "", cut.spans))
     return tuple(pieces)
 
 
@@ -267,4 +278,5 @@ def _with_level(cut: DimSharding, axis: str, piece: Piece) -> DimSharding | None
     if piece.outside and piece.outside not in cut.axes:
         return None
     at = cut.axes.index(piece.outside) if piece.outside else len(cut.levels)
-    return DimSharding((*cut.levels[:at], Level(axis, piece.block, piece.unit), *cut.levels[at:]))
+    levels = *cut.levels[:at], Level(axis, piece.block, piece.unit), *cut.levels[at:]
+    return DimSharding(levels, spans=piece.spans)

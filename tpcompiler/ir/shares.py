@@ -62,6 +62,8 @@ def cut_dim(
         parts = [cut_dim(p, dim, how, mesh, coordinate, narrow) for p, (_, how) in zip(pieces, by.parts, strict=True)]
         return torch.cat(parts, dim)
     size = value.shape[dim]
+    if by.spans:
+        return narrow(value, dim, *by.share(size, mesh, coordinate))
     rows = value.unsqueeze(dim)
     for axis, block, unit in by.levels:
         if block and size != block:
@@ -217,6 +219,12 @@ def fitted(sharding: Sharding, shape: Sequence[Size], mesh: Mesh, what: str, ask
     """
     dims = []
     for dim, (by, size) in enumerate(zip(sharding.dims, shape, strict=True)):
+        if by.spans:
+            raise ShardingError(
+                f"cannot place {what} as {sharding.text(mesh)}: only operands of windows are held in spans",
+                help=f"place it as S({dim})",
+                asked_by=asked_by,
+            )
         if by.parts or any(level.block or level.unit > 1 for level in by.levels):
             if why := "it is dynamic" if not isinstance(size, int) else by.find_misfit(size, mesh):
                 raise ShardingError(

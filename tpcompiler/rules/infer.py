@@ -47,6 +47,10 @@ def is_one(size: Size) -> bool:
 
 def _take_apart(rule: Rule, dim: Dim, cut: DimSharding, mesh: Mesh) -> dict[str, DimSharding] | Refusal:
     """Distribute the cut of a dim over its factors, axis by axis, outermost first."""
+    if (under := _under_windows(rule, dim, cut, mesh)) is not None:
+        return under
+    if cut.spans:
+        return Refusal("is in spans, which the op does not need")
     if isinstance(dim, Joined):
         return _between(rule, dim, cut)
     if cut.parts:
@@ -82,6 +86,26 @@ def _take_apart(rule: Rule, dim: Dim, cut: DimSharding, mesh: Mesh) -> dict[str,
         uneven |= set() if even else {factor}
         first = dim.index(factor)
     return cuts
+
+
+def _under_windows(rule: Rule, dim: Dim, cut: DimSharding, mesh: Mesh) -> dict[str, DimSharding] | None:
+    """Return the cut of the factor whose windows need just these elements on every rank."""
+    is_run = bool(cut.levels) and not any(level.block for level in cut.levels)
+    if not is_run or len(dim) != 1 or (made := rule.over(dim[0])) is None:
+        return None
+    plain = cut.without_spans
+    return {made: plain} if _spans(rule, made, plain, mesh) == cut else None
+
+
+def _spans(rule: Rule, made: str, cut: DimSharding, mesh: Mesh) -> DimSharding:
+    """Return the cut of an operand's dim for the windows of a factor that is cut: in spans, unless shares suffice."""
+    window, spans, is_plain = rule.windows[made], [], True
+    for here in cut.coordinates(mesh):
+        start, size = cut.share(rule.extent[made], mesh, here)
+        spans.append(window.span(start, start + size))
+        frame, (begin, length) = window.frame(start, size), cut.share(window.size, mesh, here)
+        is_plain &= spans[-1] == (begin, begin + length) and not (frame.before or frame.behind or frame.place)
+    return cut if is_plain else cut.spanning(spans)
 
 
 def _not_divisible(size: Size, degree: int) -> str:
@@ -161,7 +185,7 @@ def _check(rule: Rule, factor: str, cut: DimSharding, mesh: Mesh) -> Refusal | N
     degree = mesh.size(cut.axes)
     if factor in rule.pattern.whole:
         return Refusal(f"it needs the dim of {size} whole")
-    if factor in rule.local and (cut.parts or any(level.block for level in cut.levels)):
+    if factor in rule.local and (cut.parts or cut.spans or any(level.block for level in cut.levels)):
         return Refusal("its own body takes no dim that is cut in blocks or parts")
     if factor in rule.reduced and any(set(how.axes) != set(cut.axes) for _, how in cut.parts):
         return Refusal(f"it sums over the dim of {size}, parts of which are on several ranks at once")
@@ -176,7 +200,8 @@ def _check(rule: Rule, factor: str, cut: DimSharding, mesh: Mesh) -> Refusal | N
     policy = rule.local_shards if factor in rule.local and rule.shards == "any" else rule.shards
     if policy == "even" and len(set(pieces)) > 1:
         return Refusal(f"it needs shards of one size, and {_not_divisible(cut.block or size, degree)}")
-    if policy == "nonempty" and 0 in pieces and not (rule.skips_empty and factor in rule.made):
+    skips = rule.skips_empty and factor in rule.made and factor not in rule.windows
+    if policy == "nonempty" and 0 in pieces and not skips:
         return Refusal(f"it needs shards that are not empty, and {size} over {degree} leaves {pieces.count(0)} empty")
     return None
 
@@ -213,6 +238,8 @@ def _cut(rule: Rule, dim: Dim, option: Option, mesh: Mesh) -> DimSharding | None
     """Return the cut of a dim that follows from the cuts of its factors."""
     if isinstance(dim, Joined):
         return DimSharding.of_parts([(rule.extent[f], option.cuts.get(f, WHOLE)) for f in dim])
+    if len(dim) == 1 and (made := rule.over(dim[0])) is not None and made in option.cuts:
+        return _spans(rule, made, option.cuts[made], mesh)
     levels: list[Level] = []
     outer: Size = 1  # the outer factors' remainder after the axes so far, at the first coordinate
     even = True

@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from tpcompiler.errors import RuleError
 from tpcompiler.ir.dim_sharding import DimSharding, Size
@@ -69,6 +69,8 @@ class RuleText:
             whole dim.
         counts: argument -> for each entry, the factors whose elements it counts together; the first output need not
             have these factors.
+        windows: factor of the result -> the elements of an operand's dim that its elements are computed from. If it is
+            sharded, ranks get these elements from their neighbours, and its body runs on them.
     """
 
     text: str
@@ -80,6 +82,51 @@ class RuleText:
     local_shards: Shards = "nonempty"
     counts: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
     positions: Mapping[str, tuple[int, bool]] = field(default_factory=dict)
+    windows: Mapping[str, Window] = field(default_factory=dict)
+
+
+class Window(NamedTuple):
+    """The elements of an operand's dim that a run of a factor's elements is computed from.
+
+    Attributes:
+        factor: the operand's dim, which is whole in the text.
+        at: the dim's place in space.
+        size: of the operand's dim.
+        reach: (start, stop) of elements -> the first and behind the last element that they need, maybe outside the dim,
+            and the place of the first of them in the result of a window on these.
+    """
+
+    factor: str
+    at: int
+    size: int
+    reach: Callable[[int, int], tuple[int, int, int]]
+
+    def span(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the elements of the dim that the elements from `start` to `stop` need."""
+        first, last, _ = self.reach(start, stop)
+        first = min(max(first, 0), self.size)
+        return first, max(min(last, self.size), first)
+
+    def frame(self, start: int, size: int) -> Frame:
+        """Return the share of the dim that `size` elements from `start` on are."""
+        first, last, place = self.reach(start, start + size)
+        begin, end = self.span(start, start + size)
+        missing = last - first - (end - begin)
+        before = min(max(-first, 0), missing)
+        return Frame(self.at, size, place, before, missing - before)
+
+
+class Frame(NamedTuple):
+    """A rank's share of a dim of space: `size` results from `place` on, of a window on the operand's elements.
+
+    `before` and `behind`: how many of these elements are missing, as they are outside the whole.
+    """
+
+    at: int
+    size: int
+    place: int
+    before: int
+    behind: int
 
 
 @dataclass(frozen=True)
@@ -87,21 +134,30 @@ class ShardRange:
     """The part of a factor that a rank holds: `size` elements from `offset`; `fraction` of the whole.
 
     A body gets the offset as a tensor without dims, whose value depends on the rank that runs the program.
+    `frames`: of the factors that windows are over.
     """
 
     offset: Any
     size: Size
     fraction: float
+    frames: tuple[Frame, ...] = ()
 
     @classmethod
-    def of(cls, cuts: Sequence[tuple[DimSharding, Size]], mesh: Mesh, here: Mapping[str, int]) -> ShardRange:
+    def of(
+        cls,
+        cuts: Sequence[tuple[DimSharding, Size]],
+        mesh: Mesh,
+        here: Mapping[str, int],
+        windows: Sequence[Window | None] = (),
+    ) -> ShardRange:
         """Return the range of factors, each with its size, that the rank at coordinate `here` holds."""
         shares = [cut.share(total, mesh, here) for cut, total in cuts]
         fractions = (
             size / total if isinstance(total, int) else 1 / mesh.size(cut.axes)
             for (cut, total), (_, size) in zip(cuts, shares, strict=True)
         )
-        return cls(*shares[0], math.prod(fractions))
+        frames = (each.frame(*share) for each, share in zip(windows, shares, strict=False) if each is not None)
+        return cls(*shares[0], math.prod(fractions), tuple(frames))
 
 
 @dataclass(frozen=True)
@@ -119,6 +175,17 @@ class Rule:
     relayout: bool  # moves or casts data only: leaves are looked up backwards through it
     counts: Mapping[str, tuple[tuple[str, ...], ...]]
     positions: Mapping[str, tuple[int, bool]] = field(default_factory=dict)
+    windows: Mapping[str, Window] = field(default_factory=dict)
+
+    def over(self, factor: str) -> str | None:
+        """Return the factor of the result whose windows are over this factor of an operand."""
+        return next((made for made, window in self.windows.items() if window.factor == factor), None)
+
+    def range_of(self, cuts: Mapping[str, DimSharding], mesh: Mesh, here: Mapping[str, int]) -> ShardRange:
+        """Return the range that the body gets, of the factors that have one."""
+        own = [factor for factor in cuts if factor in self.local]
+        shares = [(cuts[factor], self.extent[factor]) for factor in own]
+        return ShardRange.of(shares, mesh, here, [self.windows.get(factor) for factor in own])
 
     @property
     def skips_empty(self) -> bool:

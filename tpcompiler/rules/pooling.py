@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
+import torch
 from torch import fx
 
-from tpcompiler._torch import aten
+from tpcompiler._torch import OpOverload, aten
 from tpcompiler.ir import edit
 from tpcompiler.ir.dim_sharding import Size
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
-from tpcompiler.rules.notation import RuleText
+from tpcompiler.rules.notation import Frame, RuleText, ShardRange, Window
 from tpcompiler.rules.registry import op_rule
 from tpcompiler.rules.structure import dims_text
+from tpcompiler.rules.windows import arguments_of, in_rule, outside, padded, sliding
 
 MEANS = {aten.avg_pool1d.default: 1, aten.avg_pool2d.default: 2, aten.avg_pool3d.default: 3}
 MAXIMA = {aten.max_pool1d.default: 1, aten.max_pool2d.default: 2, aten.max_pool3d.default: 3}
@@ -48,12 +52,49 @@ def _pooled(node: fx.Node, inside: Sequence[str], **besides: object) -> RuleText
 
 def windows(node: fx.Node, source: Sequence[Size], made: Sequence[Size]) -> list[str]:
     """Return the dims of space under the windows of a call: "(o0 k0!)" where they tile a dim, else "s0!"."""
-    args, space = edit.arguments(node), len(source)
-    kernel = per_dim(args.kernel_size, space)
-    stride = per_dim(args.stride or kernel, space)
-    dilation = per_dim(getattr(args, "dilation", [1]), space)
-    sizes = zip(source, made, kernel, stride, per_dim(args.padding, space), dilation, strict=True)
+    sizes = zip(source, made, *_steps(edit.bound(node), len(source)), strict=True)
     return [f"(o{d} k{d}!)" if side_by_side(*each) else f"s{d}!" for d, each in enumerate(sizes)]
+
+
+def _steps(given: Mapping[str, Any], space: int) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Return the kernel, the stride, the padding and the dilation by dim of space."""
+    kernel = per_dim(given["kernel_size"], space)
+    stride, dilation = per_dim(given["stride"] or kernel, space), per_dim(given.get("dilation", [1]), space)
+    return kernel, stride, per_dim(given["padding"], space), dilation
+
+
+def _run_on_rows(op: OpOverload, space: int, *args: Any, shard: ShardRange, **kwargs: Any) -> torch.Tensor:
+    """Run a pool on the rows that this rank's windows reach, padded where these are outside the image."""
+    given = arguments_of(op, args, kwargs)
+    x, (_, stride, padding, _) = given["self"], _steps(given, space)
+    least = -float("inf") if x.is_floating_point() else torch.iinfo(x.dtype).min
+    rows = padded(x, shard.frames, space, 0.0 if op in MEANS else least)
+    given |= {"self": rows, "stride": stride, "padding": outside(shard.frames, padding)}
+    result: torch.Tensor = op(**given)
+    if op in MEANS and not given.get("divisor_override"):
+        for frame in shard.frames:
+            result = _counting_rows(result, frame, space, given, padding[frame.at])
+    return result
+
+
+def _counting_rows(
+    result: torch.Tensor, frame: Frame, space: int, given: Mapping[str, Any], padding: int
+) -> torch.Tensor:
+    """Return means over the rows that count, of means over all rows of a window: no rows behind the padding do."""
+    kernel, stride = (sizes[frame.at] for sizes in _steps(given, space)[:2])
+    counted = padding if given["count_include_pad"] else 0
+    before, behind = (min(missing, counted) for missing in (frame.before, frame.behind))
+    if (before, behind) == (frame.before, frame.behind):
+        return result
+    total = (frame.size - 1) * stride + kernel
+    rows = result.new_ones(total - frame.before - frame.behind + before + behind)
+    rows = aten.constant_pad_nd.default(rows, [frame.before - before, frame.behind - behind])
+    counts = rows.unfold(0, kernel, stride).sum(-1)
+    scaled: torch.Tensor = result * (kernel / counts).view([-1] + [1] * (space - 1 - frame.at))
+    return scaled
+
+
+BODIES = {op: partial(_run_on_rows, op, space) for op, space in {**MEANS, **MAXIMA}.items()}
 
 
 def equal_windows(source: Sequence[Size], made: Sequence[Size]) -> list[str]:
@@ -64,11 +105,19 @@ def equal_windows(source: Sequence[Size], made: Sequence[Size]) -> list[str]:
 
 @op_rule(*MEANS, *MAXIMA, shards="nonempty")
 def pool(node: fx.Node) -> RuleText:
-    """ "d0 d1 (o0 k0!) s1! -> d0 d1 o0 o1" for windows that tile the first dim of space. A mean is linear."""
+    """ "d0 d1 (o0 k0!) s1! -> d0 d1 o0 o1" for windows that tile the first dim of space. A mean is linear.
+
+    Other windows reach rows of other ranks, where "o1" is sharded.
+    """
     (operand,) = edit.operands(node)
     space = {**MEANS, **MAXIMA}[node.target]
-    inside = windows(node, edit.shape(operand)[-space:], edit.shape(node)[-space:])
-    return _pooled(node, inside, linear=((0,),) if node.target in MEANS else ())
+    source, made = (edit.shape(value)[-space:] for value in (operand, node))
+    inside, reaching = windows(node, source, made), dict[str, Window]()
+    for d, steps in enumerate(zip(*_steps(edit.bound(node), space), strict=True)):
+        if inside[d] == f"s{d}!" and type(source[d]) is int and type(made[d]) is int:
+            reaching[f"o{d}"] = sliding(f"s{d}", d, source[d], *steps)
+    more = in_rule(reaching, BODIES[node.target])
+    return _pooled(node, inside, linear=((0,),) if node.target in MEANS else (), **more)
 
 
 @op_rule(*WITH_INDICES, shards="nonempty")

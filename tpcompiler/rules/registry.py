@@ -145,7 +145,7 @@ def _read(node: fx.Node, entry: Entry) -> Rule | None:
     pattern = parse(text.text)
     shapes = [tuple(t.shape) for t in (*tensors, *edit.outputs(node))]
     what = f"{node.target} at '{node.name}'"
-    pattern = replace(pattern, whole=pattern.whole | _find_mixed(pattern, shapes))
+    pattern = replace(pattern, whole=(pattern.whole - text.windows.keys()) | _find_mixed(pattern, shapes))
     extent = extents(pattern, shapes, text.factors, what)
     _check_sizes(pattern, shapes, extent, what)
     # An addend joins the product's sum: with the product pending, it must be pending too.
@@ -153,7 +153,7 @@ def _read(node: fx.Node, entry: Entry) -> Rule | None:
     linear = tuple(group for group in linear if not any(_wraps(tensors[i], edit.outputs(node)) for i in group))
     bodies = text.local, text.local_shards
     options = (entry.shards, text.reduce, text.sizes, linear, *bodies, entry.relayout, text.counts)
-    return Rule(pattern, extent, *options, text.positions)
+    return Rule(pattern, extent, *options, text.positions, text.windows)
 
 
 def _wraps(operand: torch.Tensor, made: Sequence[torch.Tensor]) -> bool:

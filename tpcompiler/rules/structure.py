@@ -15,6 +15,7 @@ from tpcompiler.ir.dim_sharding import Size
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
 from tpcompiler.rules.notation import Dim, RuleText, ShardRange
 from tpcompiler.rules.registry import op_rule
+from tpcompiler.rules.windows import in_rule, sliding
 
 
 def dims_text(ndim: int, whole: Collection[int], prefix: str = "d") -> str:
@@ -194,7 +195,10 @@ def diagonal(node: fx.Node) -> RuleText:
 
 @op_rule(aten.constant_pad_nd.default, shards="any")
 def pad(node: fx.Node) -> RuleText:
-    """ "d0 d1! -> d0 p1": dims without padding are free. Linear for zeros, which every share can have."""
+    """ "d0 d1! -> d0 p1": dims without padding are free. Linear for zeros, which every share can have.
+
+    The first and the last ranks pad their shares of "p1", and get elements from other ranks.
+    """
     (operand,) = edit.operands(node)
     args = edit.arguments(node)
     ndim = edit.ndim(operand)
@@ -202,7 +206,24 @@ def pad(node: fx.Node) -> RuleText:
     padded = {ndim - 1 - at // 2 for at, count in enumerate(counts) if not (isinstance(count, int) and count == 0)}
     result = " ".join(f"p{d}" if d in padded else f"d{d}" for d in range(ndim))
     zero = isinstance(args.value, (int, float)) and args.value == 0
-    return RuleText(f"{dims_text(ndim, padded)} -> {result}", linear=((0,),) if zero else ())
+    pads = {ndim - 1 - at // 2: count for at, count in enumerate(counts) if at % 2 == 0}
+    sizes = {d: (edit.shape(operand)[d], edit.shape(node)[d], pads[d]) for d in padded}
+    windows = {
+        f"p{d}": sliding(f"d{d}", d, size, 1, 1, before)
+        for d, (size, made, before) in sorted(sizes.items())
+        if all(type(each) is int for each in (size, made, before))
+    }
+    linear = ((0,),) if zero else ()
+    return RuleText(f"{dims_text(ndim, padded)} -> {result}", linear=linear, **in_rule(windows, _pad_share))
+
+
+def _pad_share(x: torch.Tensor, pad: Sequence[int], value: Any = 0, *, shard: ShardRange) -> torch.Tensor:
+    """Pad this rank's share, where it is at an end of a dim that others share."""
+    pads = list(pad)
+    for frame in shard.frames:
+        last = 2 * (x.ndim - 1 - frame.at)
+        pads[last : last + 2] = frame.before, frame.behind
+    return aten.constant_pad_nd.default(x, pads, value)  # type: ignore[no-any-return]
 
 
 @op_rule(aten.flip.default, aten.roll.default)

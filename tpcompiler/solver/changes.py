@@ -85,7 +85,7 @@ def find_common(
     made: Sequence[Sharding], uses: Sequence[Sequence[Sharding]], most: int
 ) -> tuple[tuple[Sharding, ...], bool]:
     """Return the shardings to which a value may change once for all users, and True if some were left out."""
-    wanted = Counter(sharding for use in uses for sharding in use)
+    wanted = Counter(sharding.without_spans for use in uses for sharding in use)
     first = [sharding for sharding in made if sharding in wanted and sharding.is_replicated]
     domain = tuple(dict.fromkeys([*first, *(sharding for sharding, _ in wanted.most_common())]))
     return domain[:most], len(domain) > most

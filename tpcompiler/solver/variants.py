@@ -18,27 +18,50 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.ir.region import Region
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.rules.infer import Refusal, follow
+from tpcompiler.rules.infer import Refusal, follow, shardings
 from tpcompiler.rules.notation import Rule, Term
 from tpcompiler.rules.registry import call_variant, rule_of, takes_pieces, variant_of
 from tpcompiler.solver.domain import Domain, shardings_of
 from tpcompiler.solver.solution import Place
 from tpcompiler.solver.stage import Choice, Known
-from tpcompiler.solver.ways import to_cut
+from tpcompiler.solver.ways import made_of, take_operands, to_cut
 
 ATTENTION = aten.scaled_dot_product_attention.default
 
 
 def find_openings(domain: Domain) -> Iterator[tuple[fx.Node, int, Set[Place]]]:
-    """Yield the calls that have a variant and cannot take an operand as it may be cut; which operand, and where."""
-    stage = domain.stage
+    """Yield the calls that have a variant and cannot take an operand as it may be cut; which operand, and where.
+
+    An operand may also be cut as calls before it, as variants, make it.
+    """
+    stage, more = domain.stage, dict[fx.Node, list[Sharding]]()
     for node, ways in domain.ways.items():
-        if variant_of(node.target) is None:
-            continue
-        for index, operand in enumerate(domain.operands[node]):
-            term, cuts = ways.rule.pattern.inputs[index], to_cut(stage, shardings_of(domain, operand))
+        have = tuple((*shardings_of(domain, each), *more.get(each, ())) for each in domain.operands[node])
+        made = list[tuple[Sharding, ...]]()  # if the call takes shares of an operand that it needs whole
+        for index, each in enumerate(have if variant_of(node.target) is not None else ()):
+            term, cuts = ways.rule.pattern.inputs[index], to_cut(stage, each)
             if any(isinstance(follow(ways.rule, term, cut, stage.mesh), Refusal) for cut in cuts):
                 yield node, index, find_places(domain, node, index, cuts)
+                made += filter(None, (_made_as_variant(ways.rule, index, cut, stage.mesh) for cut in cuts))
+        if not more.keys().isdisjoint(domain.operands[node]):
+            ways = stage.known.once(("takes", ways, have), partial(take_operands, stage, ways, have))
+        for value, at in edit.results(node) if made or ways is not domain.ways[node] else ():
+            known = shardings_of(domain, value)
+            results = dict.fromkeys([*(every[at] for every in made), *made_of(stage, ways, have, at)])
+            if new := [each for each in results if stage.axis in each.axes and each not in known]:
+                more[value] = new
+
+
+def _made_as_variant(rule: Rule, index: int, cut: Sharding, mesh: Mesh) -> tuple[Sharding, ...]:
+    """Return what an op would make if it took a share of the dims that it needs whole and makes too; empty if unknown.
+
+    Its variant makes the same, or sums to reduce.
+    """
+    kept = {factor for term in rule.pattern.outputs for dim in term for factor in dim}
+    free = replace(rule, pattern=replace(rule.pattern, whole=rule.pattern.whole - kept))
+    option = follow(free, rule.pattern.inputs[index], cut, mesh)
+    both = option if isinstance(option, Refusal) else shardings(free, option, mesh)
+    return () if isinstance(both, Refusal) else both[1]
 
 
 def find_places(domain: Domain, node: fx.Node, index: int, shardings: Sequence[Sharding]) -> Set[Place]:

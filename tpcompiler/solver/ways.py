@@ -168,6 +168,7 @@ def _other_cuts(rule: Rule, term: Term, sharding: Sharding, stage: Stage, base: 
         if stage.axis not in cut.axes:
             continue
         free = [factor for factor in dim if factor not in rule.pattern.whole]
+        free += [made for factor in dim if (made := rule.over(factor)) is not None]
         sets = [free] if isinstance(dim, Joined) else [[factor] for factor in free]
         for factors in sets:
             if factors:
@@ -202,7 +203,7 @@ def made_of(stage: Stage, ways: Ways, have: Sequence[Sequence[Sharding]], at: in
     return tuple(
         made[at]
         for _, wants, made in ways
-        if stage.axis in made[at].axes and any(want in own for want, own in zip(wants, have, strict=True))
+        if stage.axis in made[at].axes and any(want.without_spans in own for want, own in zip(wants, have, strict=True))
     )
 
 
@@ -220,8 +221,9 @@ def can_take(stage: Stage, ways: Ways, index: int, touched: Sequence[bool], have
 
 
 def to_cut(stage: Stage, wanted: Sequence[Sharding]) -> list[Sharding]:
-    """Return the shardings that the axis shards, without pending reductions."""
-    return [s for s in dict.fromkeys(wanted) if stage.axis in s.cut_axes and not s.partial]
+    """Return the shardings that the axis shards, without pending reductions; shares for spans, which overlap."""
+    plain = dict.fromkeys(sharding.without_spans for sharding in wanted)
+    return [s for s in plain if stage.axis in s.cut_axes and not s.partial]
 
 
 def make_wanted(stage: Stage, ways: Ways, at: int, one_of_several: bool, wanted: Sequence[Sharding]) -> Ways:

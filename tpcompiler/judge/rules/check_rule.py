@@ -109,7 +109,7 @@ def left_out(
 def offered(rule: Rule | None, degree: int) -> set[tuple[Placement, ...]]:
     """Return the placements of the operands that a rule offers on one axis; only whole ones without a rule.
 
-    Cuts in blocks, parts or units are omitted, because no torch placement expresses them.
+    Cuts in blocks, parts, units or spans are omitted, because no torch placement expresses them.
     """
     if rule is None:
         return set()
@@ -119,7 +119,9 @@ def offered(rule: Rule | None, degree: int) -> set[tuple[Placement, ...]]:
         both = shardings(rule, option, mesh)
         assert not isinstance(both, Refusal)
         dims = [dim for side in both for sharding in side for dim in sharding.dims]
-        if not any(dim.parts or any(level.block or level.unit > 1 for level in dim.levels) for dim in dims):
+        if not any(
+            dim.parts or dim.spans or any(level.block or level.unit > 1 for level in dim.levels) for dim in dims
+        ):
             placements.add(tuple(want.placements(mesh)[0] for want in both[0]))
     return placements
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from tpcompiler.ir.shares import cut, join
 from tpcompiler.judge.compare.judge import widened
 from tpcompiler.judge.rules.placements import replace_arguments, same
 from tpcompiler.rules.infer import Option, Refusal, follow, options, shardings
-from tpcompiler.rules.notation import Rule, RuleText, ShardRange, Shards, Term, dim_size, extents, parse
+from tpcompiler.rules.notation import Rule, RuleText, Shards, Term, dim_size, extents, parse
 from tpcompiler.rules.registry import call_variant, takes_pieces
 
 
@@ -50,8 +51,9 @@ def rule_from(written: RuleText, node: fx.Node, shards: Shards = "any") -> Rule:
     shapes = [tuple(edit.shape(o)) for o in edit.operands(node)] + [tuple(v.shape) for v in edit.outputs(node)]
     linear = tuple(frozenset(group) | pattern.addends for group in written.linear)
     extent = extents(pattern, shapes, written.factors, str(node.target))
+    pattern = replace(pattern, whole=pattern.whole - written.windows.keys())
     how = (shards, written.reduce, written.sizes, linear, written.local, written.local_shards, False, written.counts)
-    return Rule(pattern, extent, *how)
+    return Rule(pattern, extent, *how, written.positions, written.windows)
 
 
 def every_option(rule: Rule, mesh: Mesh) -> Iterator[tuple[str, Option]]:
@@ -203,9 +205,9 @@ def _run(
         if rule.skips_empty and 0 in local:
             results.append(edit.outputs(node)[0].new_zeros(local))
             continue
-        if cuts := [(by, rule.extent[factor]) for factor, by in option.cuts.items() if factor in rule.local]:
+        if not option.cuts.keys().isdisjoint(rule.local):
             (body,) = {rule.local[factor] for factor in option.cuts if factor in rule.local}
-            kwargs = {**kwargs, "shard": ShardRange.of(cuts, mesh, mesh.coordinate(rank))}
+            kwargs = {**kwargs, "shard": rule.range_of(option.cuts, mesh, mesh.coordinate(rank))}
         results.append(body(*args, **kwargs))
     return results
 

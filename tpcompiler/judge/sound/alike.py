@@ -65,7 +65,10 @@ def _shapes(folded: Folded, rank: int) -> Iterator[Any]:
     for node, shardings in folded.shardings.items():
         for whole, sharding in zip(edit.outputs(folded.whole[node]), shardings, strict=True):
             yield from (
-                state.local_shape(whole.shape, folded.mesh, here)
+                (
+                    state.local_shape(whole.shape, folded.mesh, here),
+                    [[here[axis] for axis in cut.axes] for cut in state.dims if cut.spans],
+                )
                 for state in folded.paths.get(node, (sharding,))
                 if not state.is_even(whole.shape, folded.mesh)
             )

@@ -54,7 +54,7 @@ def check_body(made: Folded, region: ProgramRegion, rank: int, row: Sequence[int
     (body,) = {rule.local[factor] for factor in cuts}
     checks = position_checks(call, rule, cuts)
     shares, here = [(cut, rule.extent[factor]) for factor, cut in cuts.items()], made.mesh.coordinate(rank)
-    shard = ShardRange.of(shares, made.mesh, here)
+    shard = rule.range_of(option.cuts, made.mesh, here)
     runs = runs_of(*shares[0], made.mesh, here) if isinstance(shares[0][1], int) else []
     if runs and (runs[0].start, len(runs[0])) != (shard.offset, shard.size):
         raise Unsound(last, f"is the end of {region.name} of {shard.size} from {shard.offset} on, and it has {runs}")

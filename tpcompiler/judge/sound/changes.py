@@ -132,6 +132,11 @@ class ChangeRunner:
             raise Unsound(last, f"is the end of {regions[0].name}: {error.message}") from error
         except (RuntimeError, IndexError, ValueError, TypeError) as error:  # an op on shapes that do not fit
             raise DoesNotRun(last, f"is the end of {regions[0].name}, which does not run: {reason(error)}") from error
+        if target.has_spans:  # shares overlap, and may leave elements out
+            shares = [cut(whole, target, mesh, rank) for rank in range(mesh.world_size)]
+            if target.partial or not all(map(torch.equal, parts, shares)):
+                raise Unsound(last, f"does not become {target.text(mesh)} of the whole in its region")
+            return
         try:
             replicas = join(parts, target, mesh, whole.shape)
         except ValueError as error:

@@ -9,7 +9,7 @@ from msgspec.structs import asdict
 from torch import fx
 from torch.export import ExportedProgram
 
-from tpcompiler.artifact.collective_records import transfer_of
+from tpcompiler.artifact.collective_records import most_sent, transfer_of
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.node_placement import read_claim
@@ -40,7 +40,7 @@ def check_collectives(programs: Sequence[ExportedProgram], manifest: Manifest) -
         if not set(axes) <= set(mesh.names) or [list(ranks) for ranks in mesh.groups(axes)] != groups:
             raise Unsound(None, f"the manifest says that group {name!r} has the ranks {groups}")
     queues = [_sequence(program, manifest, rank) for rank, program in enumerate(programs)]
-    _check_list(queues[0], manifest, mesh)
+    _check_list(queues, manifest, mesh)
     at = [0] * len(queues)
     while True:
         heads = [queue[i] if i < len(queue) else None for queue, i in zip(queues, at, strict=True)]
@@ -60,8 +60,9 @@ def check_collectives(programs: Sequence[ExportedProgram], manifest: Manifest) -
             _refuse(heads, manifest)
 
 
-def _check_list(calls: Sequence[_Call], manifest: Manifest, mesh: Mesh) -> None:
-    """Check the manifest's list against the collectives that a rank calls, in order."""
+def _check_list(queues: Sequence[Sequence[_Call]], manifest: Manifest, mesh: Mesh) -> None:
+    """Check the manifest's list against the collectives that ranks call, in order."""
+    calls = queues[0]
     said = [(row.kind, mesh.group_name(mesh.read(row.axis))) for row in manifest.collectives]
     for number, call in enumerate(calls):
         if number >= len(said) or not call.what.startswith(said[number][0]) or call.group != said[number][1]:
@@ -69,7 +70,14 @@ def _check_list(calls: Sequence[_Call], manifest: Manifest, mesh: Mesh) -> None:
             raise Unsound(call.node, f"is collective {number + 1}, {_said(call)}, and the manifest lists {listed}")
         row = manifest.collectives[number]
         known = all(isinstance(size, int) for value in edit.outputs(call.node) for size in value.shape)
-        sent = asdict(transfer_of(call.node, mesh)) if known else {"group_size": mesh.size(mesh.axes_of(call.group))}
+        each = [queue[number].node for queue in queues if number < len(queue) and _alike(queue[number], call)]
+        if row.kind != "all_to_all":
+            each = [call.node]
+        elif len(each) < len(queues):  # another finding
+            known = False
+        sent = {"group_size": mesh.size(mesh.axes_of(call.group))}
+        if known:  # an all_to_all counts as the rank that sends most
+            sent = asdict(most_sent([transfer_of(node, mesh, rank) for rank, node in enumerate(each)]))
         if apart := [key for key, value in sent.items() if getattr(row, key) != value]:
             both = f"has {apart[0]}={sent[apart[0]]}, and the manifest says {getattr(row, apart[0])}"
             raise Unsound(call.node, f"is collective {number + 1}: it {both}")

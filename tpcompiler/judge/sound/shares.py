@@ -34,6 +34,10 @@ def runs_of(by: DimSharding, size: int, mesh: Mesh, here: Here) -> list[range]:
             for begin, (length, how) in held
             for run in runs_of(how, length, mesh, here)
         ]
+    if by.spans:
+        places = itertools.product(*(range(mesh.degree(axis)) for axis in by.axes))
+        own = dict(zip(places, by.spans, strict=True))[tuple(here[axis] for axis in by.axes)]
+        return [range(size)[slice(*own)]]
     runs = [range(size)]
     for axis, block, unit in by.levels:
         if block:
