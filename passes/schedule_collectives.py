@@ -9,6 +9,7 @@ from torch import fx
 
 from tpcompiler.cost.peak import find_peak, local_values
 from tpcompiler.ir import edit
+from tpcompiler.ir.calls import nodes_named
 from tpcompiler.ir.node_placement import PLACEMENT, NodePlacement
 from tpcompiler.ir.program import LocalProgram, Note
 from tpcompiler.terminal.printed import format_bytes
@@ -81,7 +82,11 @@ def _wait_late(graph: fx.Graph, unmoved: Set[fx.Node]) -> list[fx.Node]:
     held: dict[fx.Node, None] = {}
 
     def emit(node: fx.Node) -> None:
-        for operand in node.all_input_nodes:
+        placement = _placement(node)
+        call = placement.call if placement is not None else None
+        # The claim of an op on an empty share names operands that it does not use.
+        named = nodes_named(call) if call is not None and held else set[str]()
+        for operand in [*node.all_input_nodes, *(each for each in held if each.name in named)]:
             if operand in held:
                 del held[operand]
                 emit(operand)

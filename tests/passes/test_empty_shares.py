@@ -121,3 +121,13 @@ def test_steps_are_dealt_as_the_axis_says_that_was_asked_for(packed: bool) -> No
     exported = export(Attention(8, 2, packed), (even,))
     program = tpcompiler.parallelize(exported, 4, plan, inputs=["S(1)"], outputs=["S(1)"])
     assert program.manifest().factors == {"tp": [2, 2]}  # where both say the same it may
+
+
+def test_an_op_on_nothing_follows_the_operand_that_it_is_said_to_take() -> None:
+    """Two channels over three ranks: the last one makes an empty result without its operand, which it waits for."""
+    x, rows = torch.randn(2, 2, 12, 5), {"tp": "S(2)"}
+    exported = export(nn.Conv2d(2, 2, 1, 3), (x,))
+    program = tpcompiler.parallelize(exported, {"tp": 3}, {}, inputs=[rows], outputs=[rows], machine="ideal")
+    assert [each.kind for each in program.collectives()] == ["all_to_all"] * 2
+    assert program.verify((x,)).ok
+    assert program.check().findings == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -56,6 +56,19 @@ def read_call(
         return constant
 
     return op, tuple(map(read, call.args)), {name: read(each) for name, each in call.kwargs.items()}
+
+
+def nodes_named(call: CallRecord) -> set[str]:
+    """Return the names of the nodes in a call's arguments."""
+
+    def names(value: Any) -> Iterator[str]:
+        if isinstance(value, list):
+            for each in value:
+                yield from names(each)
+        elif isinstance(value, dict) and "node" in value:
+            yield value["node"]
+
+    return {*names(list(call.args)), *names(list(call.kwargs.values()))}
 
 
 def _to_json(value: Any) -> Any:
