@@ -66,28 +66,27 @@ def test_one_row_to_each_neighbour(world: int) -> None:
 
 # (module, rows, ranks, rows that the busiest rank sends or receives)
 BY_HAND: list[tuple[Callable[[], nn.Module], int, int, int]] = [
-    (lambda: nn.Conv2d(2, 2, 5, padding=2), 16, 4, 2 * 2),
-    (lambda: nn.Conv2d(2, 2, 3, padding=2, dilation=2), 16, 4, 2 * 2),
-    (lambda: nn.Conv2d(2, 2, 3, padding=1, groups=2), 16, 4, 2),
-    (lambda: nn.Conv2d(2, 2, 3, padding=1, stride=2), 16, 4, 1),  # the row before the share
-    (lambda: nn.Conv2d(2, 2, 4, padding="same"), 16, 4, 1 + 2),
-    (lambda: nn.Conv2d(2, 2, 3, padding=1), 7, 4, 2),  # shares of 2, 2, 2 and 1 rows
-    (lambda: nn.Conv2d(2, 2, 7, padding=3), 8, 4, 5),  # shares of 2 rows, from the neighbours and those behind
+    (lambda: nn.Conv2d(1, 1, 5, padding=2), 16, 4, 2 * 2),
+    (lambda: nn.Conv2d(1, 1, 3, padding=2, dilation=2), 16, 4, 2 * 2),
+    (lambda: nn.Conv2d(1, 1, 3, padding=1, stride=2), 16, 4, 1),  # the row before the share
+    (lambda: nn.Conv2d(1, 1, 4, padding="same"), 16, 4, 1 + 2),
+    (lambda: nn.Conv2d(1, 1, 3, padding=1), 7, 4, 2),  # shares of 2, 2, 2 and 1 rows
+    (lambda: nn.Conv2d(1, 1, 7, padding=3), 8, 4, 5),  # shares of 2 rows, from the neighbours and those behind
     (lambda: nn.MaxPool2d(3, 2, 1), 16, 4, 1),
     (lambda: nn.MaxPool2d(3, 1, 1), 16, 4, 2),
     (lambda: nn.AvgPool2d(3, 2, 1), 16, 4, 1),
     (lambda: nn.Upsample(scale_factor=2), 16, 4, 0),
     (lambda: nn.Upsample(scale_factor=2, mode="bilinear"), 16, 4, 2),
-    (lambda: nn.ConvTranspose2d(2, 2, 4, 2, 1), 16, 4, 2),
-    (lambda: nn.ConvTranspose2d(2, 2, 3, 2, 1, output_padding=1), 16, 4, 1),  # the row behind the share
+    (lambda: nn.ConvTranspose2d(1, 1, 4, 2, 1), 16, 4, 2),
+    (lambda: nn.ConvTranspose2d(1, 1, 3, 2, 1, output_padding=1), 16, 4, 1),  # the row behind the share
 ]
 
 
 @pytest.mark.parametrize(("net", "rows", "world", "lacks"), BY_HAND)
 def test_rows_by_hand(net: Callable[[], nn.Module], rows: int, world: int, lacks: int) -> None:
-    x = torch.randn(1, 2, rows, WIDTH)
+    x = torch.randn(1, 1, rows, WIDTH)
     program = converted(net(), x, {"cp": ROWS}, {"cp": world})
-    assert sent(program) == ([("all_to_all", lacks * 2 * WIDTH * ITEM)] if lacks else [])
+    assert sent(program) == ([("all_to_all", lacks * WIDTH * ITEM)] if lacks else [])
     assert right(program, x)
 
 
@@ -217,8 +216,8 @@ def test_one_exchange_for_equal_windows() -> None:
 
 
 def test_more_ranks_than_rows_gather_with_the_reason() -> None:
-    x = torch.randn(1, 2, 3, WIDTH)
-    program = converted(nn.Conv2d(2, 2, 3, padding=1), x, {"cp": ROWS}, {"cp": 4})
+    x = torch.randn(1, 1, 3, WIDTH)
+    program = converted(nn.Conv2d(1, 1, 3, padding=1), x, {"cp": ROWS}, {"cp": 4})
     (gather,) = program.collectives()
     assert (gather.kind, gather.why) == ("all_gather", "fallback")
     assert "it needs the dim of 3 whole" in gather.reason
@@ -226,12 +225,12 @@ def test_more_ranks_than_rows_gather_with_the_reason() -> None:
 
 
 def test_dynamic_rows_gather() -> None:
-    x = torch.randn(1, 2, 16, WIDTH)
+    x = torch.randn(1, 1, 16, WIDTH)
     sizes = ({2: 4 * torch.export.Dim("quarter", min=2, max=64)},)
-    program = converted(nn.Conv2d(2, 2, 3, padding=1), x, {"cp": ROWS}, {"cp": 4}, dynamic_shapes=sizes)
+    program = converted(nn.Conv2d(1, 1, 3, padding=1), x, {"cp": ROWS}, {"cp": 4}, dynamic_shapes=sizes)
     assert [kind for kind, _ in sent(program)] == ["all_gather"]
     for rows in (16, 32):
-        assert program.verify((torch.randn(1, 2, rows, WIDTH),)).ok
+        assert program.verify((torch.randn(1, 1, rows, WIDTH),)).ok
 
 
 SPANS = "S(2, spans 0:9 7:17 15:25 23:32)"
