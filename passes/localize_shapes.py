@@ -169,7 +169,7 @@ def _put_in_body(
         result = share.body(*args, shard=shard, **kwargs)
         return [result if part is node else result[part.args[1]] for part in parts]
 
-    with mode, torch.no_grad():
+    with mode, torch.no_grad(), enable_python_dispatcher():
         # A tracer identifies its inputs as objects, and slices of one shape may share their fake value.
         values = [torch.empty_like(edit.fake(i)) if edit.is_tensor(i) else edit.fake(i) for i in inputs]
         traced = trace_ops(body, torch.empty((), dtype=torch.int64), *values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,54 @@ def test_dynamic_rows_gather() -> None:
     assert [kind for kind, _ in sent(program)] == ["all_gather"]
     for rows in (16, 32):
         assert program.verify((torch.randn(1, 1, rows, WIDTH),)).ok
+
+
+def test_a_dynamic_batch() -> None:
+    """Numbers of bytes that grow with the batch; padding keeps its size dynamic."""
+    net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Upsample(scale_factor=2), nn.AvgPool2d(3, 1, 1))
+    x, sizes = torch.randn(3, 2, 16, WIDTH), ({0: torch.export.Dim("batch", min=1, max=64)},)
+    program = converted(net, x, {"cp": ROWS}, {"cp": 4}, dynamic_shapes=sizes)
+    assert sent(program) == [("all_to_all", 2 * 3 * 2 * WIDTH * ITEM), ("all_to_all", 2 * 3 * 4 * 2 * WIDTH * ITEM)]
+    formulas = [cost.formula for cost in program.cost().costs]
+    assert formulas == [f"{2 * 2 * WIDTH * ITEM}*batch", f"{2 * 4 * 2 * WIDTH * ITEM}*batch"]
+    for samples in (3, 1, 5):
+        assert right(program, torch.randn(samples, 2, 16, WIDTH))
+
+
+def test_columns_in_another_memory_order() -> None:
+    x = torch.randn(1, 4, 16, WIDTH).to(memory_format=torch.channels_last)
+    net = nn.Conv2d(4, 4, 3, padding=1).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    program = converted(net, x, {"cp": ROWS}, {"cp": 4})
+    assert sent(program) == [("all_to_all", 2 * 4 * WIDTH * ITEM)]
+    assert right(program, x)
+
+
+def test_gradients_gather_rows() -> None:
+    """The backward of a convolution has no windows, and the numbers are right."""
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(1, 4, 3, padding=1)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[no-any-return]
+            return (self.conv(x) - y).square().mean()
+
+    x, y, at = torch.randn(2, 1, 16, WIDTH), torch.randn(2, 4, 16, WIDTH), {"cp": "S(2)"}
+    exported = tpcompiler.export_training(randomise(Loss()), (x, y))
+    program = tpcompiler.parallelize(exported, {"cp": 4}, {}, inputs=[at, at], machine="ideal")
+    assert program.verify((x, y)).ok
+    assert program.check().ok
+
+
+def test_the_search_without_a_plan_cuts_rows() -> None:
+    """The image is large next to the weights, and is whole at both ends: ranks slice it, and gather the result."""
+    x = torch.randn(1, 3, 64, 64)
+    sizes = [3, 16, 16, 3]
+    net = nn.Sequential(*(nn.Conv2d(*pair, 3, padding=1) for pair in itertools.pairwise(sizes)))
+    program = tpcompiler.parallelize(export(randomise(net), (x,)), 4, "auto", machine="ideal")
+    assert [each.kind for each in program.collectives()] == ["all_to_all", "all_to_all", "all_gather"]
+    assert right(program, x)
 
 
 SPANS = "S(2, spans 0:9 7:17 15:25 23:32)"

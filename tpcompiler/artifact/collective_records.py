@@ -49,9 +49,10 @@ def transfer_of(node: fx.Node, mesh: Mesh, rank: int = 0) -> Transfer:
     axes = mesh.axes_of(str(node.args[-1]))
     payload, size = sum(_bytes(edit.fake(value)) for value in sent_values(node)), mesh.size(axes)
     wire = wire_bytes(kind, payload, size)
-    if kind == "all_to_all" and all(type(count) is int for count in node.args[2]):  # type: ignore[union-attr]
+    if kind == "all_to_all":
         kept = node.args[2][mesh.index(axes, rank)]  # type: ignore[index]
-        wire = payload - kept * edit.fake(sent_values(node)[0]).element_size()
+        count = sym_hint(edit.fake(kept) if isinstance(kept, fx.Node) else kept)
+        wire = payload - count * edit.fake(sent_values(node)[0]).element_size()
     return Transfer(kind=kind, axis=mesh.text(axes), payload_bytes=payload, group_size=size, wire_bytes=wire)
 
 
