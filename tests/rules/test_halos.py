@@ -262,8 +262,8 @@ def test_gradients_gather_rows() -> None:
             super().__init__()
             self.conv = nn.Conv2d(1, 4, 3, padding=1)
 
-        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[no-any-return]
-            return (self.conv(x) - y).square().mean()
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return (self.conv(x) - y).square().mean()  # type: ignore[no-any-return]
 
     x, y, at = torch.randn(2, 1, 16, WIDTH), torch.randn(2, 4, 16, WIDTH), {"cp": "S(2)"}
     exported = tpcompiler.export_training(randomise(Loss()), (x, y))
