@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator
+from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -82,7 +83,7 @@ def factors_of_product(node: fx.Node, rule: Rule | None) -> tuple[frozenset[str]
 
 def _multiplied(node: fx.Node, rule: Rule | None) -> tuple[list[tuple[fx.Node, frozenset[str]]], set[str]] | None:
     """Return a product's two operands with their factors, and the factors that indices select from."""
-    if rule is None or is_attention(node):
+    if rule is None or not rule.reduced or is_attention(node):
         return None
     terms, dealt = list[tuple[fx.Node, frozenset[str]]](), set[str]()
     for at, (term, operand) in enumerate(zip(rule.pattern.inputs, edit.operands(node), strict=True)):
@@ -113,12 +114,29 @@ class _Fusion:
         self.depth: dict[fx.Node, int] = {}  # the number of products, attentions and collectives before an op
         self.parent: dict[fx.Node, fx.Node] = {}  # a union-find forest of ops that fuse
         self.alone: set[fx.Node] = set()
-        self.made_of_sizes = _find_made_of_sizes(graph) if fuses else set[fx.Node]()
+        self.fuses = cache(_fuses)
+        self.made_of_sizes = self._find_made_of_sizes(graph) if fuses else set[fx.Node]()
         for node in edit.calls(graph):
             if node not in self.made_of_sizes:
                 self._add(node)
         self.users = self._find_users(graph)
         self.widened = dict(self._find_widened())
+
+    def _find_made_of_sizes(self, graph: fx.Graph) -> set[fx.Node]:
+        """Return the calls computed from sizes and whole numbers, such as rank numbers, whose users all fuse."""
+        computed = set[fx.Node]()
+        for node in edit.calls(graph):
+            tensors = [operand for operand in node.all_input_nodes if edit.outputs(operand)]
+            if node.target is rank_number or (
+                self.fuses(node) and all(each in computed or _is_number(each) for each in tensors)
+            ):
+                computed.add(node)
+        for node in reversed(graph.nodes):
+            if node in computed and not all(
+                user in computed or (user.op != "output" and self.fuses(user)) for user in node.users
+            ):
+                computed.discard(node)
+        return computed
 
     def _add(self, node: fx.Node) -> None:
         operands = node.all_input_nodes
@@ -129,7 +147,7 @@ class _Fusion:
             self.calls.append(node)
         sources = [self.of(operand) for operand in operands]
         self.depth[node] = max((self.depth.get(s, 0) + (s in self.alone) for s in sources), default=0)
-        if not _fuses(node):
+        if not self.fuses(node):
             self.alone.add(node)
             return
         self.parent[node] = node
@@ -142,8 +160,10 @@ class _Fusion:
         return self.source.get(value, value)
 
     def root(self, node: fx.Node) -> fx.Node:
-        while self.parent.get(node, node) is not node:
-            node = self.parent[node]
+        parent = self.parent
+        while parent.get(node, node) is not node:
+            parent[node] = parent[parent[node]]  # halves the path, which grows with every op that is added
+            node = parent[node]
         return node
 
     def _find_users(self, graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
@@ -221,23 +241,6 @@ class _Fusion:
             names.append(next((each for each in DTYPES if str(dtype).startswith(f"torch.{each}")), ""))
         narrow = max(names, default="")
         return narrow if names.count(narrow) == len(names) else f"{narrow}_weights"
-
-
-def _find_made_of_sizes(graph: fx.Graph) -> set[fx.Node]:
-    """Return the calls computed from sizes and whole numbers, such as rank numbers, whose users all fuse."""
-    computed = set[fx.Node]()
-    for node in edit.calls(graph):
-        tensors = [operand for operand in node.all_input_nodes if edit.outputs(operand)]
-        if node.target is rank_number or (
-            _fuses(node) and all(each in computed or _is_number(each) for each in tensors)
-        ):
-            computed.add(node)
-    for node in reversed(graph.nodes):
-        if node in computed and not all(
-            user in computed or (user.op != "output" and _fuses(user)) for user in node.users
-        ):
-            computed.discard(node)
-    return computed
 
 
 def _floor(node: fx.Node) -> Floor:

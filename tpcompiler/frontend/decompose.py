@@ -84,7 +84,8 @@ class _Simplifier:
         self.owners: dict[fx.Node, fx.Node] = {}
         self.given: dict[fx.Node, fx.Node] = {}  # inputs and leaves as they are when the program begins
         self.overwritten: set[fx.Node] = set()
-        self.places: dict[fx.Node, object] = {}  # equal for nodes that stand for one tensor, in the order of the calls
+        self.places: dict[fx.Node, set[fx.Node]] = {}  # the nodes that stand for the same tensor
+        self.order: dict[fx.Node, int] = {}  # of the calls
         self.memory: dict[fx.Node, set[fx.Node]] = {}  # the owners of the memory that a call's results may share
 
     def written(self) -> ExportedProgram:
@@ -129,8 +130,8 @@ class _Simplifier:
                 env[node] = self.copy_body(node, env)
             else:
                 env[node] = self.call(node, env, inside)
-            operand = next((used for used in node.all_input_nodes if env[used] is env[node]), None)
-            self.places.setdefault(node, object() if operand is None else self.places[operand])
+            if node not in self.places:
+                self.put(node, next((used for used in node.all_input_nodes if env[used] is env[node]), node))
         raise NotSimple("no output")
 
     def copy_body(self, node: fx.Node, env: Values) -> Any:
@@ -178,10 +179,10 @@ class _Simplifier:
             result, owner = self.put_back(node, view, result, env), view.all_input_nodes[0]
         if key(edit.fake(result)) != key(edit.fake(owner)):
             raise NotSimple(node.name)
-        names = self.names_of(owner)
+        names = set(self.names_of(owner))
         env.update(dict.fromkeys(names, result))
         self.overwritten |= names
-        self.places[node] = self.places[target]
+        self.put(node, target)
         for view in self.find_views_read_later(node, names, memory, env):
             if writes(view):
                 env[view] = env[view.all_input_nodes[0]]
@@ -191,9 +192,15 @@ class _Simplifier:
                 raise NotSimple(node.name)
         return env[target]  # type: ignore[no-any-return]
 
+    def put(self, node: fx.Node, value: fx.Node) -> None:
+        """Record that a node stands for the same tensor as another, or for a new one."""
+        self.order[node] = len(self.order)
+        self.places[node] = self.places.get(value, set())
+        self.places[node].add(node)
+
     def names_of(self, value: fx.Node) -> set[fx.Node]:
         """Return the nodes that stand for the same tensor."""
-        return {each for each, place in self.places.items() if place is self.places[value]}
+        return self.places[value]
 
     def put_back(self, node: fx.Node, view: fx.Node, part: fx.Node, env: Values) -> fx.Node:
         """Return what this is a view of, with another part in its place."""
@@ -215,7 +222,7 @@ class _Simplifier:
             found += [user for user in shares if user not in known]
             known.update(found)
         late = {node} if node.users else set()
-        order = sorted(found, key={each: at for at, each in enumerate(self.places)}.__getitem__)
+        order = sorted(found, key=self.order.__getitem__)
         for each in reversed(order):
             if any(user in late or (user not in env and user is not node) for user in each.users):
                 late.add(each)

@@ -207,6 +207,8 @@ class Sharding:
 
     def local_bytes(self, shape: Sequence[int], itemsize: int, mesh: Mesh, rank: int = 0) -> int:
         """Return the bytes that a rank holds of a tensor; the first rank holds the most."""
+        if self.is_replicated:
+            return math.prod(shape) * itemsize
         return math.prod(self.local_shape(shape, mesh, mesh.coordinate(rank))) * itemsize
 
     def is_even(self, shape: Sequence[Size], mesh: Mesh) -> bool:

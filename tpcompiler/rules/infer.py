@@ -236,6 +236,8 @@ def merge(options: Sequence[Option]) -> Option | None:
 
 def _cut(rule: Rule, dim: Dim, option: Option, mesh: Mesh) -> DimSharding | None:
     """Return the cut of a dim that follows from the cuts of its factors."""
+    if option.cuts.keys().isdisjoint(dim):
+        return WHOLE
     if isinstance(dim, Joined):
         return DimSharding.of_parts([(rule.extent[f], option.cuts.get(f, WHOLE)) for f in dim])
     if len(dim) == 1 and (made := rule.over(dim[0])) is not None and made in option.cuts:
@@ -314,12 +316,17 @@ def options(rule: Rule, mesh: Mesh) -> Iterator[Option]:
     """Yield every way to run the op over one axis: whole, one factor sharded, or one linear group passed through."""
     yield Option()
     for axis in mesh.names:
-        for factor in rule.factors:
-            option = Option({factor: DimSharding.by(axis)})
-            if not isinstance(shardings(rule, option, mesh), Refusal):
+        for option in candidates(rule, axis):
+            if option.through or not isinstance(shardings(rule, option, mesh), Refusal):
                 yield option
-        for group in rule.linear:
-            yield Option(through={axis: ("sum", group)})
+
+
+def candidates(rule: Rule, axis: str) -> Iterator[Option]:
+    """Yield every way to shard one factor over an axis or to pass one linear group through, if the rule allows it."""
+    for factor in rule.factors:
+        yield Option({factor: DimSharding.by(axis)})
+    for group in rule.linear:
+        yield Option(through={axis: ("sum", group)})
 
 
 def restricted(option: Option, axis: str) -> Option:

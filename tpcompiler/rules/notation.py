@@ -18,7 +18,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
 from tpcompiler.errors import RuleError
@@ -196,16 +196,16 @@ class Rule:
         readable = all(dim in operand_dims or all(isinstance(self.extent[f], int) for f in dim) for dim in dims)
         return self.shards == "nonempty" and len(self.pattern.outputs) == 1 and readable
 
-    @property
+    @cached_property
     def made(self) -> frozenset[str]:
         return frozenset(factor for term in self.pattern.outputs for dim in term for factor in dim)
 
-    @property
+    @cached_property
     def reduced(self) -> frozenset[str]:
         operand_factors = {factor for term in self.pattern.inputs for dim in term for factor in dim}
         return frozenset(factor for factor in operand_factors - self.made if not factor.startswith("_"))
 
-    @property
+    @cached_property
     def factors(self) -> tuple[str, ...]:
         """Every factor once, in the order of the text."""
         terms = (*self.pattern.inputs, *self.pattern.outputs)

@@ -146,6 +146,7 @@ def _gathered_bytes(found: Solution, node: fx.Node, program: PlannedProgram) -> 
     if node in found.choices:
         for operand, want in zip(edit.operands(node), found.choices[node].wants, strict=True):
             seen = program.at_rest(operand, found.seen(operand))
-            held, wanted = (local_bytes(edit.fake(operand), each, found.mesh) for each in (seen, want))
-            total += wanted if wanted > held else 0
+            if seen != want:
+                held, wanted = (local_bytes(edit.fake(operand), each, found.mesh) for each in (seen, want))
+                total += wanted if wanted > held else 0
     return total

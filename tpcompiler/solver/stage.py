@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -14,7 +14,7 @@ from tpcompiler.ir.constraints import AnyStyle, AsUsed
 from tpcompiler.ir.dim_sharding import WHOLE
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.rules.infer import Option, Refusal, follow, options, pass_through, restricted, shardings
+from tpcompiler.rules.infer import Option, Refusal, candidates, follow, options, pass_through, restricted, shardings
 from tpcompiler.rules.notation import Rule
 
 MOST_CHOICES = 20
@@ -110,8 +110,13 @@ class Stage:
         """Equal for equal options."""
         return tuple(sorted(option.cuts.items(), key=_first)), tuple(sorted(option.through.items(), key=_first))
 
-    def own_options(self, rule: Rule) -> list[Option]:
-        """Every way to run an op over the axis, with one factor cut or one pending operand passed through."""
+    def own_options(self, rule: Rule) -> Iterable[Option]:
+        """Every way to run an op over the axis, with one factor cut or one pending operand passed through.
+
+        Over the first axis these may include some that the rule refuses.
+        """
+        if len(self.axes) == 1:
+            return candidates(rule, self.axis)
         of_axis = Mesh(((self.axis, self.mesh.degree(self.axis)),))
         return self.known.once(("own", id(rule)), lambda: list(options(rule, of_axis)))
 
