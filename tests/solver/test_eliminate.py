@@ -53,6 +53,26 @@ def test_without_dead_ends_the_least_is_the_same(seed: int, never: float, monkey
     assert cost(tables, values) == found
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_layers_alike_share_tables(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tables between other variables, in either order, and next to others."""
+    monkeypatch.setattr(solver, "TOO_SLOW", 0)
+    rng = numpy.random.default_rng(seed)
+    shared = [rng.integers(0, 9, (3, 3)).astype(float) for _ in range(2)]
+    tables = Tables(sizes=[3] * 7)
+    for v in range(6):
+        pair = (v, v + 1) if rng.random() < 0.5 else (v + 1, v)
+        tables.price(pair, shared[int(rng.integers(2))])
+    own = rng.integers(0, 9, 3).astype(float)
+    for v in range(7):
+        if rng.random() < 0.6:
+            tables.price([v], own)
+    apart = Tables(0.0, tables.sizes, [(over, table.copy()) for over, table in tables.factors])
+    assert solver.find_live_values(tables) == solver.find_live_values(apart)
+    assert solver.solve(tables) == solver.solve(apart)
+    assert solver.solve(tables)[0] == min(cost(tables, [*v]) for v in itertools.product(range(3), repeat=7))
+
+
 def test_dead_ends_are_dropped() -> None:
     """Of three values the first beats the second, and the third is as good as the first."""
     tables = Tables(sizes=[3, 2])

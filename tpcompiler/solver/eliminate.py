@@ -55,8 +55,15 @@ def solve(tables: Tables) -> tuple[float, list[int]]:
     try:
         return eliminate(tables, TOO_SLOW)
     except UnsupportedError:
-        kept = find_live_values(tables)
-        factors = [(variables, table[numpy.ix_(*(kept[v] for v in variables))]) for variables, table in tables.factors]
+        kept = [*map(tuple, find_live_values(tables))]
+        made: dict[Any, numpy.ndarray] = {}  # layers alike keep the very same tables
+        factors = list[tuple[tuple[int, ...], numpy.ndarray]]()
+        for variables, table in tables.factors:
+            own = tuple(kept[v] for v in variables)
+            known = id(table), own
+            if known not in made:
+                made[known] = table[numpy.ix_(*own)]
+            factors.append((variables, made[known]))
         total, values = eliminate(Tables(tables.constant, [len(own) for own in kept], factors), MOST_CELLS)
         return total, [own[value] for own, value in zip(kept, values, strict=True)]
 
@@ -65,9 +72,10 @@ def find_live_values(tables: Tables) -> list[list[int]]:
     """The values of each variable that no other one beats, whatever the other variables are; of equals the first.
 
     Dead-end elimination (Goldstein, "Efficient rotamer elimination applied to protein side-chains", 1994), until
-    nothing is left to drop.
+    nothing is left to drop. Variables between the very same tables are looked into once.
     """
-    kept = [list(range(size)) for size in tables.sizes]
+    kept = [tuple(range(size)) for size in tables.sizes]
+    known: dict[Any, tuple[int, ...]] = {}
     of: list[list[int]] = [[] for _ in tables.sizes]
     for number, (variables, _) in enumerate(tables.factors):
         for v in variables:
@@ -76,14 +84,20 @@ def find_live_values(tables: Tables) -> list[list[int]]:
     while open_:
         v = next(iter(open_))
         del open_[v]
-        live = _live(v, kept, [tables.factors[number] for number in of[v]])
+        factors = [tables.factors[number] for number in of[v]]
+        alike = kept[v], tuple((u == v or kept[u], id(table)) for us, table in factors for u in us)
+        if alike not in known:
+            known[alike] = _live(v, kept, factors)
+        live = known[alike]
         if len(live) < len(kept[v]):
             kept[v] = live
             open_ |= dict.fromkeys(u for number in of[v] for u in tables.factors[number][0] if u != v)
-    return kept
+    return [*map(list, kept)]
 
 
-def _live(v: int, kept: Sequence[Sequence[int]], factors: Sequence[tuple[tuple[int, ...], numpy.ndarray]]) -> list[int]:
+def _live(
+    v: int, kept: Sequence[Sequence[int]], factors: Sequence[tuple[tuple[int, ...], numpy.ndarray]]
+) -> tuple[int, ...]:
     own = list(kept[v])
     more = numpy.zeros((len(own), len(own)))  # what a row costs more than a column at least
     with numpy.errstate(invalid="ignore"):
@@ -99,7 +113,7 @@ def _live(v: int, kept: Sequence[Sequence[int]], factors: Sequence[tuple[tuple[i
     for row in reversed(range(len(own))):
         if any(more[row, other] > 0 or (more[row, other] == 0 and other < row) for other in left if other != row):
             left.remove(row)
-    return [own[at] for at in left]
+    return tuple(own[at] for at in left)
 
 
 def eliminate(tables: Tables, most: int = MOST_CELLS) -> tuple[float, list[int]]:
