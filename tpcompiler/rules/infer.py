@@ -236,12 +236,12 @@ def merge(options: Sequence[Option]) -> Option | None:
 
 def _cut(rule: Rule, dim: Dim, option: Option, mesh: Mesh) -> DimSharding | None:
     """Return the cut of a dim that follows from the cuts of its factors."""
+    if len(dim) == 1 and (made := rule.over(dim[0])) is not None and made in option.cuts:
+        return _spans(rule, made, option.cuts[made], mesh)
     if option.cuts.keys().isdisjoint(dim):
         return WHOLE
     if isinstance(dim, Joined):
         return DimSharding.of_parts([(rule.extent[f], option.cuts.get(f, WHOLE)) for f in dim])
-    if len(dim) == 1 and (made := rule.over(dim[0])) is not None and made in option.cuts:
-        return _spans(rule, made, option.cuts[made], mesh)
     levels: list[Level] = []
     outer: Size = 1  # the outer factors' remainder after the axes so far, at the first coordinate
     even = True

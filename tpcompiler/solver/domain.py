@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch import fx
@@ -20,7 +20,8 @@ from tpcompiler.rules.infer import Option, is_one
 from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.solver.leaf import Leaf
-from tpcompiler.solver.stage import Stage
+from tpcompiler.solver.pieces import find_pieces
+from tpcompiler.solver.stage import MOST_CHOICES, Stage
 from tpcompiler.solver.ways import (
     Limits,
     Ways,
@@ -78,29 +79,33 @@ def _find_all_ways(domain: Domain) -> None:
     are cut along tokens it may follow, unless it multiplies with weights: these would be whole.
     """
     stage, tokens = domain.stage, _find_tokens(domain)
+    pieces = find_pieces(domain.operands, domain.rules, MOST_CHOICES)
     for node, rule in domain.rules.items():
         if rule is not None:
             is_product = is_attention(node) or factors_of_product(node, rule) is not None
-            own = _limits_without_plan(rule, {} if stage.gathers else tokens[node])
-            limits = own if is_product else _limits_without_plan(rule, {})
+            many = pieces.get(node, frozenset())
+            own = _limits_without_plan(rule, {} if stage.gathers else tokens[node], many)
+            limits = own if is_product else _limits_without_plan(rule, {}, many)
             base = stage.base(node)
-            known = "first", id(rule), stage.name(base), limits, own
-            domain.ways[node] = stage.known.once(known, partial(_every_way, stage, rule, base, limits, own))
+            known = "first", id(rule), stage.name(base), limits, own, bool(many)
+            find = partial(_every_way, stage, rule, base, limits, own, bool(many))
+            domain.ways[node] = stage.known.once(known, find)
     for node in counted([*domain.operands][::-1], "finding choices", "ops"):
         _make_wanted(domain, node)
         _take_operands(domain, node)
     _settle_ways(domain)
 
 
-def _limits_without_plan(rule: Rule, tokens: Mapping[str, bool]) -> Limits:
+def _limits_without_plan(rule: Rule, tokens: Mapping[str, bool], pieces: Set[str]) -> Limits:
     left_out = frozenset(factor for factor in rule.factors if factor.startswith("_"))
-    barred = {f for f, alone in tokens.items() if alone} | {f for f in rule.factors if is_one(rule.extent[f])}
+    barred = {f for f, alone in tokens.items() if alone} | {f for f in rule.factors if is_one(rule.extent[f])} | pieces
     return Limits(frozenset(barred), frozenset(tokens), left_out)
 
 
-def _every_way(stage: Stage, rule: Rule, base: Option, limits: Limits, own: Limits) -> Ways:
+def _every_way(stage: Stage, rule: Rule, base: Option, limits: Limits, own: Limits, is_capped: bool) -> Ways:
     options = (stage.extended(base, each) for each in stage.own_options(rule))
-    return Ways.whole(stage, rule, base, limits, stage.most).adding(stage, options, own)
+    ways = Ways.whole(stage, rule, base, limits, stage.most).adding(stage, options, own)
+    return replace(ways, is_capped=is_capped or ways.is_capped)
 
 
 def _find_planned_ways(domain: Domain) -> None:
