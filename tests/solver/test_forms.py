@@ -26,6 +26,7 @@ from tpcompiler.parallel import pipeline
 from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.passes._forms import find_forms
 from tpcompiler.rules.experts import BY_BLOCK
+from tpcompiler.solver import retries
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.step_time import collectives_of, measure_step_time, seconds_of_ops
 from tpcompiler.solver.task import Aim
@@ -198,6 +199,21 @@ def test_ordinary_models_are_searched_in_one_form() -> None:
     """Experts that are cut inside evenly, short sequences, attention for which there is room; a control is tried."""
     for case, is_tried in ((PLAIN, False), (SHORT, False), (KEYS, False), (LONG, True)):
         assert ("in other forms" in case.placed(2).searches) is is_tried
+
+
+@pytest.mark.parametrize("steps", [16, 64])
+def test_no_form_is_tried_where_ranks_send_nothing(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that they could share takes less time than one collective; no form would be better."""
+    case, aim = Case(Blocks(), ids(steps)), Aim(read_machine("h100"))
+    conversions = [*conversions_of(case.exported(), 2, read_plan("auto")).values()]
+    found = find_placements(conversions, aim)
+    assert not [*collectives_of(found)]
+    assert "in other forms" not in found.searches
+    monkeypatch.setattr(retries, "_could_gain", lambda *_: True)
+    tried = find_placements(conversions, aim)
+    assert "in other forms" in tried.searches
+    assert tried.seconds == found.seconds
+    assert not tried.forms
 
 
 def test_a_form_that_cannot_be_had_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

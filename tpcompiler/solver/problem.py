@@ -152,8 +152,7 @@ def pose(
     problem.domains = combine_domains(stage, problem.alone) if stage.parts else problem.alone[0]
     for at, domain in enumerate(problem.domains):
         domain.weight = objective.weight(at)
-        graph = domain.program.graph
-        domain.kernels = stage.read.once(("kernels", graph), partial(find_kernels, graph, objective.machine.fuses))
+        domain.kernels = find_program_kernels(domain.program.graph, objective, stage.read)
     if stage.rest == AnyStyle():
         _add_layers(problem)
     for domain in problem.domains:
@@ -163,6 +162,11 @@ def pose(
     for change in problem.changes:
         _price_changes(problem, *change)
     return problem
+
+
+def find_program_kernels(graph: fx.Graph, objective: Objective, known: Known) -> dict[fx.Node, Kernel]:
+    """Return each op's part in a kernel, as `find_kernels`, found once for each graph."""
+    return known.once(("kernels", graph), partial(find_kernels, graph, objective.machine.fuses))
 
 
 def _sample_axes(programs: Sequence[PlannedProgram]) -> frozenset[str]:

@@ -20,9 +20,11 @@ from tpcompiler.ir.program import PlannedProgram, relax
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.split_axis import keeps_shares, on_split_axis
 from tpcompiler.solver.memory import measure_memory
+from tpcompiler.solver.problem import find_program_kernels
 from tpcompiler.solver.search import find_bound, search
 from tpcompiler.solver.solution import Openings, Solution, Turns, join_places
 from tpcompiler.solver.stage import Known
+from tpcompiler.solver.step_time import sends_of
 from tpcompiler.solver.task import Styles, Task
 from tpcompiler.solver.variants import find_needed, write_variants
 from tpcompiler.terminal.progress import counted
@@ -31,6 +33,7 @@ Again = Callable[[Task], Solution]
 CLOSE = 1.001  # of a bound, within which no better solution is looked for
 MOST_TRIALS = 12  # searches for placements that fit
 STEPS = 16.0  # by which the price of a byte grows until they do
+SENDING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 MOST_ENTRIES = 32  # of a plan that are left out in turn to find those that conflict
 
 
@@ -178,7 +181,7 @@ def _keeping(program: PlannedProgram, found: Solution) -> PlannedProgram:
 def take_forms(task: Task, best: Solution, again: Again) -> Solution:
     """Search with the programs in other forms, one after the other, and keep each that is better."""
     best = replace(best, given=task.programs)
-    if task.forms is None or math.isinf(best.seconds):
+    if task.forms is None or math.isinf(best.seconds) or not _could_gain(task, best):
         return best
     for find in task.forms.finders:
         styles: Styles = {}
@@ -201,6 +204,24 @@ def take_forms(task: Task, best: Solution, again: Again) -> Solution:
         elif found.rank < best.rank:
             best = replace(found, given=programs, forms=forms, declined=best.declined)
     return best
+
+
+def _could_gain(task: Task, best: Solution) -> bool:
+    """Return False if ranks send nothing, and what they could share takes less time than one collective.
+
+    Kernels start as often in every form, and a form that shares anything sends something for the results, which are
+    whole on every rank.
+    """
+    returned = (value for own in best.programs for value in own.output.all_input_nodes if edit.is_tensor(value))
+    if best.lacks_memory or not all(best.seen(value).is_replicated for value in returned) or any(sends_of(best)):
+        return True
+    objective, mesh, floors = task.objective, best.mesh, 0.0
+    for at, program in enumerate(best.programs):
+        kernels = find_program_kernels(program.graph, objective, task.known)
+        floors += objective.weight(at) * sum(map(objective.floor_seconds, kernels.values()))
+    saved = (best.seconds - floors) * (1 - 1 / mesh.size(mesh.names))
+    sent = (objective.machine.collective_seconds(kind, [axis], 0, mesh) for kind in SENDING for axis in mesh.names)
+    return saved >= min(sent) * min(map(objective.weight, range(len(best.programs))))
 
 
 def _declined(task: Task, styles: Styles, reason: str) -> Iterator[str]:
