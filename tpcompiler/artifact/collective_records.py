@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from msgspec.structs import asdict
@@ -14,6 +15,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.node_placement import reshard_of
 from tpcompiler.ir.program import LocalProgram
+from tpcompiler.ir.text import op_name
 from tpcompiler.runtime.records import Collective, Transfer
 
 
@@ -23,10 +25,11 @@ def collectives_of(programs: Sequence[LocalProgram]) -> list[Collective]:
     calls = [[node for node in edit.calls(each.graph) if edit.is_collective(node)] for each in programs]
     for node, *others in zip(*calls, strict=True):
         change = reshard_of(node)
-        each = zip((node, *others), programs, strict=True)
+        pairs = zip((node, *others) if is_exchange(node) else (node,), programs, strict=False)
+        sent = most_sent([transfer_of(call, mesh, program.ranks[0]) for call, program in pairs])
         out.append(
             Collective(
-                **asdict(most_sent([transfer_of(call, mesh, program.ranks[0]) for call, program in each])),
+                **asdict(sent),
                 node=node.name,
                 module=edit.module_path(node),
                 source=edit.source_line(node),
@@ -39,8 +42,18 @@ def collectives_of(programs: Sequence[LocalProgram]) -> list[Collective]:
 
 
 def most_sent(transfers: Sequence[Transfer]) -> Transfer:
-    """Return what the busiest rank sends: in an all_to_all each may send another number of bytes."""
+    """Return the transfer of the busiest rank: in an exchange of edges each may send another number of bytes."""
     return max(transfers, key=lambda each: (each.wire_bytes, each.payload_bytes))
+
+
+def is_exchange(node: fx.Node) -> bool:
+    """Return True for the first rank's all_to_all to which it gives nothing for itself: only edges are sent."""
+    return op_name(node) == "all_to_all_single" and _keeps_nothing(node, 0)
+
+
+def _keeps_nothing(node: fx.Node, at: int) -> bool:
+    sizes: Any = node.args[2]
+    return type(sizes[at]) is int and sizes[at] == 0
 
 
 def transfer_of(node: fx.Node, mesh: Mesh, rank: int = 0) -> Transfer:
@@ -48,11 +61,8 @@ def transfer_of(node: fx.Node, mesh: Mesh, rank: int = 0) -> Transfer:
     kind = KIND_OF[str(node.target).split(".")[1]]
     axes = mesh.axes_of(str(node.args[-1]))
     payload, size = sum(_bytes(edit.fake(value)) for value in sent_values(node)), mesh.size(axes)
-    wire = wire_bytes(kind, payload, size)
-    if kind == "all_to_all":
-        kept = node.args[2][mesh.index(axes, rank)]  # type: ignore[index]
-        count = sym_hint(edit.fake(kept) if isinstance(kept, fx.Node) else kept)
-        wire = payload - count * edit.fake(sent_values(node)[0]).element_size()
+    is_all_sent = kind == "all_to_all" and _keeps_nothing(node, mesh.index(axes, rank))
+    wire = payload if is_all_sent else wire_bytes(kind, payload, size)
     return Transfer(kind=kind, axis=mesh.text(axes), payload_bytes=payload, group_size=size, wire_bytes=wire)
 
 

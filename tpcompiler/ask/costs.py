@@ -10,7 +10,7 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]  # it ships no types
 
 from tpcompiler._torch import sym_expr, sym_hint
-from tpcompiler.artifact.collective_records import sent_values, transfer_of
+from tpcompiler.artifact.collective_records import is_exchange, sent_values, transfer_of
 from tpcompiler.artifact.counts import predict_call, record_seconds
 from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.ask.written import Written
@@ -131,7 +131,7 @@ def costs_of(written: Written, at: Mapping[str, int], machine: Machine) -> CostT
         is_known = payload.free_symbols <= values.keys()  # what depends on data is as in the example
         sent = wire_bytes(record.kind, int(payload.xreplace(values)) if is_known else record.payload_bytes, ranks)
         share = payload * sympy.Rational(ranks - 1, ranks) * (2 if record.kind == "all_reduce" else 1)
-        if record.kind == "all_to_all":  # as the rank that sends most does; all sizes grow alike
+        if is_exchange(node):  # as the rank that sends most does; all sizes grow alike
             share = sympy.Integer(record.wire_bytes)
             if own := transfer_of(node, mesh).payload_bytes:
                 share = payload * sympy.Rational(record.wire_bytes, own)

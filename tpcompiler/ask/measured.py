@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tpcompiler._torch import TorchDispatchMode
-from tpcompiler.artifact.collective_records import transfer_of
+from tpcompiler.artifact.collective_records import is_exchange, transfer_of
 from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.ask.costs import costs_of, layer_of_record
 from tpcompiler.ask.written import Written
@@ -101,7 +101,7 @@ def compare_counts(
         key = layer_of_record(records[at]) if at < len(records) else "beyond these", call.kind
         count[key] += 1
         wire = wire_bytes(call.kind, call.payload_bytes, len(written.manifest.groups[call.group][0]))
-        if at < len(records) and call.kind == records[at].kind == "all_to_all":
+        if at < len(records) and call.kind == records[at].kind and is_exchange(nodes[at]):
             is_said = call.payload_bytes == transfer_of(nodes[at], mesh).payload_bytes
             wire = records[at].wire_bytes if is_said else wire  # the files say what the busiest rank sends
         sent[key] += wire

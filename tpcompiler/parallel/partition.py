@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 from torch.export import ExportedProgram
 
-from tpcompiler.artifact.collective_records import collectives_of, transfer_of
+from tpcompiler.artifact.collective_records import collectives_of, is_exchange, transfer_of
 from tpcompiler.cost.collective import Collectives
 from tpcompiler.cost.machine import Machine
 from tpcompiler.ir import edit
@@ -18,7 +18,6 @@ from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.program import LocalProgram, PlacedProgram, ShardedProgram
 from tpcompiler.ir.rank_numbers import name_rank_numbers, numbers_of_rank
 from tpcompiler.ir.symm_mem import fitted_text
-from tpcompiler.ir.text import op_name
 from tpcompiler.passes._alike import ranks_alike
 from tpcompiler.passes.bucket_sums import bucket_sums
 from tpcompiler.passes.build_rank_program import Built, build_rank_program
@@ -112,10 +111,13 @@ class Partition:
         return f"{text}; faster so on {basename(self.machine.name)}: {', '.join(sizes) or 'nothing'}"
 
     def collectives(self) -> list[Collective]:
-        """Return every collective that a rank's program calls, in order, with the bytes that the busiest rank sends."""
+        """Return every collective that a rank's program calls, in order, from the program of rank 0.
+
+        An exchange of edges counts as the rank that sends most.
+        """
         first = self.local_program(0)
-        is_uneven = any(op_name(node) == "all_to_all_single" for node in edit.calls(first.graph))
-        return collectives_of([self.local_program(ranks[0]) for ranks in self.classes] if is_uneven else [first])
+        has_edges = any(edit.is_collective(node) and is_exchange(node) for node in edit.calls(first.graph))
+        return collectives_of([self.local_program(ranks[0]) for ranks in self.classes] if has_edges else [first])
 
     def groups(self) -> dict[str, list[list[int]]]:
         """Return the ranks of every group by name: groups over single axes, and over several axes that are used."""

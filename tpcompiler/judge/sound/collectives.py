@@ -9,7 +9,7 @@ from msgspec.structs import asdict
 from torch import fx
 from torch.export import ExportedProgram
 
-from tpcompiler.artifact.collective_records import most_sent, transfer_of
+from tpcompiler.artifact.collective_records import is_exchange, most_sent, transfer_of
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.node_placement import read_claim
@@ -71,12 +71,12 @@ def _check_list(queues: Sequence[Sequence[_Call]], manifest: Manifest, mesh: Mes
         row = manifest.collectives[number]
         known = all(isinstance(size, int) for value in edit.outputs(call.node) for size in value.shape)
         each = [queue[number].node for queue in queues if number < len(queue) and _alike(queue[number], call)]
-        if row.kind != "all_to_all":
+        if known and not is_exchange(call.node):
             each = [call.node]
         elif len(each) < len(queues):  # another finding
             known = False
         sent = {"group_size": mesh.size(mesh.axes_of(call.group))}
-        if known:  # an all_to_all counts as the rank that sends most
+        if known:  # an exchange of edges counts as the rank that sends most
             sent = asdict(most_sent([transfer_of(node, mesh, rank) for rank, node in enumerate(each)]))
         if apart := [key for key, value in sent.items() if getattr(row, key) != value]:
             both = f"has {apart[0]}={sent[apart[0]]}, and the manifest says {getattr(row, apart[0])}"
