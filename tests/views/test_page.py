@@ -235,7 +235,7 @@ def test_it_opens_on_the_summary(chromium: webdriver.Chrome, pages: Path, width:
     said = page.text("details").replace("\n", " ")
     for words in (
         "Summary Rank 0 holds 608 B of 1.18 kB of weights and buffers (51%). In a call it sends 256 B in 2 all_gather.",
-        "1 fallback: gathers that no plan entry asked for all_gather in the model: 256 B. softmax: it needs the dim of 4",
+        "1 fallback: gathers that no plan entry asked for all_gather in the model: 256 B. sort: it needs the dim of 64",
         "To avoid it: change 'up' from colwise to replicate (each rank sends 128 B less per call",
         "Collectives by layer",
         "outside of modules all_gather fallback 1 256 B 128 B",
@@ -343,9 +343,9 @@ def test_a_fallback_says_why(chromium: webdriver.Chrome, pages: Path) -> None:
         "fallback: a collective that no plan entry asked for",
         "critical path: the slowest chain of steps",
     ]  # fmt: skip
-    page.click_node("fallback: softmax")
+    page.click_node("fallback: sort")
     assert "fallback: an op needs the value whole" in page.text("details")
-    assert "Reason\nsoftmax: it needs the dim of 4 whole" in page.text("details")
+    assert "Reason\nsort: it needs the dim of 64 whole" in page.text("details")
 
 
 @pytest.mark.parametrize("width", WIDTHS)
