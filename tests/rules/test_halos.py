@@ -18,6 +18,8 @@ from tests.compared import compare
 from tests.launch import called
 from tests.trust.damage import Artifact
 from tests.zoo.case import randomise
+from tpcompiler.artifact.collective_records import is_exchange
+from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placement_words import describe_sharding
 from tpcompiler.ir.shares import read_sharding
@@ -338,6 +340,15 @@ def test_a_tampered_exchange_is_noticed(damage: Callable[[fx.Graph], None]) -> N
     names = [spec.name for spec in program.manifest().outputs]
     report = compare(program.only.original(), artifact.ranks, (x,), {}, layout_of(program.only), ["input"], names)
     assert not report.ok
+
+
+def test_an_exchange_of_a_file_that_lists_no_sizes() -> None:
+    """It has no rank that keeps nothing, and is counted as any other."""
+    program = converted(nn.Conv2d(1, 1, 3, padding=1), torch.randn(1, 1, 32, WIDTH), {"cp": ROWS}, {"cp": 4})
+    (node,) = (node for node in program.rank_program(0).graph.nodes if edit.is_collective(node))
+    assert is_exchange(node)
+    node.args = (node.args[0], node.args[1], [], node.args[3])
+    assert not is_exchange(node)
 
 
 @pytest.mark.slow

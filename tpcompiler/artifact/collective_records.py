@@ -52,8 +52,8 @@ def is_exchange(node: fx.Node) -> bool:
 
 
 def _keeps_nothing(node: fx.Node, at: int) -> bool:
-    sizes: Any = node.args[2]
-    return type(sizes[at]) is int and sizes[at] == 0
+    sizes: Any = node.args[2]  # of a file, which may list too few
+    return at < len(sizes) and type(sizes[at]) is int and sizes[at] == 0
 
 
 def transfer_of(node: fx.Node, mesh: Mesh, rank: int = 0) -> Transfer:
