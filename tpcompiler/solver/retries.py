@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
 
+from tpcompiler.cost.collective import KINDS
 from tpcompiler.errors import TpCompilerError, UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.constraints import AnyStyle, Constraint, Dims
@@ -33,7 +34,6 @@ Again = Callable[[Task], Solution]
 CLOSE = 1.001  # of a bound, within which no better solution is looked for
 MOST_TRIALS = 12  # searches for placements that fit
 STEPS = 16.0  # by which the price of a byte grows until they do
-SENDING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 MOST_ENTRIES = 32  # of a plan that are left out in turn to find those that conflict
 
 
@@ -220,7 +220,7 @@ def _could_gain(task: Task, best: Solution) -> bool:
         kernels = find_program_kernels(program.graph, objective, task.known)
         floors += objective.weight(at) * sum(map(objective.floor_seconds, kernels.values()))
     saved = (best.seconds - floors) * (1 - 1 / mesh.size(mesh.names))
-    sent = (objective.machine.collective_seconds(kind, [axis], 0, mesh) for kind in SENDING for axis in mesh.names)
+    sent = (objective.machine.collective_seconds(kind, [axis], 0, mesh) for kind in KINDS for axis in mesh.names)
     return saved >= min(sent) * min(map(objective.weight, range(len(best.programs))))
 
 
