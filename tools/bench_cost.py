@@ -106,7 +106,7 @@ def write(
 ) -> float:
     """Write an artifact by this plan; return the predicted seconds of a step."""
     conversions = conversions_of(programs.get(SINGLE, programs), ranks, read_plan(plan))
-    _, made = convert_programs(conversions, Aim(machine, calls=read_calls(calls, conversions)))
+    _, made = convert_programs(conversions, Aim(machine, calls=tuple(read_calls(calls, conversions).values())))
     ParallelProgram(made).save(folder)
     return sum(calls[name] * own.predict(machine).total.total for name, own in made.items())
 

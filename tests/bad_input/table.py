@@ -19,6 +19,7 @@ from tests.bad_input import (
     rows_plans,
     rows_reasons,
     rows_searches,
+    rows_sets,
     rows_training,
     rows_weights,
 )
@@ -46,6 +47,7 @@ TABLE: dict[str, list[Row]] = {
     "Under torchrun": rows_launches.LAUNCHES,
     "Calls from Python": rows_calls.CALLS,
     "Training": rows_training.TRAINING,
+    "Several models": rows_sets.SETS,
 }
 
 TOP = """# Bad input

@@ -49,7 +49,9 @@ def tree_names(spec: Any) -> list[str]:
     If a class does not name its parts, leaves are numbered.
     """
     try:
-        leaves, _ = tree_flatten_with_path(tree_unflatten(list(range(spec.num_leaves)), spec))
+        # Tensors, because the caches of transformers' exporters take numbers for constants.
+        tensors = [torch.empty(0) for _ in range(spec.num_leaves)]
+        leaves, _ = tree_flatten_with_path(tree_unflatten(tensors, spec))
     except ValueError:  # a class registered without names for its parts
         return [str(at) for at in range(spec.num_leaves)]
     names: list[str] = []

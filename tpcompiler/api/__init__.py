@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,19 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.optimizer import read_optimizer
 from tpcompiler.ir.placements import PlacementSpec, parse_placement
 from tpcompiler.parallel.conversion import Conversion, share_conversions
+from tpcompiler.parallel.converted import ConvertedProgram
+from tpcompiler.parallel.families import find_families
 from tpcompiler.parallel.pipeline import convert_programs, find_placements
 from tpcompiler.passes.apply_plan import names_of
 from tpcompiler.plan import SEARCHES, Plan, join_plans
 from tpcompiler.runtime.artifact import SINGLE, is_single
+from tpcompiler.runtime.beside import families
 from tpcompiler.runtime.place import place_state
 from tpcompiler.runtime.records import Optimizer
 from tpcompiler.solver.task import Aim, Goal
 
 SEVERAL = (Mapping, list, tuple)  # types that hold several programs
+DEGREES = '{"draft": 1}'
 WEIGHTS = '{"prefill": 1, "decode": 256}'
 Given = Mapping[str, Any] | Sequence[Any] | None
 Programs = Mapping[str, ExportedProgram] | Sequence[tuple[str, ExportedProgram]]
@@ -55,6 +59,7 @@ def parallelize(
     optimize: Goal = "latency",
     optimizer: Optimizer = "adamw",
     weights: Mapping[str, float] | None = None,
+    degrees: Mapping[str, int] | None = None,
     dump: str | os.PathLike[str] | None = None,
 ) -> ParallelProgram:
     """Turn a single-device exported program into one program per rank, without GPUs or launched processes.
@@ -85,6 +90,9 @@ def parallelize(
             numbers for each element), "sgd" (with momentum: one) or "none".
         weights: the number of calls of several programs, by name: {"prefill": 1, "decode": 256}. By default all
             count the same.
+        degrees: programs of several that run over fewer ranks than the mesh has, by name: {"draft": 1} runs the draft
+            model whole on every rank, and with 2 of 4 ranks there are two copies. A plan shards them over their
+            own ranks. They share tensors with programs of the same degree only.
         dump: a directory for a numbered text of the program after every pass.
 
     Raises:
@@ -93,11 +101,14 @@ def parallelize(
     """
     read = read_plan(plan)
     conversions = conversions_of(
-        exported_program, mesh, read, inputs, outputs, device_type, dump, collectives, check_indices
+        exported_program, mesh, read, inputs, outputs, device_type, dump, collectives, check_indices, degrees
     )
     calls = read_calls(weights, conversions)
-    aim = _aim(machine, memory, optimize, optimizer, calls, searches=read.searches, collectives=collectives)
-    return ParallelProgram(convert_programs(conversions, aim)[1])
+    made = dict[str, ConvertedProgram]()
+    for family in families(conversions, lambda own: own.family):
+        aim = _aim(machine, memory, optimize, optimizer, calls, family, read.searches, collectives)
+        made |= convert_programs(family, aim)[1]
+    return ParallelProgram({name: made[name] for name in conversions})
 
 
 @collector_rests()
@@ -113,6 +124,7 @@ def find_plan(
     optimize: Goal = "latency",
     optimizer: Optimizer = "adamw",
     weights: Mapping[str, float] | None = None,
+    degrees: Mapping[str, int] | None = None,
 ) -> Plan:
     """Return the plan that the search finds; `parallelize` turns it into the same programs as "auto".
 
@@ -125,13 +137,15 @@ def find_plan(
         PlanError, MeshError, MachineError, ShardingError, ProgramError, UnsupportedError: as `parallelize`.
     """
     given = read_plan(plan).with_search()
-    conversions = conversions_of(exported_program, mesh, given, inputs, outputs)
-    calls = read_calls(weights, conversions)
-    aim = _aim(machine, memory, optimize, optimizer, calls, searches=True)
-    found = find_placements([*conversions.values()], aim)
-    formed = [own.with_styles(*found.forms) for own in conversions.values()]
-    names = [name for own in formed for name in names_of(own.program)]
-    return join_plans([own.plan for own in formed]).completed(found.styles, names)
+    conversions = conversions_of(exported_program, mesh, given, inputs, outputs, degrees=degrees)
+    calls, plans = read_calls(weights, conversions), []
+    for family in families(conversions, lambda own: own.family):
+        aim = _aim(machine, memory, optimize, optimizer, calls, family, searches=True)
+        found = find_placements([*family.values()], aim)
+        formed = [own.with_styles(*found.forms) for own in family.values()]
+        names = [name for own in formed for name in names_of(own.program)]
+        plans.append(join_plans([own.plan for own in formed]).completed(found.styles, names))
+    return join_plans(plans)
 
 
 def conversions_of(
@@ -144,9 +158,12 @@ def conversions_of(
     dump: str | os.PathLike[str] | None = None,
     collectives: Collectives = "nccl",
     check_indices: bool = True,
+    degrees: Mapping[str, int] | None = None,
 ) -> dict[str, Conversion]:
     """Turn the arguments of `parallelize` into conversions by program."""
     mesh = Mesh.of(mesh)
+    several = _named(exported_program) if isinstance(exported_program, SEVERAL) else {}
+    meshes = _meshes(mesh, degrees or {}, several)
     if not isinstance(exported_program, SEVERAL):
         boundary = _specs(inputs, "input"), _specs(outputs, "output")
         one: Any = exported_program  # the first pass rejects anything that is not a program
@@ -154,7 +171,7 @@ def conversions_of(
     conversions = {
         name: Conversion.of(
             program,
-            mesh,
+            meshes[name],
             plan,
             (_specs(_of(inputs, name), "input"), _specs(_of(outputs, name), "output")),
             device_type,
@@ -162,9 +179,31 @@ def conversions_of(
             collectives,
             check_indices,
         )
-        for name, program in _named(exported_program).items()
+        for name, program in several.items()
     }
-    return share_conversions(conversions)
+    return share_conversions(find_families(conversions))
+
+
+def _meshes(mesh: Mesh, degrees: Mapping[str, int], names: Collection[str]) -> dict[str, Mesh]:
+    """Return the mesh of each of several programs; one with its own degree has the axis of the layers alone.
+
+    Raises:
+        PlanError: a degree for no program.
+        MeshError: a degree that does not divide the ranks.
+    """
+    if unknown := sorted(degrees.keys() - set(names)):
+        raise PlanError(
+            f"{option('--degree', 'degrees')} names {unknown[0]!r}, and the programs are {', '.join(names) or 'one'}",
+            help=f"give a degree to one of several programs: {option('draft=1', DEGREES)}",
+        )
+    made = {name: Mesh.of({mesh.model_axis: degree}) for name, degree in degrees.items()}
+    for name, own in made.items():
+        if mesh.world_size % own.world_size:
+            raise MeshError(
+                f"the degree of {name!r} is {own.world_size}, which does not divide the {mesh.world_size} ranks",
+                help=f"give a divisor of {mesh.world_size}",
+            )
+    return dict.fromkeys(names, mesh) | made
 
 
 def read_plan(plan: Plan | Mapping[str, object] | str | os.PathLike[str]) -> Plan:
@@ -177,31 +216,33 @@ def _aim(
     memory: int | None,
     optimize: Goal,
     optimizer: str,
-    calls: tuple[float, ...],
+    calls: Mapping[str, float],
+    programs: Iterable[str],
     searches: bool,
     collectives: Collectives = "nccl",
 ) -> Aim:
     described = read_machine(machine).using(collectives)
     is_limited = memory is not None or machine is not None or searches
     limit = described.usable_memory if memory is None else memory
-    return Aim(described, limit if is_limited else None, optimize, calls, optimizer=read_optimizer(optimizer))
+    own = tuple(calls[name] for name in programs) if calls else ()
+    return Aim(described, limit if is_limited else None, optimize, own, optimizer=read_optimizer(optimizer))
 
 
-def read_calls(weights: Mapping[str, float] | None, names: Collection[str]) -> tuple[float, ...]:
-    """Return the number of calls of each program, in order; empty if all count the same.
+def read_calls(weights: Mapping[str, float] | None, names: Collection[str]) -> dict[str, float]:
+    """Return the number of calls of each program by name; empty if all count the same.
 
     Raises:
         PlanError: the names are not the programs', or the numbers are not positive.
     """
     if weights is None:
-        return ()
+        return {}
     if {*weights} != {*names} or not all(0 < weight < math.inf for weight in weights.values()):
         known = "one" if is_single(names) else ", ".join(names)
         raise PlanError(
             f"{option('--calls', 'weights')} are {dict(weights)}, and the programs are {known}",
             help=f"give each of several programs a number above 0: {option('prefill=1,decode=256', WEIGHTS)}",
         )
-    return tuple(float(weights[name]) for name in names)
+    return {name: float(weights[name]) for name in names}
 
 
 def _named(programs: Programs) -> dict[str, ExportedProgram]:

@@ -228,7 +228,7 @@ def diagnose(
         raise MeshError(f"the degrees of {AXIS} are tried, and none is given", help="give the other axes, such as dp=2")
     one = Mesh.of({**(other_axes or {}), AXIS: 1})
     conversions = conversions_of(exported_program, one, read_plan("auto"), inputs, outputs)
-    calls = read_calls(weights, conversions)
+    calls = tuple(read_calls(weights, conversions).values())
     examined = _Examined(conversions, Aim(described, calls=calls, optimizer=read_optimizer(optimizer)), limit)
     degrees, stopped = {1: examined.degree(1)}, list[Stop]()
     candidates = [2]

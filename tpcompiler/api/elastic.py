@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -27,10 +28,12 @@ from tpcompiler.ir.shares import same_bits
 from tpcompiler.judge.sound.check import read_proved_model
 from tpcompiler.parallel.compared import on_cpu
 from tpcompiler.parallel.conversion import Conversion, asked_boundary, share_conversions
+from tpcompiler.parallel.converted import ConvertedProgram
 from tpcompiler.parallel.pipeline import convert_programs
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.plan import Plan, join_plans
 from tpcompiler.runtime.artifact import MODEL, Manifest, is_single
+from tpcompiler.runtime.beside import families, largest_world
 from tpcompiler.runtime.program_files import ProgramFiles, open_programs
 from tpcompiler.runtime.target import free_target, in_place_of, refuse_full_disk, replacing
 from tpcompiler.runtime.weightless import weightless_names
@@ -59,15 +62,16 @@ def reshard(
     target = free_target(directory, force=force)
     stored = [program.files for program in programs.values() if isinstance(program, StoredProgram)]
     _refuse_inside(stored, target)
-    source = RankShares(*stored) if stored else None  # rejects bad files before the expensive steps below
+    sources = [RankShares(*own.values()) for own in _families(stored)]  # rejects bad files before what follows
     originals = {name: _read_model(program) for name, program in programs.items()}
     manifests = {name: program.manifest for name, program in programs.items()}
     first = next(iter(manifests.values()))
+    world = largest_world(manifests).world_size  # programs of fewer ranks keep their mesh
     plan = join_plans([Plan.of(manifest.plan) for manifest in manifests.values()])
     conversions = {
         name: Conversion.of(
             originals[name],
-            mesh,
+            mesh if manifest.world_size == world else Mesh.of(manifest.mesh),
             plan,
             (asked_boundary(manifest, "inputs"), asked_boundary(manifest, "outputs")),
             first.device_type,
@@ -79,19 +83,32 @@ def reshard(
     }
     machine = machine_of(first.asked)
     aim = Aim(machine, machine.usable_memory if plan.searches else None, optimizer=first.asked.optimizer)
-    _, converted = convert_programs(conversions if is_single(conversions) else share_conversions(conversions), aim)
+    if not is_single(conversions):
+        conversions = share_conversions(
+            {name: replace(own, family=manifests[name].family or "") for name, own in conversions.items()}
+        )
+    converted = dict[str, ConvertedProgram]()
+    for family in families(conversions, lambda own: own.family):
+        converted |= convert_programs(family, aim)[1]
+    converted = {name: converted[name] for name in conversions}
     with in_place_of(target, force=force) as temporary:
         try:
             write(converted, temporary / "new")
             for file in (temporary / "new").iterdir():
                 file.rename(temporary / file.name)
             (temporary / "new").rmdir()
-            if source is not None and any(map(weightless_names, originals.values())):
-                cut_programs(open_programs(temporary).values(), source, partial=True, progress=progress)
+            if any(map(weightless_names, originals.values())):
+                written = _families(open_programs(temporary).values())
+                for own, source in zip(written, sources, strict=bool(sources)):
+                    cut_programs(own.values(), source, partial=True, progress=progress)
         except ArtifactError as error:
             if isinstance(error.__cause__, OSError) and os.fspath(temporary) in error.message:
                 raise error.__cause__ from None  # `in_place_of` names the target, and nothing remains to continue from
             raise
+
+
+def _families(files: Iterable[ProgramFiles]) -> list[dict[str, ProgramFiles]]:
+    return families({each.name: each for each in files}, lambda each: each.manifest.family)
 
 
 def merge(program: ArtifactProgram, path: str | os.PathLike[str], *, safetensors: bool = False) -> None:

@@ -70,13 +70,15 @@ class ParallelProgram(Programs["ParallelProgram"]):
             ProgramError: the program was exported without weights.
             InternalError: the written programs, read back and checked, are not sound.
         """
-        first: dict[str, str] = {}
         writers = {}
-        for name, program in self._programs.items():
-            leaves = [row.name for row in program.manifest.tensors]
-            elsewhere = {leaf: first[leaf] for leaf in leaves if leaf in first}
-            first = {**dict.fromkeys(leaves, name), **first}
-            writers[name] = program.writer(keep_output_types=keep_output_types, layout=layout, elsewhere=elsewhere)
+        for family in self.families():
+            first: dict[str, str] = {}
+            for name, program in family.items():
+                leaves = [row.name for row in program.manifest.tensors]
+                elsewhere = {leaf: first[leaf] for leaf in leaves if leaf in first}
+                first = {**dict.fromkeys(leaves, name), **first}
+                writers[name] = program.writer(keep_output_types=keep_output_types, layout=layout, elsewhere=elsewhere)
+        writers = {name: writers[name] for name in self}
         package = read_package(self._directory) if self._directory is not None and not is_single(self) else None
 
         def finish(folder: Path) -> None:
@@ -112,6 +114,7 @@ class ParallelProgram(Programs["ParallelProgram"]):
         checkpoint: str | os.PathLike[str] | None = None,
         steps: int = 0,
         optimizer: str = "adamw",
+        scenario: str | os.PathLike[str] | None = None,
     ) -> VerifyReport:
         """Run all ranks in lock step in this process and compare them with the single-device program.
 
@@ -132,6 +135,8 @@ class ParallelProgram(Programs["ParallelProgram"]):
             steps: of a program with gradients, the number of steps of an optimizer on all ranks and on the single
                 device, whose parameters are compared after each. The calls are repeated in turn.
             optimizer: "adamw" (learning rate 0.001) or "sgd" (0.1, with momentum 0.9).
+            scenario: instead of inputs, a YAML file with calls of several programs, in which inputs may be outputs of
+                earlier calls (docs/model-sets.md).
 
         Raises:
             InputsError: the program rejects the arguments or has no example inputs, or no program has the name; or
@@ -140,7 +145,9 @@ class ParallelProgram(Programs["ParallelProgram"]):
         """
         if original is not None:
             self.only  # noqa: B018  (raises for several)
-        return verify_programs(self._programs, args, kwargs or {}, then, original, checkpoint, steps, optimizer)
+        return verify_programs(
+            self._programs, args, kwargs or {}, then, original, checkpoint, steps, optimizer, scenario
+        )
 
     def check(
         self, original: ExportedProgram | None = None, *, checkpoint: str | os.PathLike[str] | None = None
@@ -265,10 +272,18 @@ class ParallelProgram(Programs["ParallelProgram"]):
             progress: called with (bytes written, total); reports to the progress listener by default.
 
         Raises:
-            ArtifactError: the program is not in files, or has its weights; the checkpoint does not fit it (all faults
-                at once), an interrupted cut of another checkpoint exists, or a file cannot be written.
+            ArtifactError: the program is not in files, or has its weights; or the programs are of several models; the
+                checkpoint does not fit it (all faults at once), an interrupted cut of another checkpoint exists, or a
+                file cannot be written.
         """
-        cut_programs(self._files(), checkpoint, ranks, partial=partial, force=force, progress=progress)
+        files = self._files()
+        if len(models := self.families()) > 1:
+            name = next(iter(models[-1]))
+            raise ArtifactError(
+                f"{self._directory} holds programs of {len(models)} models: {'; '.join(map(', '.join, models))}",
+                help=f"cut each from its own checkpoint: tpcompiler cut {self._directory}/{name} --checkpoint DIR",
+            )
+        cut_programs(files, checkpoint, ranks, partial=partial, force=force, progress=progress)
         self._reopen()
 
     def package(

@@ -24,6 +24,7 @@ from tpcompiler.errors import ArtifactError, option
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.parallel.converted import ConvertedProgram
 from tpcompiler.runtime.artifact import Manifest, is_single
+from tpcompiler.runtime.beside import families
 from tpcompiler.runtime.records import Collective
 from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.terminal.tables import Part, Report, Shown, text_of
@@ -97,7 +98,12 @@ class Programs(Shown, Mapping[str, T]):
 
     @property
     def mesh(self) -> Mesh:
-        return next(iter(self._programs.values())).mesh
+        """The mesh of the programs that have the most ranks; ranks run a program of fewer in copies."""
+        return max((program.mesh for program in self._programs.values()), key=lambda mesh: mesh.world_size)
+
+    def families(self) -> list[dict[str, ArtifactProgram]]:
+        """Return the programs of each family, which share tensors by name."""
+        return families(self._programs, lambda program: program.manifest.family)
 
     @property
     def world_size(self) -> int:

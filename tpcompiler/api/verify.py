@@ -16,8 +16,9 @@ from torch.export import ExportedProgram
 from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.artifact.stored import StoredProgram
 from tpcompiler.errors import InputsError, option
-from tpcompiler.judge.compare.compare import VerifyReport, compare_calls, read_call
+from tpcompiler.judge.compare.compare import Call, VerifyReport, compare_calls, read_call
 from tpcompiler.judge.compare.processes import LONGEST, answers_of_ranks
+from tpcompiler.judge.compare.scenario import read_scenario
 from tpcompiler.judge.compare.subject import Run, Subject, shares_of
 from tpcompiler.judge.sound.check import read_proved_model
 from tpcompiler.parallel.compared import compared_calls, on_cpu, subject_of
@@ -28,7 +29,6 @@ from tpcompiler.runtime.program_files import ProgramFiles
 from tpcompiler.runtime.weightless import weightless_names
 
 OWN = "the weights are the ranks' own: whether they are the model's, --checkpoint or --against would show"
-Call = tuple[str, Sequence[Any], Mapping[str, Any]]
 
 
 def verify_programs(
@@ -40,6 +40,7 @@ def verify_programs(
     checkpoint: str | os.PathLike[str] | None = None,
     steps: int = 0,
     optimizer: str = "adamw",
+    scenario: str | os.PathLike[str] | None = None,
 ) -> VerifyReport:
     """Run all ranks of an artifact's programs and compare them with the model (`ParallelProgram.verify`).
 
@@ -55,7 +56,10 @@ def verify_programs(
         model = original if original is not None or not program.manifest.files else program.original()
         own |= model is not None and checkpoint is None and bool(weightless_names(model))
         subjects[SINGLE if alone else name] = subject_of(program, model, checkpoint)
-    calls = _read_calls(subjects, args, kwargs, then)
+    if scenario is not None:
+        calls = read_scenario(Path(scenario), {name: subject.reference for name, subject in subjects.items()})
+    else:
+        calls = _read_calls(subjects, args, kwargs, then)
     if steps:
         calls = list(itertools.islice(itertools.cycle(calls), steps))
     report = compared_calls(subjects, calls, optimizer if steps else None)
@@ -105,7 +109,7 @@ def verify_package(
         InputsError: the model was saved without example inputs.
         LaunchError: a rank fails, or does not end in time.
     """
-    subjects, calls = dict[str, Subject](), list[Call]()
+    subjects, calls = dict[str, Subject](), list[tuple[str, Sequence[Any], Mapping[str, Any]]]()
     without = f"package it with {option('--no-check', 'check=False')}"
     for each in files:
         program = StoredProgram(each)

@@ -24,6 +24,7 @@ from tpcompiler.cli.options import (
     DEFECT,
     Calls,
     Checkpoint,
+    Degrees,
     Force,
     Imports,
     Json,
@@ -234,6 +235,7 @@ def convert(
     optimize: Optimize = "latency",
     optimizer: Optimizer = "adamw",
     calls: Calls = None,
+    degree: Degrees = None,
     budget: Limits = None,
     json: Json = False,
 ) -> None:
@@ -250,6 +252,7 @@ def convert(
       tpcompiler convert model.pt2 --tp 8 --plan plan.yaml -o out --budget "2 all_reduce/layer" --budget "0 fallbacks"
       tpcompiler convert weightless.pt2 --tp 2 --plan DIR/config.json --checkpoint DIR -o out
       tpcompiler convert prefill.pt2 decode.pt2 --tp 2 --plan DIR/config.json -o out
+      tpcompiler convert target.pt2 draft.pt2 --tp 4 --degree draft=1 -o out
     """
     refuse_two_meshes(tp, mesh)
     if out is None and not dry_run:
@@ -289,6 +292,7 @@ def convert(
             optimize=optimize,
             optimizer=optimizer,
             weights=calls,
+            degrees=degree,
         )
         alone = is_single(made)
         for name, program in made.items() if limits != Budget() else ():

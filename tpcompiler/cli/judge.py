@@ -30,6 +30,14 @@ def verify(
             "inputs.",
         ),
     ] = None,
+    scenario: Annotated[
+        Path | None,
+        typer.Option(
+            "--scenario",
+            metavar="FILE",
+            help="Calls of several programs, in which inputs may be outputs of earlier calls (YAML).",
+        ),
+    ] = None,
     bisect: Annotated[
         Path | None,
         typer.Option(
@@ -57,7 +65,7 @@ def verify(
     """Run all ranks, and compare them with the model.
 
     The ranks run in lock step in this process. Without --against, the model is the artifact's copy, with the ranks' own
-    weights. Exits with 1 if outputs differ.
+    weights. Several programs are called once each, or as a scenario specifies. Exits with 1 if outputs differ.
 
     \b
     Example:
@@ -65,6 +73,7 @@ def verify(
       tpcompiler verify out --against model.pt2 --inputs in.safetensors
       tpcompiler verify out --checkpoint checkpoint
       tpcompiler verify out --steps 3 --optimizer adamw
+      tpcompiler verify out --scenario calls.yaml
     """
     with progress(f"reading {against or directory}", quiet=json) as status:
         from tpcompiler.api.parallel_program import open
@@ -74,24 +83,37 @@ def verify(
         from tpcompiler.runtime.model_file import import_modules, read_model
 
         artifact = open(directory, trust)  # its errors come before the model is read
-        program = artifact.only
+        is_set = scenario is not None or len(artifact) > 1
+        own_words = {"--against": against, "--inputs": inputs, "--bisect": bisect}
+        if is_set and (words := [word for word, value in own_words.items() if value]):
+            raise typer.BadParameter("it is for one program: give OUT/NAME, without --scenario", param_hint=words[0])
         import_modules(imports or ())
-        original = read_model(against, trust=trust) if against else program.original()
-        calls: list[Any] = [read_inputs(file, original) for file in inputs or ()]
-        if not calls:
-            calls = [examples_of(original, str(against or directory), "give inputs with --inputs FILE")]
-        if cost := printing.cost_of_verifying(program.manifest):
-            typer.echo(cost, err=True)
-        status.update("running the model and all ranks")
+        original, calls = None, list[Any]([(None, {})])
+        if not is_set:
+            original = read_model(against, trust=trust) if against else artifact.only.original()
+            calls = [read_inputs(file, original) for file in inputs or ()]
+            calls = calls or [examples_of(original, str(against or directory), "give inputs with --inputs FILE")]
+        for program in artifact.values():
+            if cost := printing.cost_of_verifying(program.manifest()):
+                typer.echo(cost, err=True)
+        status.update(f"running the model{'s' * is_set} and all ranks")
         report = artifact.verify(
-            *calls[0], then=calls[1:], original=original, checkpoint=checkpoint, steps=steps, optimizer=optimizer
+            *calls[0],
+            then=calls[1:],
+            original=original,
+            checkpoint=checkpoint,
+            steps=steps,
+            optimizer=optimizer,
+            scenario=scenario,
         )
     printing.print_answer(json, report, str(report).splitlines())
     if bisect is not None and not report.ok:
         with progress("converting again, to find the smallest wrong part", quiet=json):
             from tpcompiler.api.bisect import bisect_artifact
 
-            result = bisect_artifact(program, program.fill(original, checkpoint), *calls[0], target=bisect)
+            assert original is not None
+            filled = artifact.only.fill(original, checkpoint)
+            result = bisect_artifact(artifact.only, filled, *calls[0], target=bisect)
         typer.echo(result, err=True)
     if not report.ok:
         raise typer.Exit(NOT_EQUAL)

@@ -188,6 +188,29 @@ Calls = Annotated[
 ]
 
 
+def read_degrees(text: str) -> dict[str, int]:
+    """Read `draft=1,vision=2`.
+
+    Raises:
+        BadParameter: the text has another form.
+    """
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(re.fullmatch(r"\s*[1-9]\d{0,8}\s*", degree, re.ASCII) for _, _, degree in pairs):
+        raise typer.BadParameter(f"{text!r} does not give programs ranks, as draft=1 does", param_hint="--degree")
+    return {name.strip(): int(degree) for name, _, degree in pairs}
+
+
+Degrees = Annotated[
+    Any,
+    typer.Option(
+        "--degree",
+        metavar="NAME=N,..",
+        parser=read_degrees,
+        help="Programs that run over fewer ranks, in copies: draft=1 is whole on every rank.",
+    ),
+]
+
+
 Optimize = Annotated[
     Literal["latency", "memory"],
     typer.Option("--optimize", help="latency: the fastest call that fits; memory: the fewest bytes per rank."),

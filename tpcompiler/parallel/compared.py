@@ -6,7 +6,6 @@ import functools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from msgspec import structs
 from torch.export import ExportedProgram
@@ -22,7 +21,7 @@ from tpcompiler.ir.program import Program
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import row_sharding
 from tpcompiler.ir.symm_mem import expand_collectives
-from tpcompiler.judge.compare.compare import VerifyReport, compare_calls
+from tpcompiler.judge.compare.compare import Call, VerifyReport, compare_calls
 from tpcompiler.judge.compare.judge import Layout
 from tpcompiler.judge.compare.subject import Subject
 from tpcompiler.judge.sound.boundary import compare_calling
@@ -51,7 +50,7 @@ def layout_of(program: ArtifactProgram) -> Layout:
 
 def compared_calls(
     subjects: Mapping[str, Subject],
-    calls: Sequence[tuple[str, Sequence[Any], Mapping[str, Any]]],
+    calls: Sequence[Call],
     optimizer: str | None = None,
 ) -> VerifyReport:
     """Run `compare_calls` with the programs moved to the device of the originals' tensors."""
@@ -101,6 +100,7 @@ def subject_of(
         canonical.output_names(),
         canonical.source,
         indices=manifest.inputs,
+        family=manifest.family,
     )
 
 

@@ -11,9 +11,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from torch.export import ExportedProgram
 
-from tpcompiler._torch import FakeTensor
 from tpcompiler.cost.collective import Collectives
-from tpcompiler.errors import ProgramError
 from tpcompiler.frontend.plain_weights import drop_replaced, unwrap_subclasses
 from tpcompiler.ir.devices import device_type_for
 from tpcompiler.ir.invariants import check_invariants
@@ -21,7 +19,6 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import format_spec, parse_placement
 from tpcompiler.ir.program import CanonicalProgram, Note, Program
 from tpcompiler.ir.rebuilt import rebuilt
-from tpcompiler.ir.shares import same_bits
 from tpcompiler.ir.symm_mem import refuse_symm_mem
 from tpcompiler.ir.text import program_text
 from tpcompiler.passes.apply_plan import Boundary, names_of
@@ -49,7 +46,10 @@ def unseen(program: P, name: str) -> P:
 
 @dataclass(frozen=True)
 class Conversion:
-    """An exported program in canonical form, and how it is to be converted."""
+    """An exported program in canonical form, and how it is to be converted.
+
+    `family`: the name of the first of several programs that share their tensors by name.
+    """
 
     exported: ExportedProgram
     program: CanonicalProgram
@@ -61,6 +61,7 @@ class Conversion:
     collectives: Collectives
     check_indices: bool = True
     dropped: tuple[Note, ...] = ()
+    family: str = ""
 
     @classmethod
     def of(
@@ -121,29 +122,11 @@ def share_conversions(conversions: Mapping[str, Conversion]) -> dict[str, Conver
 
     Raises:
         PlanError: an entry matches in none of them.
-        ProgramError: a leaf of one name that is not one tensor.
     """
     programs = [own.program for own in conversions.values()]
     held, used = [names_of(each) for each in programs], [names_of(each, used=True) for each in programs]
     plans = share_plan([own.plan for own in conversions.values()], held, used)
-    _refuse_unlike_leaves(conversions)
     return {name: replace(own, plan=plan) for (name, own), plan in zip(conversions.items(), plans, strict=True)}
-
-
-def _refuse_unlike_leaves(conversions: Mapping[str, Conversion]) -> None:
-    first: dict[str, tuple[str, CanonicalProgram]] = {}
-    for name, conversion in conversions.items():
-        for _, fqn in conversion.program.leaves():
-            known, program = first.setdefault(fqn, (name, conversion.program))
-            ours, theirs = conversion.program.state(fqn), program.state(fqn)
-            # Of weights without values a checkpoint says, by name, what they are.
-            unknown = isinstance(ours, FakeTensor) and isinstance(theirs, FakeTensor)
-            if ours.shape != theirs.shape or ours.dtype != theirs.dtype or not (unknown or same_bits(ours, theirs)):
-                raise ProgramError(
-                    f"'{fqn}' is {list(theirs.shape)} of {theirs.dtype} in program '{known}' and {list(ours.shape)} of "
-                    f"{ours.dtype} in '{name}', or its values differ",
-                    help="export all programs from one model, one after the other, with nothing run in between",
-                )
 
 
 def _said(boundary: Boundary) -> Any:

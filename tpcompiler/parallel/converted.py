@@ -26,7 +26,7 @@ from tpcompiler.parallel.manifest import manifest_of
 from tpcompiler.parallel.partition import Partition
 from tpcompiler.parallel.writing import writer_of
 from tpcompiler.plan import Plan
-from tpcompiler.runtime.artifact import Manifest, write_program
+from tpcompiler.runtime.artifact import SINGLE, Manifest, write_program
 from tpcompiler.runtime.rank_file import Weights, put_state
 from tpcompiler.runtime.records import Asked
 from tpcompiler.runtime.weightless import weightless_names
@@ -38,7 +38,7 @@ class ConvertedProgram(ArtifactProgram):
     Attributes:
         plan: with the styles that the search found.
         asked: the caller's other arguments.
-        siblings: all programs that were converted together, by name.
+        siblings: the programs that share tensors with it, by name, itself included.
         searches: their number in words; empty if a plan names all layers.
     """
 
@@ -91,9 +91,9 @@ class ConvertedProgram(ArtifactProgram):
         manifest = manifest_of(self.partition, self.plan, self.asked, self.notes)
         first = {fqn: each.name for each in reversed(self.together()) for _, fqn in each.resharded.leaves()}
         stored = {fqn: name for fqn, name in first.items() if name != self.name}
-        return structs.replace(
-            manifest, tensors=[structs.replace(row, stored_in=stored.get(row.name)) for row in manifest.tensors]
-        )
+        tensors = [structs.replace(row, stored_in=stored.get(row.name)) for row in manifest.tensors]
+        family = None if self.name == SINGLE else self.together()[0].name
+        return structs.replace(manifest, tensors=tensors, family=family)
 
     def predict(self, machine: Machine) -> Times:
         """Predict the time of a call on rank 0, which does most, on a machine, with the sizes of the example."""

@@ -18,7 +18,7 @@ from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.agree import WAIT, agreeing, artifact_facts, input_facts, named_failures
 from tpcompiler.runtime.artifact import SINGLE, Manifest, is_single
 from tpcompiler.runtime.backends import refuse_unsendable
-from tpcompiler.runtime.beside import misfit_of
+from tpcompiler.runtime.beside import families, largest_world, misfit_of
 from tpcompiler.runtime.in_place import write_in_place
 from tpcompiler.runtime.inputs import check_values, flatten_inputs, named_inputs, structure_check
 from tpcompiler.runtime.package import Package, package_to_run
@@ -29,7 +29,7 @@ from tpcompiler.runtime.runner import packaged_module, read_called
 from tpcompiler.runtime.symmetric import map_buffers
 from tpcompiler.runtime.target import COMPILED
 from tpcompiler.runtime.turns import taking_turns
-from tpcompiler.runtime.world import greet_groups, join_world, register_groups
+from tpcompiler.runtime.world import greet_groups, groups_here, join_world, own_rank, register_groups
 
 
 class _Arguments(NamedTuple):
@@ -66,24 +66,27 @@ def load(
         )
     if is_single(files):
         _refuse_alone(files[SINGLE])
-    device = join_world(next(iter(manifests.values())), timeout, backend, rank)
+    device = join_world(largest_world(manifests), timeout, backend, rank)
     with agreeing(timeout) as mine:
         package = package_to_run(directory, compiled, trust)
         mine["the package"] = f"SHA-256 {package.files.get(COMPILED, '')[:12]}.." if package else "not run"
-    stored: dict[str, torch.Tensor] = {}
-    read = {name: _read(Path(directory), each, package, device, stored, arguments) for name, each in files.items()}
+    read: dict[str, _RankProgram] = {}
+    for family in families(files, lambda each: each.manifest.family):
+        stored: dict[str, torch.Tensor] = {}
+        for name, each in family.items():
+            read[name] = _read(Path(directory), each, package, device, stored, arguments)
     with agreeing(timeout):
         modules = {
-            name: packaged_module(directory, package, name, dist.get_rank(), each.program)
+            name: packaged_module(directory, package, name, own_rank(read[name].manifest), read[name].program)
             if package
-            else write_in_place(each.program.module())
-            for name, each in read.items()
+            else write_in_place(read[name].program.module())
+            for name in files
         }
-    for name, each in read.items():
+    for name, own in read.items():
         module: Any = modules[name]
-        module.forward = _guarded(module, each, arguments)
-        module.register_forward_pre_hook(structure_check(each.program), prepend=True, with_kwargs=True)
-        module.exported_program = each.program
+        module.forward = _guarded(module, own, arguments)
+        module.register_forward_pre_hook(structure_check(own.program), prepend=True, with_kwargs=True)
+        module.exported_program = own.program
     return modules[SINGLE] if is_single(modules) else modules
 
 
@@ -110,12 +113,12 @@ def _read(
     left_out = {row.name for row in manifest.tensors if row.stored_in is not None}
     with agreeing(arguments.timeout) as mine:
         if package is not None:
-            exported = read_called(directory, package, files, dist.get_rank(), arguments.weights)
+            exported = read_called(directory, package, files, own_rank(manifest), arguments.weights)
         else:
-            exported = read_rank(files, dist.get_rank(), arguments.weights)
+            exported = read_rank(files, own_rank(manifest), arguments.weights)
             refuse_unsendable(exported, dist.get_backend())
         mine.update(artifact_facts(manifest))
-    with named_failures(manifest.groups):
+    with named_failures(groups_here(manifest)):
         register_groups(manifest, arguments.timeout)
     greet_groups(manifest, device, arguments.timeout)
     wanted = taken_by(exported)
@@ -139,6 +142,7 @@ def _guarded(module: fx.GraphModule, read: _RankProgram, arguments: _Arguments) 
     """Return a forward that also checks inputs, on the first call across all ranks."""
     unchecked = arguments.check_inputs
     indices = [row.name for row in read.manifest.inputs if row.values is not None]
+    groups = groups_here(read.manifest)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal unchecked
@@ -150,7 +154,7 @@ def _guarded(module: fx.GraphModule, read: _RankProgram, arguments: _Arguments) 
             check_values(named_inputs(read.program, args, kwargs), read.manifest.inputs)
         # A backward would run and give wrong gradients: it would add up the loss of all ranks, which is the same on
         # each, and leave other parts without a sum. Without a record of the forward it raises.
-        with torch.no_grad(), named_failures(read.manifest.groups):
+        with torch.no_grad(), named_failures(groups):
             try:
                 return type(module).forward(module, *args, **kwargs)
             except (AssertionError, LookupError, RuntimeError, TypeError, ValueError):
@@ -162,7 +166,7 @@ def _guarded(module: fx.GraphModule, read: _RankProgram, arguments: _Arguments) 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # locks cannot be compiled into a graph
             return run(*args, **kwargs)
-        with taking_turns(read.manifest.groups):
+        with taking_turns(groups):
             return run(*args, **kwargs)
 
     return forward

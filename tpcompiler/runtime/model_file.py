@@ -51,6 +51,11 @@ ARCHIVES = {  # an entry -> the kind of archive that has it
     r"^data\.pkl$": "a pickle of something else (torch.save of weights or a module), not a .pt2",
     "": "a zip archive of something else, not a .pt2",
 }
+# A class as the exporters of transformers name it, and those that it is made of: some that a file names could run code.
+CACHE = re.compile(rb'\\"type\\": ?\\"transformers\.cache_utils:(\w+)\\"')
+MADE_OF = re.compile(rb'"p\\*": ?\\*"([^"\\]*)')
+CACHES = "transformers.cache_utils"
+EXPORTERS = "transformers.exporters.exporter_dynamo"
 EXPORT_SUPPORT = "transformers.integrations.executorch"
 EXPORT = "export the model and write it with torch.export.save(exported_program, path)"
 
@@ -87,9 +92,23 @@ def import_known_modules(file: Opened) -> None:
                     if KNOWN_MODULES.fullmatch(module) and _import_installed(module):
                         if name == "DynamicCache" and not is_registered_class(f"{module}.{name}"):
                             importlib.import_module(EXPORT_SUPPORT).register_dynamic_cache_export_support()
+                _register_caches(trees)
                 for namespace, module in KNOWN_OPS.items():
                     if f"torch.ops.{namespace}.".encode() in text:
                         _import_installed(module)
+
+
+def _register_caches(trees: bytes) -> None:
+    """Register the caches of transformers that a file of its exporters takes or returns, if they hold nothing else."""
+    named = {*CACHE.findall(trees)}
+    if not named or not _import_installed(CACHES) or not _import_installed(EXPORTERS):
+        return
+    known = vars(sys.modules[CACHES])
+    own = {name for name, value in known.items() if isinstance(value, type) and value.__module__ == CACHES}
+    held = {path.decode() for path in MADE_OF.findall(trees)} | {f"{CACHES}:{name.decode()}" for name in named}
+    if held <= {f"{CACHES}:{name}" for name in own}:
+        for name in named:
+            sys.modules[EXPORTERS].register_pytree_node(known[name.decode()])
 
 
 def _import_installed(module: str) -> bool:

@@ -90,7 +90,7 @@ class ProgramFiles:
         return {name: self._sibling(name, inside(self.folder.parent, name)) for name in names}
 
     def together(self) -> list[ProgramFiles]:
-        """Return all programs of the artifact in order, this one included.
+        """Return all programs of the artifact that share tensors with this one, in order, this one included.
 
         Raises:
             ArtifactError: as `read_manifest`.
@@ -99,7 +99,8 @@ class ProgramFiles:
         names = programs_in(path.parent) if path.parent != path else []
         if path.name not in names:
             return [self]
-        return [self if name == path.name else self._sibling(name, path.parent / name) for name in names]
+        each = [self if name == path.name else self._sibling(name, path.parent / name) for name in names]
+        return [files for files in each if files.manifest.family == self.manifest.family]
 
     def reopened(self) -> ProgramFiles:
         """Read the manifest again.

@@ -151,6 +151,7 @@ class Note(Record, frozen=True):
         "overlap",
         "search",
         "uncut",
+        "apart",
     ]
     text: str  # for people
 
@@ -243,6 +244,8 @@ class Manifest(Record, frozen=True, kw_only=True):
     # both
     programs: dict[ProgramFile, list[Count]]
     asked: Asked  # how it was converted
+    # the first of the programs that share tensors by name; null for an artifact's only program
+    family: ProgramName | None = None
     compiled: Package | None  # the package of a lone artifact; that of several programs is in `programs.json`
     format: int  # of the files
 

@@ -136,6 +136,20 @@ def _same_world(size: int, manifest: Manifest) -> None:
         )
 
 
+def own_rank(manifest: Manifest) -> int:
+    """Return the rank of a program that this process runs: a program for fewer ranks than the world is copied."""
+    return dist.get_rank() % manifest.world_size
+
+
+def groups_here(manifest: Manifest) -> dict[str, list[list[int]]]:
+    """Return a program's groups by name, with those of its copies in a larger world."""
+    starts = range(0, dist.get_world_size(), manifest.world_size)
+    return {
+        name: [[start + rank for rank in ranks] for start in starts for ranks in groups]
+        for name, groups in manifest.groups.items()
+    }
+
+
 def register_groups(manifest: Manifest, timeout: timedelta) -> None:
     """Register a group of this rank under every name in the manifest; reuse an equal one of another artifact.
 
@@ -143,7 +157,7 @@ def register_groups(manifest: Manifest, timeout: timedelta) -> None:
     default group may be the caller's. With NCCL another group of all ranks would only take GPU memory.
     """
     nccl = dist.get_backend() == "nccl"
-    for name, groups in manifest.groups.items():
+    for name, groups in groups_here(manifest).items():
         own = next(ranks for ranks in groups if dist.get_rank() in ranks)
         if not group_is_registered(name):
             # new_group requires every rank to make every group, in the same order.
@@ -188,7 +202,7 @@ def greet_groups(manifest: Manifest, device: torch.device, timeout: timedelta) -
     Raises:
         LaunchError: a group does not answer.
     """
-    for name, groups in manifest.groups.items():
+    for name, groups in groups_here(manifest).items():
         own = next(ranks for ranks in groups if dist.get_rank() in ranks)
         ones = torch.ones(1, device=device if device.type == "cuda" else "cpu")
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +17,16 @@ from tpcompiler.judge.compare.reference import WIDE, is_narrow
 from tpcompiler.judge.compare.subject import Subject, deal
 from tpcompiler.judge.compare.trial import SingleDeviceRaises, Trial
 from tpcompiler.runtime.artifact import is_single
+from tpcompiler.runtime.beside import families
 from tpcompiler.runtime.inputs import flatten_inputs
 from tpcompiler.runtime.records import Record
 from tpcompiler.terminal.tables import Shown
 
 # The inputs of a further call: args, or (args, kwargs).
-Call = Sequence[Any] | tuple[Sequence[Any], Mapping[str, Any]]
+Further = Sequence[Any] | tuple[Sequence[Any], Mapping[str, Any]]
+Made = Mapping[str, Mapping[str, Any]]  # the single device's outputs of the last call of each program
+Later = Callable[[Made], tuple[Sequence[Any], Mapping[str, Any]]]
+Call = tuple[str, Sequence[Any] | Later, Mapping[str, Any]]  # of a program, by name
 
 
 class VerifyReport(Record, Shown, frozen=True, omit_defaults=False):
@@ -73,7 +77,7 @@ def _line(d: Difference) -> str:
     return f"  {'ok ' if d.ok else 'BAD'} {d.name}: {off}{proved}"
 
 
-def read_call(call: Call) -> tuple[Sequence[Any], Mapping[str, Any]]:
+def read_call(call: Further) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Return (args, kwargs) for a call given as both, or as args alone."""
     if len(call) == 2 and isinstance(call[0], (tuple, list)) and isinstance(call[1], Mapping):
         return call[0], call[1]
@@ -82,7 +86,7 @@ def read_call(call: Call) -> tuple[Sequence[Any], Mapping[str, Any]]:
 
 def compare_calls(
     subjects: Mapping[str, Subject],
-    calls: Sequence[tuple[str, Sequence[Any], Mapping[str, Any]]],
+    calls: Sequence[Call],
     optimizer: str | None = None,
 ) -> VerifyReport:
     """Run each reference, the same in float64, and all ranks in lock step; compare every output on every rank.
@@ -93,8 +97,9 @@ def compare_calls(
     program with values below float32 is compared unchanged, dtypes included, and once more in float32.
 
     Args:
-        subjects: programs that share their buffers, by name.
-        calls: (name, args, kwargs) of each call, which starts from the buffers that earlier calls have written.
+        subjects: programs by name; those of one family share their buffers.
+        calls: (name, args, kwargs) of each call, which starts from the buffers that earlier calls have written; `args`
+            may be a function of the single device's outputs of earlier calls that returns args and kwargs.
         optimizer: makes a step of all parameters after each call, in every run; the parameters are compared too.
 
     Raises:
@@ -107,14 +112,17 @@ def compare_calls(
     if narrow := simulated and any(is_narrow(each[0].reference) for each in trials.values()):
         for name, subject in subjects.items():
             trials[name].append(Trial(subject, WIDE, optimizer))
-    for each in zip(*trials.values(), strict=True):
-        for trial in each[1:]:
-            trial.share(each[0])
+    for family in families(trials, lambda own: own[0].family):
+        for each in zip(*family.values(), strict=True):
+            for trial in each[1:]:
+                trial.share(each[0])
     dropped: list[torch.Tensor] = []
     differences: list[Difference] = []
     own: list[Difference] = []  # of the program in its own dtype
     first = None
+    made: dict[str, Mapping[str, Any]] = {}
     for number, (name, given, named) in enumerate(calls):
+        given, named = given(made) if callable(given) else (given, named)
         flat = flatten_inputs(trials[name][0].reference, given, named)
         shares = deal(flat, subjects[name])
         for trial in trials[name]:
@@ -130,11 +138,13 @@ def compare_calls(
                 results = [replace(d, ok=True) if d.counted and d.abs < float("inf") else d for d in results]
             elif first is None and not all(d.ok for d in results):
                 first = trial.first_diverging(flat, shares)
+                first = first and (first if is_single(subjects) else f"{first}, in {name}")
             trial.remember()
             program = "" if is_single(subjects) else f" ({name})"
             of = f"{'call' if optimizer is None else 'step'} {number + 1}{program}: "
             of = of if len(calls) > 1 or optimizer is not None else ""
             differences += [replace(d, name=f"{of}{d.name}") for d in results]
+        made[name] = trials[name][0].made()
     nothing = Difference("", 0.0, 0.0, 0.0, True)
     furthest, worst = (max(own, key=key, default=nothing) for key in (_absolute, _relative))
     return VerifyReport(

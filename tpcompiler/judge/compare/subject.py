@@ -26,7 +26,7 @@ class Subject:
     """A single-device program, its ranks' programs, and the facts that `compare_calls` needs.
 
     `indices`: rows of the manifest's inputs, for the values that `load` checks before it runs a rank. `run` runs the
-    ranks for one call after another instead of `simulate`, and keeps their writes.
+    ranks for one call after another instead of `simulate`, and keeps their writes. Those of one `family` share buffers.
     """
 
     reference: ExportedProgram
@@ -37,6 +37,7 @@ class Subject:
     intermediate: ExportedProgram | None = None
     run: Run | None = None
     indices: Sequence[BoundaryRecord] = ()
+    family: str | None = None
 
 
 def shares_of(subject: Subject, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[Any]]:

@@ -64,6 +64,7 @@ class Trial:
         self.known: dict[str, torch.Tensor] = {}
         self.precise: dict[str, torch.Tensor] = {}
         self.held: list[dict[str, torch.Tensor]] = [{} for _ in subject.programs]
+        self.family = subject.family
         self.steps = None if optimizer is None else OptimizerSteps(subject.reference, optimizer)
 
     def share(self, other: Trial) -> None:
@@ -180,6 +181,10 @@ class Trial:
         self.precise.update(self.best.mutated)
         for before, result in zip(self.held, self.got, strict=True):
             before.update(result.mutated)
+
+    def made(self) -> dict[str, Any]:
+        """Return the outputs of the single device's last call, by name."""
+        return dict(zip(self.output_names, self.expected.outputs, strict=True))
 
     def _cast(self, values: Sequence[Any]) -> list[Any]:
         return [promoted(v, self.dtype) for v in values] if self.dtype is not None else list(values)

@@ -1,0 +1,279 @@
+"""Programs of several models in one artifact: degrees of their own, and scenarios over all of them."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.export import ExportedProgram, export
+
+import tpcompiler
+from tests.launch import called
+from tests.zoo.case import randomise
+from tpcompiler import ArtifactError, InputsError, MeshError, ParallelProgram, PlanError, ProgramError
+from tpcompiler.parallel.converted import ConvertedProgram
+
+PLAN = {"up": "colwise", "down": "rowwise"}
+IDS, PIXELS = torch.tensor([[3, 1, 4], [1, 5, 9]]), torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
+SCENARIO = """\
+tensors: tensors.safetensors
+calls:
+- program: vision
+  inputs: {pixels: image}
+- program: prefill
+  inputs: {ids: ids, features: vision.features}
+- program: draft
+  inputs: {ids: "argmax(prefill.logits[:, -1:])"}
+- program: decode
+  inputs: {ids: argmax(draft.logits)}
+- program: decode
+  inputs: {ids: [[1], [2]]}
+"""
+
+
+class Vision(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"features": self.down(self.up(pixels).relu())}
+
+
+class Language(nn.Module):
+    """A model with a state, in place of a cache of keys and values."""
+
+    cache: torch.Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(16, 8), nn.Linear(8, width), nn.Linear(width, 16)
+        self.register_buffer("cache", torch.zeros(2, 8))
+
+    def forward(self, ids: torch.Tensor, features: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        embedded = self.embed(ids) if features is None else self.embed(ids) + features
+        embedded = embedded + self.cache.mean()
+        self.cache.copy_(embedded[:, -1])
+        return {"logits": self.down(self.up(embedded).relu())}
+
+
+@cache
+def models() -> tuple[Vision, Language, Language]:
+    made = Vision(), Language(32), Language(24)
+    for model in made:
+        randomise(model)
+    return made
+
+
+@cache
+def exported() -> dict[str, ExportedProgram]:
+    vision, target, draft = models()
+    return {
+        "vision": export(vision, (PIXELS,)),
+        "prefill": export(target, (IDS, PIXELS)),
+        "decode": export(target, (IDS[:, :1],)),
+        "draft": export(draft, (IDS[:, :1],)),
+    }
+
+
+@cache
+def converted(world: int, degree: int) -> ParallelProgram:
+    return tpcompiler.parallelize(exported(), world, PLAN, degrees={"draft": degree})
+
+
+@pytest.fixture
+def scenario(tmp_path: Path) -> Path:
+    save_file({"image": PIXELS + 1, "ids": IDS}, tmp_path / "tensors.safetensors")
+    (tmp_path / "calls.yaml").write_text(SCENARIO)
+    return tmp_path / "calls.yaml"
+
+
+def test_only_programs_of_one_model_share_tensors() -> None:
+    program = converted(2, 2)
+    families = {name: each.manifest().family for name, each in program.items()}
+    assert families == {"vision": "vision", "prefill": "prefill", "decode": "prefill", "draft": "draft"}
+    stored = {name: {row.name: row.stored_in for row in each.manifest().tensors} for name, each in program.items()}
+    assert set(stored["decode"].values()) == {"prefill"}
+    assert {*stored["draft"].values(), *stored["vision"].values()} == {None}
+    (note,) = [note.text for note in program["prefill"].manifest().notes if note.kind == "apart"]
+    assert note.startswith("vision: 4 names stand for other tensors")
+
+
+def test_a_tensor_that_differs_in_programs_of_one_model_is_refused() -> None:
+    _, target, _ = models()
+    other = Language(32)
+    other.load_state_dict(target.state_dict())
+    with torch.no_grad():
+        other.down.bias.add_(1)
+    with pytest.raises(
+        ProgramError, match=r"'down.bias' is .* in program 'prefill' .* in 'decode', or its values differ"
+    ):
+        tpcompiler.parallelize({**exported(), "decode": export(other, (IDS[:, :1],))}, 2, PLAN)
+
+
+def test_a_program_that_joins_two_models_makes_them_one() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.two(self.one(x))
+
+    class Part(nn.Module):
+        def __init__(self, **parts: nn.Module) -> None:
+            super().__init__()
+            for name, part in parts.items():
+                self.add_module(name, part)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            (part,) = self.children()
+            return part(x)
+
+    both, x = randomise(Both()), torch.randn(3, 8)
+    parts = {"first": export(Part(one=both.one), (x,)), "second": export(Part(two=both.two), (x,))}
+    apart = tpcompiler.parallelize(parts, 2, {})
+    assert [each.manifest().family for each in apart.values()] == ["first", "second"]
+    joined = tpcompiler.parallelize({**parts, "both": export(both, (x,))}, 2, {})
+    assert [each.manifest().family for each in joined.values()] == ["first"] * 3
+    assert {row.name: row.stored_in for row in joined["both"].manifest().tensors} == {
+        "one.weight": "first",
+        "one.bias": "first",
+        "two.weight": "second",
+        "two.bias": "second",
+    }
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_a_program_has_the_collectives_of_its_own_degree(degree: int, scenario: Path) -> None:
+    program = converted(4, degree)
+    assert {name: each.world_size for name, each in program.items()} == {
+        "vision": 4,
+        "prefill": 4,
+        "decode": 4,
+        "draft": degree,
+    }
+    assert [len(each.collectives()) for each in program.values()] == [1, 1, 1, int(degree > 1)]
+    report = program.verify(scenario=scenario)
+    assert report.ok, str(report)
+    assert report.max_abs_err > 0  # sums of several ranks
+
+
+@pytest.mark.parametrize("name", ["draft", "vision"])
+def test_a_scenario_names_the_wrong_program(name: str, scenario: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: one rank has another bias."""
+    right = ConvertedProgram.rank_program
+
+    def wrong(self: ConvertedProgram, rank: int, weights: Any = None) -> ExportedProgram:
+        made = right(self, rank, weights)
+        if self.name == name and rank == 1:
+            made.state_dict["up.bias"] = nn.Parameter(made.state_dict["up.bias"] + 1)
+        return made
+
+    monkeypatch.setattr(ConvertedProgram, "rank_program", wrong)
+    report = tpcompiler.parallelize(exported(), 2, PLAN).verify(scenario=scenario)
+    assert not report.ok
+    assert {each.name.partition("(")[2].partition(")")[0] for each in report.outputs if not each.ok} == {name}
+    assert report.first_diverging is not None
+    assert report.first_diverging.endswith(f"in {name}")
+
+
+@pytest.mark.slow
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("degree", [1, 2])
+def test_copies_run_in_real_processes(degree: int, tmp_path: Path) -> None:
+    converted(4, degree).save(tmp_path / "out")
+    report = tpcompiler.open(tmp_path / "out").check()
+    assert report.ok, str(report)
+    calls = [("vision", PIXELS), ("prefill", IDS, PIXELS), *(("draft", IDS[:, :1]), ("decode", IDS[:, 1:2])) * 2]
+    fresh = dict(zip(("vision", "target", "draft"), (Vision(), Language(32), Language(24)), strict=True))
+    for own, model in zip(fresh.values(), models(), strict=True):
+        own.load_state_dict(model.state_dict())
+    of = {"prefill": "target", "decode": "target"}
+    with torch.no_grad():
+        expected = [fresh[of.get(name, name)](*args) for name, *args in calls]
+    for own in called([calls] * 4, tmp_path):
+        for got, want in zip(own, expected, strict=True):
+            assert got.keys() == want.keys()
+            for key in want:
+                torch.testing.assert_close(got[key], want[key], rtol=0, atol=1e-4 * float(want[key].abs().max()))
+
+
+@pytest.mark.slow
+def test_another_number_of_ranks_keeps_the_draft(tmp_path: Path, scenario: Path) -> None:
+    converted(4, 1).save(tmp_path / "out", layout="shared")
+    again = tpcompiler.open(tmp_path / "out").reshard(2, tmp_path / "again")
+    assert {name: each.world_size for name, each in again.items()} == {
+        "vision": 2,
+        "prefill": 2,
+        "decode": 2,
+        "draft": 1,
+    }
+    assert again.check().ok
+    assert again.verify(scenario=scenario).ok
+    whole = {name: model.state_dict() for name, model in zip(("vision", "prefill", "draft"), models(), strict=True)}
+    for name, state in whole.items():
+        for fqn in ("up.weight", "down.weight"):
+            assert torch.equal(again[name].only.read(fqn), state[fqn])
+
+
+def test_weights_of_several_models_are_not_read_from_one_checkpoint(tmp_path: Path) -> None:
+    converted(2, 1).save(tmp_path / "out", layout="shared")
+    with pytest.raises(ArtifactError, match="holds programs of 3 models: vision; prefill, decode; draft"):
+        tpcompiler.open(tmp_path / "out").cut(tmp_path)
+
+
+def test_a_degree_that_cannot_be_is_refused() -> None:
+    with pytest.raises(MeshError, match="the degree of 'draft' is 3, which does not divide the 4 ranks"):
+        tpcompiler.parallelize(exported(), 4, PLAN, degrees={"draft": 3})
+    with pytest.raises(PlanError, match="degrees names 'drafts', and the programs are vision, prefill, decode, draft"):
+        tpcompiler.parallelize(exported(), 4, PLAN, degrees={"drafts": 1})
+
+
+def test_an_entry_of_the_plan_may_match_in_one_program_only() -> None:
+    plan = {**PLAN, "embed": "embedding_rowwise"}
+    assert tpcompiler.parallelize(exported(), 2, plan)["decode"].collectives()[0].kind == "all_reduce"
+    with pytest.raises(PlanError, match="embedding"):
+        tpcompiler.parallelize(exported(), 2, {**PLAN, "embedding": "embedding_rowwise"})
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("program: draft", "program: drafts", "call 3: there is no program 'drafts'"),
+        ("vision.features", "vision.output", r"call 2 \(prefill\), features: there is no 'vision.output'"),
+        ("argmax(draft.logits)", "draft.logits", r"call 4 \(decode\).* 'ids' .*float32"),
+        ("argmax(draft.logits)", "sum(draft.logits)", "'sum\\(draft.logits\\)' is no source"),
+        ("logits[:, -1:]", "logits[:, -1:, 0, 0]", r"cannot be taken from a tensor of shape \[2, 3, 16\]"),
+        ("[[1], [2]]", "[[1], [2, 3]]", r"call 5 \(decode\), ids: \[\[1\], \[2, 3\]\] is no tensor"),
+        ("{pixels: image}", "{}", r"call 1 \(vision\): input 'pixels' is missing"),
+        ("calls:", "call:", "contains unknown field"),
+        ("tensors.safetensors", "none.safetensors", "none.safetensors does not exist"),
+    ],
+)
+def test_a_scenario_that_cannot_be_run_is_refused(scenario: Path, old: str, new: str, message: str) -> None:
+    assert old in SCENARIO
+    scenario.write_text(SCENARIO.replace(old, new))
+    with pytest.raises(InputsError, match=message):
+        converted(2, 1).verify(scenario=scenario)
+
+
+def test_artifacts_of_before_have_one_family(tmp_path: Path) -> None:
+    names = ("prefill", "decode")
+    program = tpcompiler.parallelize({name: exported()[name] for name in names}, 2, PLAN)
+    program.save(tmp_path / "out")
+    for name in names:
+        path = tmp_path / "out" / name / "manifest.json"
+        manifest = json.loads(path.read_text())
+        assert manifest.pop("family") == "prefill"
+        path.write_text(json.dumps(manifest))
+    opened = tpcompiler.open(tmp_path / "out")
+    assert len(opened.families()) == 1
+    assert opened.verify().ok
+    assert opened.check().ok

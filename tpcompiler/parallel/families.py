@@ -1,0 +1,88 @@
+"""Families of programs: those of one model, which share tensors by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from tpcompiler._torch import FakeTensor
+from tpcompiler.errors import ProgramError, option
+from tpcompiler.ir.program import Note
+from tpcompiler.ir.shares import same_bits
+from tpcompiler.parallel.conversion import Conversion
+
+MOST_UNLIKE = 0.5  # of the bytes under common names, that may have other shapes in two programs of one model
+
+
+class _Unlike(NamedTuple):
+    """A leaf of one name that is not one tensor."""
+
+    fqn: str
+    program: str  # another one, which has `theirs`
+    ours: torch.Tensor
+    theirs: torch.Tensor
+
+
+def find_families(conversions: Mapping[str, Conversion]) -> dict[str, Conversion]:
+    """Give each of several programs the name of the first one that it shares tensors with.
+
+    A program shares tensors by name with those that run over the same mesh. If most bytes under the common names
+    have other shapes, the programs are of different models, and share nothing.
+
+    Raises:
+        ProgramError: a leaf of one name that is not one tensor, in programs of one model.
+    """
+    found: dict[str, dict[str, Conversion]] = {}  # by the name of the first
+    for name, own in conversions.items():
+        apart, related = dict[str, set[str]](), list[str]()
+        for first, family in found.items():
+            if own.mesh != family[first].mesh:
+                continue
+            common, unlike = _compare(own, family)
+            shaped = [each.fqn for each in unlike if each.ours.shape != each.theirs.shape]
+            if sum(map(common.__getitem__, shaped)) > MOST_UNLIKE * sum(common.values()):
+                apart[first] = set(common)
+            elif unlike:
+                raise _unlike_leaf(name, unlike[0])
+            elif common:
+                related.append(first)
+        notes = tuple(
+            Note("apart", f"{', '.join(found[first])}: {len(names)} names stand for other tensors, as {min(names)!r}")
+            for first, names in apart.items()
+        )
+        joined = {name: replace(own, dropped=(*own.dropped, *notes))}
+        for first in reversed(related):
+            joined = {**found.pop(first), **joined}
+        found[next(iter(joined))] = joined
+    families = {name: first for first, family in found.items() for name in family}
+    made = {name: own for family in found.values() for name, own in family.items()}
+    return {name: replace(made[name], family=families[name]) for name in conversions}
+
+
+def _compare(own: Conversion, family: Mapping[str, Conversion]) -> tuple[dict[str, int], list[_Unlike]]:
+    """Return the bytes of leaves that a family has too, by name, and those that are other tensors there."""
+    theirs = {fqn: (name, other.program) for name, other in family.items() for _, fqn in other.program.leaves()}
+    common, unlike = dict[str, int](), list[_Unlike]()
+    for _, fqn in own.program.leaves():
+        if fqn in theirs:
+            name, program = theirs[fqn]
+            ours, other = own.program.state(fqn), program.state(fqn)
+            common[fqn] = ours.numel() * ours.element_size()
+            # Of weights without values a checkpoint says, by name, what they are.
+            is_unknown = isinstance(ours, FakeTensor) and isinstance(other, FakeTensor)
+            if ours.shape != other.shape or ours.dtype != other.dtype or not (is_unknown or same_bits(ours, other)):
+                unlike.append(_Unlike(fqn, name, ours, other))
+    return common, unlike
+
+
+def _unlike_leaf(name: str, leaf: _Unlike) -> ProgramError:
+    fqn, other, ours, theirs = leaf
+    return ProgramError(
+        f"'{fqn}' is {list(theirs.shape)} of {theirs.dtype} in program '{other}' and {list(ours.shape)} of "
+        f"{ours.dtype} in '{name}', or its values differ",
+        help="export all programs of a model one after the other, with nothing run in between; for another model "
+        + option(f"give a degree: --degree {name}=1", f'give a degree: degrees={{"{name}": 1}}'),
+    )
