@@ -69,7 +69,10 @@ def apply_plan(
         for name in {fqn, weight_of(fqn)}:
             weights.setdefault(name, {})[fqn] = node
     aliases = _aliases(planned)
-    assigned = plan.assign(names_of(planned))
+    assigned, used = plan.assign(names_of(planned)), {*names_of(planned, used=True)}
+    busy = {entry.where for name, entry in assigned.items() if name in used}
+    # Of the layers that a pattern matches, a tower may leave out the last.
+    assigned = {name: entry for name, entry in assigned.items() if name in used or entry.where not in busy}
     constraints: dict[str, Constraint] = {}
     undecided: dict[str, Constraint] = {}  # leaves of a layer whose style shards none of their dims
     cutting = [name for name, entry in assigned.items() if entry.style.cut or entry.style.whole]

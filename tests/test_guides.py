@@ -18,6 +18,7 @@ from tests.launch import fork_code, fork_launched
 DOCS = Path(__file__).parents[1] / "docs"
 NEEDS = {
     "generation": ["transformers"],
+    "model-sets": ["transformers"],
     "ci": [],
     "quantised": ["torchao", "transformers"],
     "moe": ["transformers"],

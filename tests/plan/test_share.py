@@ -131,3 +131,14 @@ def test_entries_of_a_config_are_noted_where_no_program_has_them() -> None:
     ]
     assert [plan.notes for plan in shared] == [("'d' matches nothing",)] * 2
     assert list(join_plans(shared).to_data()) == ["model.a", "model.b", "model.c"]
+
+
+def test_a_pattern_leaves_out_layers_that_no_op_uses() -> None:
+    """A vision tower whose features are those before the last layer."""
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    exported = export(randomise(Call(lambda self, x: self.layers[1](self.layers[0](x)), layers=layers)), (X,))
+    program = tpcompiler.parallelize(exported, 2, {"layers.*": "colwise_gather_output"})
+    assert program.verify().ok
+    assert len(program.collectives()) == 2
+    with pytest.raises(PlanError, match=r"'layers.2': no op of the program uses it"):
+        tpcompiler.parallelize(exported, 2, {"layers.2": "colwise_gather_output"})

@@ -314,7 +314,8 @@ def convert(
             status.update("looking for changes of the plan that avoid fallbacks")
             advice = {name: program.advice() for name, program in made.items()}
         status.update("looking for a plan that holds less")
-        searched = find_searched_plan(next(iter(made.values())).only)
+        first, *others = made.families()  # a plan for one of several models says nothing of the others
+        searched = None if others else find_searched_plan(next(iter(first.values())))
         if searched is not None:
             more = ("--plan", "auto", *(("--optimize", "memory") if searched.optimize == "memory" else ()))
             again = ("--force",) if out is not None and not dry_run else ()
