@@ -13,8 +13,10 @@ from tpcompiler.cost.path import reshard_wire_bytes
 from tpcompiler.ir import edit
 from tpcompiler.ir.constraints import Constraint
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.program import PIN, pin
+from tpcompiler.ir.node_placement import placement_of, reshard_of
+from tpcompiler.ir.program import PIN, pin, reshard
 from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.rules.infer import Option, Refusal, follow, merge, pass_through, shardings
 from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
@@ -130,6 +132,32 @@ def _kept(node: fx.Node, have: Sequence[Sharding], mesh: Mesh, *, despite: bool)
     pairs = zip(edit.operands(node), both[0], have, strict=True)
     same = all(not _wire_bytes(value, own.settled(), want, mesh) for value, want, own in pairs)
     return both[1] if same else Refusal("other operands are cut differently")
+
+
+def completed_sum(change: fx.Node, met: set[fx.Node]) -> fx.Node | None:
+    """Return the scattered sum that a fallback gather completes, and add it to `met`; None if it completes none.
+
+    The gathered value was computed from the sum. Both changes together move at most the bytes of an all_reduce of it.
+    Each sum is completed once.
+    """
+    own, queue, most = reshard_of(change), edit.operands(change), edit.fake(change)
+    axes = own.source.axes - own.target.axes
+    if own.why != "fallback" or not axes:
+        return None
+    for node in queue:  # it grows
+        if node.target is reshard:
+            before, (value,) = reshard_of(node).source, edit.operands(node)
+            is_as_large = statically_equal(edit.fake(value).numel(), most.numel())
+            is_sum = axes <= {axis for axis, _ in before.partial} and edit.fake(value).itemsize >= most.itemsize
+            if is_sum and is_as_large and node not in met:
+                met.add(node)
+                return value
+        elif node.op == "call_function" and len(queue) < MOST:
+            source, _ = edit.producer(node)
+            for operand, want in zip(edit.operands(source), placement_of(source).wants, strict=True):
+                if axes <= want.axes and operand not in queue:
+                    queue.append(operand)
+    return None
 
 
 def _wire_bytes(value: fx.Node, have: Sharding, want: Sharding, mesh: Mesh) -> int:

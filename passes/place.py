@@ -8,12 +8,12 @@ from torch import fx
 
 from tpcompiler.ir import edit
 from tpcompiler.ir.at_rest import AtRest
-from tpcompiler.ir.node_placement import PLACEMENT, NodePlacement, Reshard, placement_of
+from tpcompiler.ir.node_placement import PLACEMENT, NodePlacement, Reshard, placement_of, reshard_of
 from tpcompiler.ir.notes import notes_of, shared_leaves, whole_leaves
 from tpcompiler.ir.program import PIN, Note, PlacedProgram, PlannedProgram, pin, reshard
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.text import op_name
-from tpcompiler.passes._causes import refuses
+from tpcompiler.passes._causes import completed_sum, refuses
 from tpcompiler.passes._marks import Walk, mark_node, refuse_without_parts
 from tpcompiler.rules.index_range import door_ranges
 from tpcompiler.rules.registry import rule_of
@@ -57,6 +57,13 @@ def place(program: PlannedProgram, found: Solution, *, check_indices: bool = Tru
             seen[node] = walk.settled[old]
     for node in [*graph.nodes]:
         _insert_reshards(node, seen, program)
+    met = set[fx.Node]()
+    for node in edit.calls(graph):
+        if node.target is reshard and (summed := completed_sum(node, met)):
+            own = placement_of(node)
+            reason = f"the rest of the sum of '{summed.name}': {own.reason}"
+            change = replace(reshard_of(node), why="inherent", reason=reason)
+            node.meta[PLACEMENT] = replace(own, why="inherent", reason=reason, reshard=change)
     placed = PlacedProgram(program.source, graph, program.mesh, program.notes)
     notes = (*shared_leaves(program, placed), *whole_leaves(program, placed), *walk.notes, *notes_of(placed))
     return PlacedProgram(program.source, graph, program.mesh, (*program.notes, *notes))

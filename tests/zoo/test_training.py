@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from tests.machines import WIRE
 from tests.zoo.index import CASES
 from tests.zoo.training import converted, counted
 
@@ -36,11 +37,27 @@ def test_a_convolution_whose_gradients_sum_over_other_dims() -> None:
     assert made.check().ok, made.check().findings
 
 
-def test_no_fallback_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where only bytes count, sums are scattered for a norm and gathered in it, which are as many."""
-    monkeypatch.setenv("TPCOMPILER_MACHINE", "h100")
-    made = converted(CASES["vit"], {"tp": 2})
-    assert not [each.reason for each in made.collectives() if each.why == "fallback"]
+@pytest.mark.parametrize(
+    ("name", "machine", "gathered"),
+    [("vit", "h100", set()), ("vit", WIRE, {"model.vit.embeddings"}), ("resnet", "h100", set())],
+)
+def test_a_sum_in_two_changes_is_no_fallback(
+    name: str, machine: str, gathered: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sum that is scattered, for a norm or an activation, and gathered after it moves the bytes of an all_reduce.
+
+    Where only bytes count, vit's position embeddings rest in shards, because their gradients are larger than they.
+    """
+    monkeypatch.setenv("TPCOMPILER_MACHINE", machine)
+    made = converted(CASES[name], {"tp": 2})
+    changes = made.collectives()
+    assert {each.module for each in changes if each.why == "fallback"} == gathered
+    completed = [each for each in changes if "the rest of the sum of" in each.reason]
+    scattered = [each for each in changes if each.kind == "reduce_scatter"]
+    assert bool(completed) == (machine == WIRE or name == "resnet")
+    assert len(completed) <= len(scattered)
+    for each in completed:
+        assert each.payload_bytes in {own.payload_bytes for own in scattered}
 
 
 def test_over_samples_and_layers_in_evaluation_mode() -> None:
