@@ -205,6 +205,29 @@ def test_any_number_of_samples(tmp_path: Path, group_of_one: None) -> None:
             torch.testing.assert_close(gradients(module), gradients(model), rtol=1e-12, atol=1e-14)
 
 
+def test_a_one_that_is_not_the_gradient_of_the_loss(tmp_path: Path, group_of_one: None) -> None:
+    """It comes first, and one gradient is multiplied by it."""
+    model, x = network(), torch.randn(4, 32, dtype=torch.float64)
+    program = tpcompiler.export_training(model, (x,))
+    (output,) = program.graph.find_nodes(op="output")
+    gradient = output.args[0][-1]
+    with program.graph.inserting_before(next(iter(edit.calls(program.graph)))):
+        one = program.graph.call_function(torch.ops.aten.full.default, ([], 1), {"dtype": x.dtype})
+    with program.graph.inserting_before(output):
+        product = program.graph.call_function(torch.ops.aten.mul.Tensor, (gradient, one))
+    one.meta["val"], product.meta["val"] = torch.ops.aten.sum(gradient.meta["val"]), gradient.meta["val"]
+    program.graph_signature.replace_all_uses(gradient.name, product.name)
+    output.replace_input_with(gradient, product)
+    tpcompiler.parallelize(program, 1, {}).save(tmp_path / "out")
+    for how in HOW:
+        module: Any = tpcompiler.load(tmp_path / "out", training=True, recompute=how)  # type: ignore[arg-type]
+        assert sum(n.target is torch.ops.aten.full.default for n in module.exported_program.graph.nodes) == 2
+        model.zero_grad()
+        (module(x) * 3).backward()
+        (model(x) * 3).backward()
+        torch.testing.assert_close(gradients(module), gradients(model), rtol=1e-12, atol=1e-14)
+
+
 def test_a_package_has_no_backward(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="no backward of its own"):
         tpcompiler.load(tmp_path, training=True, compiled=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections import Counter
 from typing import Any
 
 import torch
@@ -109,10 +110,20 @@ def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _find_tangent(graph: fx.Graph, forward: set[fx.Node]) -> fx.Node:
-    """Return the gradient of the loss by itself: the first call that only gradients need, a one."""
-    for node in edit.calls(graph):
-        if node.target is aten.full.default and node not in forward and node.args[:2] == ([], 1):
-            return node
+    """Return the gradient of the loss by itself: of the ones that only gradients need, that which most of them need.
+
+    A gradient may be constant, and a backward may use other ones.
+    """
+    ones = [node for node in edit.calls(graph) if node.target is aten.full.default and node.args[:2] == ([], 1)]
+    needs: dict[fx.Node, set[fx.Node]] = {}
+    for node in graph.nodes:
+        needs[node] = {each for operand in node.all_input_nodes for each in needs[operand]}
+        if node in ones and node not in forward:
+            needs[node].add(node)
+    gradients: Any = graph.output_node().args[0]
+    counts = Counter(each for value in gradients if edit.is_tensor(value) for each in ones if each in needs[value])
+    for node in sorted(counts, key=lambda each: counts[each], reverse=True)[:1]:
+        return node
     raise ArtifactError(
         "the backward does not start from the gradient of the loss",
         help="export the model by tpcompiler.export_training",
