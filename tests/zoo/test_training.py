@@ -8,7 +8,7 @@ import pytest
 
 from tests.machines import WIRE
 from tests.zoo.index import CASES
-from tests.zoo.training import converted, counted
+from tests.zoo.training import BY_HAND, NORMS_OF_HEADS, by_hand, converted, counted
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -21,6 +21,14 @@ def test_collectives_by_hand(name: str) -> None:
     assert counted(made) == Counter({("all_reduce", "tp"): 2 * (2 + 2) + 1 + 1, ("all_gather", "tp"): 1})
     assert made.verify(steps=2).ok
     assert made.check().ok
+
+
+def test_counts_follow_from_those_of_the_forward() -> None:
+    """Of a parallel block, and of one whose heads have norms; `python -m tests.zoo.training` has all."""
+    for name, sums in {"gptj": 2 * (1 + 1) + 1 + 1, "qwen3": 2 * (2 + 2) + 1 + 1 + 1}.items():
+        assert name in (*BY_HAND, *NORMS_OF_HEADS)
+        assert by_hand(CASES[name]) == Counter({("all_reduce", "tp"): sums, ("all_gather", "tp"): 1})
+        assert counted(converted(CASES[name], {"tp": 2}, trains=False)) == by_hand(CASES[name])
 
 
 def test_a_norm_in_simpler_ops_whose_backward_has_the_same_values() -> None:
