@@ -31,7 +31,7 @@ MESHES: Sequence[dict[str, int]] = ({"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2})
 BY_HAND = """
 qwen2 mistral gemma2 opt mixtral gpt2 gptj codegen gpt_neo bloom falcon_rw mpt stablelm xglm biogpt cohere cohere2 glm
 granite nemotron smollm3 helium olmo olmo2_cut phi phi3 starcoder2 arcee seed_oss ernie4_5 nanochat vaultgemma ctrl minilm
-mpnet nomic_bert esm layoutlm
+mpnet nomic_bert esm layoutlm big_bird xlnet funnel modernbert
 """.split()  # noqa: SIM905
 # The same, and norms over each head: of their weights each rank has the gradients of its heads, summed in one bucket.
 NORMS_OF_HEADS = "qwen3 gemma3 exaone4 hunyuan persimmon".split()  # noqa: SIM905
