@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -73,6 +73,7 @@ def apply_plan(
     busy = {entry.where for name, entry in assigned.items() if name in used}
     # Of the layers that a pattern matches, a tower may leave out the last.
     assigned = {name: entry for name, entry in assigned.items() if name in used or entry.where not in busy}
+    assigned = {name: entry for name, entry in assigned.items() if not _runs_elsewhere(name, owned, assigned)}
     constraints: dict[str, Constraint] = {}
     undecided: dict[str, Constraint] = {}  # leaves of a layer whose style shards none of their dims
     cutting = [name for name, entry in assigned.items() if entry.style.cut or entry.style.whole]
@@ -160,6 +161,14 @@ def names_of(program: CanonicalProgram, *, used: bool = False) -> list[str]:
     for node in edit.calls(program.graph):
         names.update(dict.fromkeys(edit.module_paths(node)))
     return list(names)
+
+
+def _runs_elsewhere(name: str, owned: Mapping[str, Mapping[str, fx.Node]], assigned: Collection[str]) -> bool:
+    """Return True if only other planned layers use a layer's leaves, as a stage's embedding a head's tied weight."""
+    users = [user for node in owned.get(name, {}).values() for user in node.users]
+    return bool(users) and all(
+        name not in (paths := edit.module_paths(user)) and any(other in assigned for other in paths) for user in users
+    )
 
 
 def _over_axes(spec: PlacementSpec, mesh: Mesh) -> Mapping[str, Placement]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.bad_input.row import Row, Spoil, text
+from tests.bad_input.row import Row, Spoil, loaded, text
 from tests.runtime.models import PLAN
 from tpcompiler import parallelize
+from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.model_file import read_model
 
 CONVERT = "tpcompiler convert model.pt2 other.pt2 --tp 4 --plan auto --dry-run"
@@ -20,6 +21,10 @@ def calls(*lines: str) -> Spoil:
 def two_models(patch: pytest.MonkeyPatch) -> None:
     models = {name: read_model(f"{name}.pt2") for name in ("model", "other")}
     parallelize(models, 2, PLAN).save("set", layout="shared")
+
+
+def stages(patch: pytest.MonkeyPatch) -> None:
+    parallelize(read_model("model.pt2"), {"pp": 2, "tp": 1}, {}).save("pipeline")
 
 
 SETS = [
@@ -47,6 +52,40 @@ SETS = [
         "set holds programs of 2 models: model; other",
         "cut each from its own checkpoint: tpcompiler cut set/other --checkpoint DIR",
         spoil=two_models,
+    ),
+    Row(
+        "stages behind another axis",
+        "tpcompiler convert model.pt2 --mesh tp=2,pp=2 --plan auto --dry-run",
+        "the axis 'pp' is not the first of the mesh tp=2,pp=2",
+        "write pp=2,tp=4",
+    ),
+    Row(
+        "more stages than places for a cut",
+        "tpcompiler convert model.pt2 --mesh pp=64,tp=2 --plan auto --dry-run",
+        "model cannot be cut into 64 stages: there are 1 places for a cut",
+        "use fewer stages, or more memory",
+    ),
+    Row(
+        "a stage without the others",
+        lambda _: loaded("pipeline/stage_1"),
+        "the programs of pipeline/stage_1 do not belong together: stages [1] of 'model' are not all of 2, in order",
+        "convert them together",
+        spoil=stages,
+        code=ArtifactError,
+    ),
+    Row(
+        "a package of stages",
+        "tpcompiler package pipeline",
+        "a package runs no stages",
+        "run the programs uncompiled",
+        spoil=stages,
+    ),
+    Row(
+        "stages for another mesh",
+        "tpcompiler reshard pipeline --tp 2 -o again",
+        "stages are not cut again for another mesh",
+        "convert the model for the mesh",
+        spoil=stages,
     ),
     Row(
         "a scenario that does not exist",

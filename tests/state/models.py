@@ -78,12 +78,12 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """One layer; `forward(tokens, position)` gives the logits of the tokens at these positions."""
+    """`forward(tokens, position)` gives the logits of the tokens at these positions."""
 
-    def __init__(self, batch: int = 2, write: str = "index_copy") -> None:
+    def __init__(self, batch: int = 2, write: str = "index_copy", layers: int = 1) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.layers = nn.ModuleList([Layer(batch, write)])
+        self.layers = nn.ModuleList(Layer(batch, write) for _ in range(layers))
         self.norm = nn.RMSNorm(WIDTH)
 
     def forward(self, tokens: torch.Tensor, position: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,8 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,18 +17,21 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.export import ExportedProgram
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
+from tpcompiler._torch import user_inputs
 from tpcompiler.api.parallel_program import ParallelProgram
 from tpcompiler.cost.collective import Collectives
+from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import read_machine
-from tpcompiler.errors import MeshError, PlanError, ProgramError, option
+from tpcompiler.errors import MeshError, PlanError, ProgramError, UnsupportedError, option
 from tpcompiler.ir.collector import collector_rests
-from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.mesh import PIPELINE, Mesh
 from tpcompiler.ir.optimizer import read_optimizer
 from tpcompiler.ir.placements import PlacementSpec, parse_placement
 from tpcompiler.parallel.conversion import Conversion, share_conversions
 from tpcompiler.parallel.converted import ConvertedProgram
 from tpcompiler.parallel.families import find_families
 from tpcompiler.parallel.pipeline import convert_programs, find_placements
+from tpcompiler.parallel.stages import StageProgram, mesh_of_stage, stage_programs
 from tpcompiler.passes.apply_plan import names_of
 from tpcompiler.plan import SEARCHES, Plan, join_plans
 from tpcompiler.runtime.artifact import SINGLE, is_single
@@ -41,6 +45,14 @@ DEGREES = '{"draft": 1}'
 WEIGHTS = '{"prefill": 1, "decode": 256}'
 Given = Mapping[str, Any] | Sequence[Any] | None
 Programs = Mapping[str, ExportedProgram] | Sequence[tuple[str, ExportedProgram]]
+
+
+class Cutting(NamedTuple):
+    """The machine that stages are balanced for, the most bytes of a rank, and the calls of each program."""
+
+    machine: Machine
+    limit: int | None = None
+    calls: Mapping[str, float] = MappingProxyType({})
 
 
 @collector_rests()
@@ -101,9 +113,19 @@ def parallelize(
     """
     read = read_plan(plan)
     conversions = conversions_of(
-        exported_program, mesh, read, inputs, outputs, device_type, dump, collectives, check_indices, degrees
+        exported_program,
+        mesh,
+        read,
+        inputs,
+        outputs,
+        device_type,
+        dump,
+        collectives,
+        check_indices,
+        degrees,
+        Cutting(read_machine(machine), memory, weights or {}),
     )
-    calls = read_calls(weights, conversions)
+    calls = _calls_of(weights, conversions)
     made = dict[str, ConvertedProgram]()
     for family in families(conversions, lambda own: own.family):
         aim = _aim(machine, memory, optimize, optimizer, calls, family, read.searches, collectives)
@@ -137,8 +159,9 @@ def find_plan(
         PlanError, MeshError, MachineError, ShardingError, ProgramError, UnsupportedError: as `parallelize`.
     """
     given = read_plan(plan).with_search()
-    conversions = conversions_of(exported_program, mesh, given, inputs, outputs, degrees=degrees)
-    calls, plans = read_calls(weights, conversions), []
+    cutting = Cutting(read_machine(machine), memory, weights or {})
+    conversions = conversions_of(exported_program, mesh, given, inputs, outputs, degrees=degrees, cutting=cutting)
+    calls, plans = _calls_of(weights, conversions), []
     for family in families(conversions, lambda own: own.family):
         aim = _aim(machine, memory, optimize, optimizer, calls, family, searches=True)
         found = find_placements([*family.values()], aim)
@@ -159,11 +182,36 @@ def conversions_of(
     collectives: Collectives = "nccl",
     check_indices: bool = True,
     degrees: Mapping[str, int] | None = None,
+    cutting: Cutting | None = None,
 ) -> dict[str, Conversion]:
     """Turn the arguments of `parallelize` into conversions by program."""
     mesh = Mesh.of(mesh)
     several = _named(exported_program) if isinstance(exported_program, SEVERAL) else {}
     meshes = _meshes(mesh, degrees or {}, several)
+    if PIPELINE in dict(mesh.axes):
+        cutting = cutting or Cutting(read_machine())
+        stages = stage_programs(several or {SINGLE: exported_program}, mesh, *cutting)  # type: ignore[dict-item]
+        return share_conversions(
+            find_families(
+                {
+                    name: replace(
+                        Conversion.of(
+                            stage.program,
+                            mesh_of_stage(mesh),
+                            plan,
+                            (_of_stage(inputs, stage, several, "input"), _of_stage(outputs, stage, several, "output")),
+                            device_type,
+                            dump and Path(dump) / name,
+                            collectives,
+                            check_indices,
+                        ),
+                        stage=stage.record,
+                        whole=stage.whole,
+                    )
+                    for name, stage in stages.items()
+                }
+            )
+        )
     if not isinstance(exported_program, SEVERAL):
         boundary = _specs(inputs, "input"), _specs(outputs, "output")
         one: Any = exported_program  # the first pass rejects anything that is not a program
@@ -182,6 +230,22 @@ def conversions_of(
         for name, program in several.items()
     }
     return share_conversions(find_families(conversions))
+
+
+def _of_stage(given: Given, stage: StageProgram, several: Collection[str], what: str) -> dict[str, PlacementSpec]:
+    """Return the placements of the inputs or outputs that a stage has, by name."""
+    specs = _specs(_of(given, stage.record.of) if several else given, what)
+    names = stage.record.inputs if what == "input" else stage.record.returns
+    named = specs if isinstance(specs, dict) else dict(zip(names, specs or [], strict=False))
+    own = {spec.arg.name for spec in user_inputs(stage.program)} if what == "input" else {*stage.record.outputs}
+    return {name: spec for name, spec in named.items() if spec is not None and name in own}
+
+
+def _calls_of(weights: Mapping[str, float] | None, conversions: Mapping[str, Conversion]) -> dict[str, float]:
+    """Return the number of calls of each program, stages included; empty if all count the same."""
+    wholes = {name: own.stage.of if own.stage else name for name, own in conversions.items()}
+    calls = read_calls(weights, dict.fromkeys(wholes.values()))
+    return {name: calls[whole] for name, whole in wholes.items()} if calls else {}
 
 
 def _meshes(mesh: Mesh, degrees: Mapping[str, int], names: Collection[str]) -> dict[str, Mesh]:
@@ -203,6 +267,8 @@ def _meshes(mesh: Mesh, degrees: Mapping[str, int], names: Collection[str]) -> d
                 f"the degree of {name!r} is {own.world_size}, which does not divide the {mesh.world_size} ranks",
                 help=f"give a divisor of {mesh.world_size}",
             )
+    if made and PIPELINE in dict(mesh.axes):
+        raise UnsupportedError("stages and other degrees in one artifact", help="convert the two by themselves")
     return dict.fromkeys(names, mesh) | made
 
 

@@ -21,7 +21,7 @@ from tpcompiler.checkpoint.fill import fill_weights
 from tpcompiler.checkpoint.leaves import dtype_of
 from tpcompiler.checkpoint.ranks import RankShares
 from tpcompiler.cost.machine_file import machine_of
-from tpcompiler.errors import ArtifactError, reason
+from tpcompiler.errors import ArtifactError, UnsupportedError, reason
 from tpcompiler.frontend.refused import refuse_hollow
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import same_bits
@@ -66,7 +66,9 @@ def reshard(
     originals = {name: _read_model(program) for name, program in programs.items()}
     manifests = {name: program.manifest for name, program in programs.items()}
     first = next(iter(manifests.values()))
-    world = largest_world(manifests).world_size  # programs of fewer ranks keep their mesh
+    if first.stage is not None:
+        raise UnsupportedError("stages are not cut again for another mesh", help="convert the model for the mesh")
+    world = largest_world(manifests)  # programs of fewer ranks keep their mesh
     plan = join_plans([Plan.of(manifest.plan) for manifest in manifests.values()])
     conversions = {
         name: Conversion.of(

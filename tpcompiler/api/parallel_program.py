@@ -20,7 +20,7 @@ from tpcompiler.artifact.program import ArtifactProgram, Layout
 from tpcompiler.artifact.stored import StoredProgram
 from tpcompiler.checkpoint.cut import TELL, Progress, cut_programs
 from tpcompiler.checkpoint.ranks import Source
-from tpcompiler.errors import ArtifactError, InternalError
+from tpcompiler.errors import ArtifactError, InternalError, UnsupportedError
 from tpcompiler.frontend.plain_weights import with_plain_weights
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.judge.compare.compare import VerifyReport
@@ -28,6 +28,7 @@ from tpcompiler.judge.compare.processes import LONGEST
 from tpcompiler.judge.sound.check import CheckReport, check_artifact
 from tpcompiler.parallel.compared import on_cpu
 from tpcompiler.parallel.converted import ConvertedProgram
+from tpcompiler.parallel.piped import stages_by_whole
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.runtime.artifact import is_single, write_artifact
 from tpcompiler.runtime.package import read_package, refuse_other_package
@@ -94,10 +95,12 @@ class ParallelProgram(Programs["ParallelProgram"]):
         Raises:
             InternalError: they are not sound.
         """
-        for name, program in self._programs.items():
-            if isinstance(program, ConvertedProgram):
-                written = open(directory if is_single(self) else directory / name, trust=True)
-                report = written.check(program.original())
+        parts = {name: directory if is_single(self) else directory / name for name in self}
+        whole = {"": directory} if stages_by_whole(self._programs) else {}
+        for name, folder in {**parts, **whole}.items():
+            program = self._programs.get(name)
+            if program is None or isinstance(program, ConvertedProgram):
+                report = open(folder, trust=True).check(None if program is None else program.original())
                 if not report.ok:
                     raise InternalError(
                         f"the written programs are not sound: {report.findings[0]}",
@@ -143,7 +146,7 @@ class ParallelProgram(Programs["ParallelProgram"]):
                 steps are asked for, and it has no gradients.
             ArtifactError: the files are damaged or were made from another program.
         """
-        if original is not None:
+        if original is not None and len(self.wholes) > 1:
             self.only  # noqa: B018  (raises for several)
         return verify_programs(
             self._programs, args, kwargs or {}, then, original, checkpoint, steps, optimizer, scenario
@@ -277,7 +280,8 @@ class ParallelProgram(Programs["ParallelProgram"]):
                 file cannot be written.
         """
         files = self._files()
-        if len(models := self.families()) > 1:
+        is_cut = all(program.manifest.stage is not None for program in self._programs.values())
+        if len(models := self.families()) > 1 and not is_cut:
             name = next(iter(models[-1]))
             raise ArtifactError(
                 f"{self._directory} holds programs of {len(models)} models: {'; '.join(map(', '.join, models))}",
@@ -308,6 +312,8 @@ class ParallelProgram(Programs["ParallelProgram"]):
             LaunchError, InputsError: as `verify_package`.
         """
         files, directory = self._files(), self._stored_in()
+        if stages_by_whole(self._programs):
+            raise UnsupportedError("a package runs no stages", help="run the programs uncompiled")
         try:
             return package_programs(files, directory, threads=threads, check=check, checkpoint=checkpoint)
         finally:

@@ -23,8 +23,9 @@ from tpcompiler.checkpoint.leaves import held_per_rank
 from tpcompiler.errors import ArtifactError, option
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.parallel.converted import ConvertedProgram
+from tpcompiler.parallel.piped import stages_by_whole, whole_of
 from tpcompiler.runtime.artifact import Manifest, is_single
-from tpcompiler.runtime.beside import families
+from tpcompiler.runtime.beside import families, world_of
 from tpcompiler.runtime.records import Collective
 from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.terminal.tables import Part, Report, Shown, text_of
@@ -86,6 +87,21 @@ class Programs(Shown, Mapping[str, T]):
         return next(iter(self._programs.values()))
 
     @property
+    def wholes(self) -> list[str]:
+        """The programs as they are called: one that was cut into stages counts once."""
+        stages = (each.manifest.stage for each in self._programs.values())
+        return list(dict.fromkeys(stage.of if stage else name for name, stage in zip(self, stages, strict=True)))
+
+    def original(self) -> ExportedProgram:
+        """Return the only program that was converted, from files without its weights.
+
+        Raises:
+            ArtifactError: there are several, or the file is missing or damaged.
+        """
+        staged = stages_by_whole(self._programs)
+        return whole_of(*staged.values()) if staged and len(self.wholes) == 1 else self.only.original()
+
+    @property
     def converted(self) -> ConvertedProgram:
         """The one program with the compiler's own records of its conversion.
 
@@ -107,7 +123,7 @@ class Programs(Shown, Mapping[str, T]):
 
     @property
     def world_size(self) -> int:
-        return self.mesh.world_size
+        return max(world_of(program.manifest) for program in self._programs.values())
 
     @property
     def device_type(self) -> str:

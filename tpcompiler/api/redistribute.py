@@ -129,7 +129,7 @@ def _change(
     given, made = (dict(spec) if isinstance(spec, tuple) else spec for spec in (source, target))
     made_for = parallelize(exported, mesh, {}, inputs=[given], outputs=[made], device_type=device)
     manifest = made_for.manifest()
-    join_world(manifest, WAIT)
+    join_world(manifest, manifest.world_size, WAIT)
     with agreeing(WAIT) as mine:
         mine["the tensor"] = f"{dtype} {list(shape)}"
         mine["the change"] = f"from {manifest.inputs[0].sharding} to {manifest.outputs[0].sharding}"

@@ -22,6 +22,7 @@ from tpcompiler.judge.compare.scenario import read_scenario
 from tpcompiler.judge.compare.subject import Run, Subject, shares_of
 from tpcompiler.judge.sound.check import read_proved_model
 from tpcompiler.parallel.compared import compared_calls, on_cpu, subject_of
+from tpcompiler.parallel.piped import Held, stages_by_whole, subject_of_stages
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.runtime.artifact import MODEL, SINGLE, is_single
 from tpcompiler.runtime.package import read_package
@@ -50,9 +51,16 @@ def verify_programs(
     """
     if steps < 0:
         raise InputsError(f"{option('--steps', 'steps')} is {steps}", help="give the number of steps of an optimizer")
+    staged = stages_by_whole(programs)
     alone = len(programs) == 1
     own, subjects = False, dict[str, Subject]()
+    held: dict[str | None, Held] = {}
+    for whole, stages in staged.items():
+        state = held.setdefault(stages[0].manifest.family, {})
+        subjects[whole] = subject_of_stages(stages, original, checkpoint, state)
     for name, program in programs.items():
+        if program.manifest.stage is not None:
+            continue
         model = original if original is not None or not program.manifest.files else program.original()
         own |= model is not None and checkpoint is None and bool(weightless_names(model))
         subjects[SINGLE if alone else name] = subject_of(program, model, checkpoint)
@@ -64,7 +72,9 @@ def verify_programs(
         calls = list(itertools.islice(itertools.cycle(calls), steps))
     report = compared_calls(subjects, calls, optimizer if steps else None)
     for program in programs.values():
-        if report.ok and MODEL in program.manifest.files:  # an artifact for other ranks would be made from it
+        if (
+            report.ok and not staged and MODEL in program.manifest.files
+        ):  # an artifact for other ranks would be made from it
             read_proved_model(program, prepare=on_cpu, canonical=canonicalize)
     return structs.replace(report, note=OWN if not report.note else f"{report.note}; {OWN}") if own else report
 

@@ -52,6 +52,10 @@ class ArtifactProgram(ABC):
             ArtifactError: the file is missing, damaged or, without trust, could run code.
         """
 
+    def whole_program(self) -> ExportedProgram | None:
+        """Return the program that was cut into stages, of which this is the first; None for others."""
+        return None
+
     @abstractmethod
     def fill(self, original: ExportedProgram, checkpoint: str | os.PathLike[str] | None = None) -> ExportedProgram:
         """Return a single-device program with its weights: its own, the checkpoint's or, without one, the ranks'.

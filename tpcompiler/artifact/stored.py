@@ -23,7 +23,7 @@ from tpcompiler.checkpoint.ranks import RankShares
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir.symm_mem import expand_collectives
 from tpcompiler.runtime.archive import TENSORS
-from tpcompiler.runtime.artifact import MODEL, VALUES, Manifest, inside, lacks_weights, rank_file
+from tpcompiler.runtime.artifact import MODEL, VALUES, WHOLE, Manifest, inside, lacks_weights, rank_file
 from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.program_files import ProgramFiles, open_program
 from tpcompiler.runtime.rank_file import (
@@ -35,6 +35,7 @@ from tpcompiler.runtime.rank_file import (
     read_original,
     read_rank,
     read_state,
+    read_whole,
     taken_by,
 )
 from tpcompiler.runtime.weights import laid_out
@@ -76,6 +77,9 @@ class StoredProgram(ArtifactProgram):
 
     def original(self) -> ExportedProgram:
         return read_original(self.files)
+
+    def whole_program(self) -> ExportedProgram | None:
+        return read_whole(self.files) if WHOLE in self.manifest.files else None
 
     def fill(self, original: ExportedProgram, checkpoint: str | os.PathLike[str] | None = None) -> ExportedProgram:
         return with_weights(original, self.files, checkpoint)

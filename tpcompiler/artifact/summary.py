@@ -40,6 +40,7 @@ NOTE_TITLES = {  # kinds of `Note`, as people read them
     "overlap": "memory of collectives that run during other ops",
     "search": "the search for placements",
     "apart": "programs of another model, which share no tensors with this one",
+    "stages": "stages of a pipeline",
     "uncut": "layers that stay whole, because a call would take longer with them cut",
     "cut": "weights cut in parts, blocks or whole heads, or unevenly",
 }

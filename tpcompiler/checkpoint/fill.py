@@ -46,13 +46,13 @@ def with_weights(
     state, constants = dict(program.state_dict), dict(program.constants)
     filled = with_state(program, state, constants, program.module_call_graph, program.example_inputs)
     if checkpoint is not None:  # no checkpoint contains computed values, such as rotary frequencies
-        for name, value in _computed(filled, files).items():
+        for name, value in computed_values(filled, files).items():
             (state if name in state else constants)[name] = value
     fill_weights(filled, RankShares(files) if checkpoint is None else open_source(checkpoint), partial=True)
     return filled
 
 
-def _computed(program: ExportedProgram, files: ProgramFiles) -> dict[str, torch.Tensor]:
+def computed_values(program: ExportedProgram, files: ProgramFiles) -> dict[str, torch.Tensor]:
     """Return the artifact's values of constants and buffers that the program lacks."""
     lacking = weightless_names(program) & {*program.constants, *program.graph_signature.buffers}
     values = {name: value for name, value in read_values(files).items() if name in lacking}

@@ -26,6 +26,7 @@ def load(
     backend: str | None = None,
     training: bool = False,
     recompute: Recompute = "min-cut",
+    microbatches: int = 1,
 ) -> Any:
     """Return this process's program, ready to call.
 
@@ -62,6 +63,8 @@ def load(
             partitioner), everything except collectives and ops that may draw random numbers, such as attention ("all"),
             or nothing ("none").
             `module.saved_bytes` is what the forward leaves to the backward.
+        microbatches: of a program that was cut into stages: the number of batches, along dim 0 of every input, of a
+            call; a stage works on one while later stages work on those before it. Each has its own buffers (caches).
 
     Returns:
         The module: call it like the model; it records no gradients without `training`. Its `exported_program` is the
@@ -96,6 +99,7 @@ def load(
         compiled=False if training else compiled,
         backend=backend,
         weights=weights,
+        microbatches=microbatches,
     )
     if training:
         from tpcompiler.checkpoint.training import make_trainable

@@ -83,14 +83,14 @@ def verify(
         from tpcompiler.runtime.model_file import import_modules, read_model
 
         artifact = open(directory, trust)  # its errors come before the model is read
-        is_set = scenario is not None or len(artifact) > 1
+        is_set = scenario is not None or len(artifact.wholes) > 1
         own_words = {"--against": against, "--inputs": inputs, "--bisect": bisect}
         if is_set and (words := [word for word, value in own_words.items() if value]):
             raise typer.BadParameter("it is for one program: give OUT/NAME, without --scenario", param_hint=words[0])
         import_modules(imports or ())
         original, calls = None, list[Any]([(None, {})])
         if not is_set:
-            original = read_model(against, trust=trust) if against else artifact.only.original()
+            original = read_model(against, trust=trust) if against else artifact.original()
             calls = [read_inputs(file, original) for file in inputs or ()]
             calls = calls or [examples_of(original, str(against or directory), "give inputs with --inputs FILE")]
         for program in artifact.values():

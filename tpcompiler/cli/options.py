@@ -120,7 +120,8 @@ app = typer.Typer(
 
 Tp = Annotated[int | None, typer.Option("--tp", metavar="N", help="Number of ranks.")]
 MeshOption = Annotated[
-    str | None, typer.Option("--mesh", metavar="AXIS=N,..", help="Mesh axes, instead of --tp: dp=2,tp=4.")
+    str | None,
+    typer.Option("--mesh", metavar="AXIS=N,..", help="Mesh axes, instead of --tp: dp=2,tp=4, or stages: pp=2,tp=4."),
 ]
 Imports = Annotated[
     list[str] | None,

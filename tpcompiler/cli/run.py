@@ -134,13 +134,16 @@ def run(
         from tpcompiler.runtime.inputs import read_tensors, write_tensors
         from tpcompiler.runtime.load import load
         from tpcompiler.runtime.model_file import import_modules
-        from tpcompiler.runtime.program_files import open_program
+        from tpcompiler.runtime.program_files import open_program, open_programs
         from tpcompiler.runtime.run import run_file, summarize
 
-        if tokens is None:
+        is_cut = any(each.manifest.stage for each in open_programs(directory, trust=trust).values())
+        if is_cut and (looking or tokens is not None or compiled):
+            raise typer.BadParameter("the program is cut into stages", param_hint=looking or "--tokens / --compiled")
+        if tokens is None and not is_cut:
             stored = open_program(directory, trust=trust)
             manifest = stored.manifest
-        elif not {"prefill", "decode"} <= set(programs_in(directory)):
+        elif not is_cut and not {"prefill", "decode"} <= set(programs_in(directory)):
             raise ArtifactError(
                 f"{directory} has no programs called prefill and decode",
                 help="export with --prefill-decode, and convert its files together",
@@ -156,6 +159,8 @@ def run(
         status.update("running")
         if tokens is not None:
             named = {"tokens": torch.stack(list(generate(module, given, tokens, str(inputs))), 1).cpu()}
+        elif is_cut:
+            named = module.call_named(given, str(inputs))
         else:
             with contextlib.ExitStack() as stack:
                 if count:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from tpcompiler.errors import MeshError, UnsupportedError, option
 
+PIPELINE = "pp"  # the axis whose ranks run the stages of a program
 MAX_AXES = 64  # torch's own limit on the dims of a tensor
 FACTOR = re.compile(r"\[:([1-9]\d*)?(?::([1-9]\d*))?\]$")  # of a part of an axis, at the end of its name
 MAX_RANKS = 1 << 16  # more than any machine has; a hidden size passed as a degree by mistake would run for hours

@@ -132,6 +132,13 @@ class Program:
         return self.source.constants[fqn] if value is None else value
 
 
+def results_of(program: Program) -> dict[str, Any]:
+    """Return the nodes, or constants, that a program returns to its user, by name."""
+    values: Any = program.output.args[0]
+    names = program.output_names()
+    return dict(zip(names, list(values)[len(values) - len(names) :], strict=True))
+
+
 class CanonicalProgram(Program):
     """A functional program without higher-order wrappers and metadata assertions."""
 

@@ -26,7 +26,7 @@ from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.passes.limit_experts import limit_experts
 from tpcompiler.plan import Plan, share_plan
 from tpcompiler.runtime.artifact import Manifest
-from tpcompiler.runtime.records import Asked
+from tpcompiler.runtime.records import Asked, StageRecord
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.task import Aim
 
@@ -48,7 +48,8 @@ def unseen(program: P, name: str) -> P:
 class Conversion:
     """An exported program in canonical form, and how it is to be converted.
 
-    `family`: the name of the first of several programs that share their tensors by name.
+    `family`: the name of the first of several programs that share their tensors by name. `stage`: which part of the
+    program `whole` it is.
     """
 
     exported: ExportedProgram
@@ -62,6 +63,8 @@ class Conversion:
     check_indices: bool = True
     dropped: tuple[Note, ...] = ()
     family: str = ""
+    stage: StageRecord | None = None
+    whole: ExportedProgram | None = None
 
     @classmethod
     def of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from os.path import basename
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,13 @@ import torch
 from msgspec import structs
 from torch.export import ExportedProgram
 
-from tpcompiler._torch import with_state
+from tpcompiler._torch import sym_hint, with_state
 from tpcompiler.artifact.program import ArtifactProgram, Layout, Stored, tensors_of
 from tpcompiler.artifact.summary import SearchedPlan
 from tpcompiler.checkpoint.fill import fill_weights, refuse_needless
 from tpcompiler.checkpoint.ranks import open_source
 from tpcompiler.cost.machine import Machine
-from tpcompiler.cost.timeline import Times, predict_times
+from tpcompiler.cost.timeline import Times, duration, predict_times
 from tpcompiler.ir import edit
 from tpcompiler.ir.node_placement import reshard_of
 from tpcompiler.ir.program import Note, PlacedProgram, reshard
@@ -28,8 +29,9 @@ from tpcompiler.parallel.writing import writer_of
 from tpcompiler.plan import Plan
 from tpcompiler.runtime.artifact import SINGLE, Manifest, write_program
 from tpcompiler.runtime.rank_file import Weights, put_state
-from tpcompiler.runtime.records import Asked
+from tpcompiler.runtime.records import Asked, StageRecord
 from tpcompiler.runtime.weightless import weightless_names
+from tpcompiler.terminal.printed import format_bytes
 
 
 class ConvertedProgram(ArtifactProgram):
@@ -40,6 +42,7 @@ class ConvertedProgram(ArtifactProgram):
         asked: the caller's other arguments.
         siblings: the programs that share tensors with it, by name, itself included.
         searches: their number in words; empty if a plan names all layers.
+        stage: which part of the program `whole` it is; None if it was not cut into stages.
     """
 
     title = "the program"
@@ -56,6 +59,8 @@ class ConvertedProgram(ArtifactProgram):
         remarks: Callable[[ConvertedProgram], Iterable[Note]],
         search_plan: Callable[[], SearchedPlan | None],
         searches: str = "",
+        stage: StageRecord | None = None,
+        whole: ExportedProgram | None = None,
     ) -> None:
         """`advice` names the change of the plan that leaves out the gathers of a value, or nothing.
 
@@ -67,6 +72,8 @@ class ConvertedProgram(ArtifactProgram):
         self.plan = plan
         self.asked = asked
         self.searches = searches
+        self.stage = stage
+        self.whole = whole
         self._original = original
         self._siblings = siblings
         self._advice = advice
@@ -82,9 +89,21 @@ class ConvertedProgram(ArtifactProgram):
     def notes(self) -> tuple[Note, ...]:
         """The requests that the compiler declined or could not use, and its deviations from the default."""
         notes = (*self._remarks(self), *self.resharded.notes, *self.partition.local_program(0).notes)
+        if self.stage is not None and self.stage.index:
+            notes = (*notes, self._received())
         if self.partition.fitted == "nccl":
             return notes
         return (*notes, Note("collectives", self.partition.fitted_text()))
+
+    def _received(self) -> Note:
+        """Report what a stage receives from the stages before it."""
+        assert self.stage is not None
+        values = [edit.fake(node) for node in self.resharded.user_inputs() if node.name in self.stage.receives]
+        sizes = [sym_hint(value.numel()) * value.element_size() for value in values]
+        seconds = sum(map(self.partition.machine.transfer_seconds, sizes))
+        what = f"{len(sizes)} value{'s' * (len(sizes) != 1)} of earlier stages, {format_bytes(sum(sizes))}"
+        took = f"{duration(seconds)} on {basename(self.partition.machine.name)}"
+        return Note("stages", f"stage {self.stage.index} of {self.stage.count}, from 0: receives {what}, {took}")
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -93,7 +112,7 @@ class ConvertedProgram(ArtifactProgram):
         stored = {fqn: name for fqn, name in first.items() if name != self.name}
         tensors = [structs.replace(row, stored_in=stored.get(row.name)) for row in manifest.tensors]
         family = None if self.name == SINGLE else self.together()[0].name
-        return structs.replace(manifest, tensors=tensors, family=family)
+        return structs.replace(manifest, tensors=tensors, family=family, stage=self.stage)
 
     def predict(self, machine: Machine) -> Times:
         """Predict the time of a call on rank 0, which does most, on a machine, with the sizes of the example."""
@@ -124,6 +143,9 @@ class ConvertedProgram(ArtifactProgram):
 
     def original(self) -> ExportedProgram:
         return self._original
+
+    def whole_program(self) -> ExportedProgram | None:
+        return self.whole
 
     def fill(self, original: ExportedProgram, checkpoint: str | os.PathLike[str] | None = None) -> ExportedProgram:
         lacking = weightless_names(original)
@@ -182,5 +204,6 @@ class ConvertedProgram(ArtifactProgram):
             keep_output_types=keep_output_types,
             elsewhere=elsewhere,
             layout=layout,
+            whole=self.whole if self.stage is not None and self.stage.index == 0 else None,
         )
         return partial(write_program, writer=writer)

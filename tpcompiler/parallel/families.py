@@ -29,8 +29,8 @@ class _Unlike(NamedTuple):
 def find_families(conversions: Mapping[str, Conversion]) -> dict[str, Conversion]:
     """Give each of several programs the name of the first one that it shares tensors with.
 
-    A program shares tensors by name with those that run over the same mesh. If most bytes under the common names
-    have other shapes, the programs are of different models, and share nothing.
+    A program shares tensors by name with those that run over the same mesh, in the same stage. If most bytes under the
+    common names have other shapes, the programs are of different models, and share nothing.
 
     Raises:
         ProgramError: a leaf of one name that is not one tensor, in programs of one model.
@@ -39,7 +39,8 @@ def find_families(conversions: Mapping[str, Conversion]) -> dict[str, Conversion
     for name, own in conversions.items():
         apart, related = dict[str, set[str]](), list[str]()
         for first, family in found.items():
-            if own.mesh != family[first].mesh:
+            other = family[first]
+            if own.mesh != other.mesh or (own.stage and own.stage.index) != (other.stage and other.stage.index):
                 continue
             common, unlike = _compare(own, family)
             shaped = [each.fqn for each in unlike if each.ours.shape != each.theirs.shape]

@@ -152,5 +152,16 @@ def _finish(
     own.after(partition.local_program(0), "lowered_rank_0")
     asked = own.asked(plan, aim)
     return ConvertedProgram(
-        name, own.exported, partition, plan, asked, together, advise, remarks, search_plan, searches
+        name,
+        own.exported,
+        partition,
+        plan,
+        asked,
+        together,
+        advise,
+        remarks,
+        search_plan,
+        searches,
+        own.stage,
+        own.whole,
     )

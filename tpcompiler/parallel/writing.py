@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 from msgspec import structs
 from torch import fx
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 
 from tpcompiler._torch import forget_index, save_program, with_state
 from tpcompiler.artifact.program import Layout, Stored
@@ -53,12 +55,14 @@ def writer_of(
     keep_output_types: bool = False,
     elsewhere: Stored,
     layout: Layout | None = None,
+    whole: ExportedProgram | None = None,
 ) -> Writer:
     """Return the manifest and the functions that write the files.
 
     Args:
         manifest: the description of the program in memory.
         elsewhere: leaf -> the program that stores it; in these files it has a shape but no values.
+        whole: the program that was cut into stages, to be written next to the first.
         layout: by default "shared" if the model was exported without weights, else "ranks".
 
     Raises:
@@ -79,7 +83,8 @@ def writer_of(
     own = [row.name for row in tensors if row.is_own]
     written = _WriterInput(original, partition, manifest, own, elsewhere, replaced is not None)
     if layout == "ranks":
-        return Writer(manifest, lambda rank, path: _write_rank(written, rank, path), model=_model_writer(written))
+        rank_writer = partial(_write_rank, written)
+        return Writer(manifest, rank_writer, model=_model_writer(written), whole=whole and partial(_write_whole, whole))
     count = len(partition.classes)
     names = [f"program_{i}.pt2" if count > 1 else "program.pt2" for i in range(count)]
     manifest = structs.replace(manifest, programs=dict(zip(names, map(list, partition.classes), strict=True)))
@@ -89,6 +94,7 @@ def writer_of(
         lambda rank, path: _write_rank(written, rank, path, shared=True),
         (lambda path: _write_values(written, hollow, path)) if hollow else None,
         _model_writer(written),
+        whole and partial(_write_whole, whole),
     )
 
 
@@ -184,6 +190,26 @@ def _model_writer(written: _WriterInput) -> Callable[[Path], None]:
         _save_without_weights(program, path, names, {**program.constants, **program.state_dict})
 
     return write
+
+
+def _write_whole(whole: ExportedProgram, path: Path) -> None:
+    """Write a program without its weights; small constants stay."""
+    specs = {spec.target: spec for spec in whole.graph_signature.input_specs}
+    held = {**whole.constants, **whole.state_dict}
+    literals = {name for name in held if name in specs and specs[name].kind is InputKind.CONSTANT_TENSOR}
+    names = {name for name, v in held.items() if _has_room(v) and not (name in literals and v.numel() <= FEW)}
+    made = {memory_of(held[name]): hollow_like(held[name]) for name in names}
+    state, constants = (
+        {name: made[memory_of(v)] if name in names else v for name, v in own.items()}
+        for own in (whole.state_dict, whole.constants)
+    )
+    graph = whole.module_call_graph
+    signature = copy.copy(graph[0].signature)
+    assert signature is not None
+    signature.out_spec = plain_outputs(signature.out_spec)[0]
+    graph = [replace(graph[0], signature=signature), *graph[1:]]
+    program = with_state(whole, state, constants, graph, None if has_pickled_examples(whole) else whole.example_inputs)
+    _save_without_weights(program, path, names, {**program.constants, **program.state_dict})
 
 
 @collector_rests()  # not if it holds weights: other ranks' programs are garbage by then

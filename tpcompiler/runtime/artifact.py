@@ -28,6 +28,7 @@ FORMAT = 2
 SINGLE = "model"  # the name of a program that was given without one
 VALUES = "values.safetensors"
 MODEL = "model.pt2"  # the program that was converted, without its weights
+WHOLE = "whole.pt2"  # in the folder of the first stage: the program that was cut into stages, without its weights
 DROPPED = "dropped_rows"  # begins the names of values of a model: rows that exceed the capacity of their expert
 
 
@@ -65,7 +66,7 @@ class Writer(NamedTuple):
 
     Each rank has a file from `rank`; `program` writes the programs that ranks share, if they share any. `values`: for a
     model without weights, writes the tensors that do have values, whole, instead of `rank`. `model`: writes the program
-    that was converted.
+    that was converted; `whole`: the one that was cut into stages.
     """
 
     manifest: Manifest
@@ -73,6 +74,7 @@ class Writer(NamedTuple):
     program: Write | None = None
     values: Callable[[Path], str] | None = None
     model: Callable[[Path], None] | None = None
+    whole: Callable[[Path], None] | None = None
 
 
 def _accept(directory: Path) -> None:
@@ -111,7 +113,7 @@ def write_artifact(
 
 def write_program(directory: Path, writer: Writer) -> None:
     """Write the files of one program into a folder, the manifest last."""
-    manifest, write_rank, write_program, write_values, write_model = writer
+    manifest, write_rank, write_program, write_values, write_model, write_whole = writer
     name_of = weights_file if manifest.programs else rank_file
     work = [(name_of(rank), write_rank, rank) for rank in range(manifest.world_size)] if write_values is None else []
     if write_program is not None:
@@ -122,9 +124,10 @@ def write_program(directory: Path, writer: Writer) -> None:
     }
     if write_values is not None:
         files[VALUES] = write_values(directory / VALUES)
-    if write_model is not None:
-        write_model(directory / MODEL)
-        files[MODEL] = sha256(directory / MODEL)
+    for name, write_one in ((MODEL, write_model), (WHOLE, write_whole)):
+        if write_one is not None:
+            write_one(directory / name)
+            files[name] = sha256(directory / name)
     write_record(directory / MANIFEST, replace(manifest, files=files))
 
 
@@ -168,7 +171,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         raise ArtifactError(f"{directory} {state}", help="make one with tpcompiler convert") from error
     name_of = weights_file if manifest.programs else rank_file
     every = {*manifest.programs, *map(name_of, range(manifest.world_size))}
-    there = set(manifest.files) - {MODEL}
+    there = set(manifest.files) - {MODEL, WHOLE}
     if there != every and not (manifest.programs and {*manifest.programs, VALUES} <= there <= {*every, VALUES}):
         raise ArtifactError(
             f"{path} names files {sorted(manifest.files)} for {manifest.world_size} ranks",

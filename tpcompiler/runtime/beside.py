@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from tpcompiler.runtime.artifact import Manifest
+from tpcompiler.runtime.records import StageRecord
 
 T = TypeVar("T")
 
@@ -18,17 +19,29 @@ def families(programs: Mapping[str, T], family_of: Callable[[T], str | None]) ->
     return [*found.values()]
 
 
-def largest_world(programs: Mapping[str, Manifest]) -> Manifest:
-    """Return the manifest of a program that has the most ranks."""
-    return max(programs.values(), key=lambda manifest: manifest.world_size)
+def world_of(manifest: Manifest) -> int:
+    """Return the number of ranks of a program, or of all stages of the one that it is a stage of."""
+    return manifest.world_size * (manifest.stage.count if manifest.stage else 1)
+
+
+def largest_world(programs: Mapping[str, Manifest]) -> int:
+    """Return the number of ranks that run the programs of an artifact."""
+    return max(map(world_of, programs.values()))
 
 
 def misfit_of(programs: Mapping[str, Manifest]) -> str:
     """Return the reason why programs cannot run together; empty if they can."""
-    world = largest_world(programs).world_size
+    world = largest_world(programs)
     for name, manifest in programs.items():
-        if world % manifest.world_size:
-            return f"{name!r} is for {manifest.world_size} ranks, which do not divide the {world} of the artifact"
+        if world % world_of(manifest):
+            return f"{name!r} is for {world_of(manifest)} ranks, which do not divide the {world} of the artifact"
+    stages: dict[str, list[StageRecord]] = {}
+    for manifest in programs.values():
+        if manifest.stage is not None:
+            stages.setdefault(manifest.stage.of, []).append(manifest.stage)
+    for whole, own in stages.items():
+        if [stage.index for stage in own] != list(range(own[0].count)):
+            return f"stages {[stage.index for stage in own]} of {whole!r} are not all of {own[0].count}, in order"
     for family in families(programs, lambda manifest: manifest.family):
         if misfit := _misfit_within(family):
             return misfit

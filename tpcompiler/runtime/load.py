@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from tpcompiler.runtime.beside import families, largest_world, misfit_of
 from tpcompiler.runtime.in_place import write_in_place
 from tpcompiler.runtime.inputs import check_values, flatten_inputs, named_inputs, structure_check
 from tpcompiler.runtime.package import Package, package_to_run
+from tpcompiler.runtime.pipeline import Buffers, Pipeline
 from tpcompiler.runtime.place import place_state
 from tpcompiler.runtime.program_files import ProgramFiles, open_programs
 from tpcompiler.runtime.rank_file import AGAIN, Weights, read_rank, strides_of, taken_by
@@ -38,6 +39,7 @@ class _Arguments(NamedTuple):
     check_inputs: bool
     timeout: timedelta
     weights: Weights | None
+    microbatches: int
 
 
 class _RankProgram(NamedTuple):
@@ -55,9 +57,10 @@ def load(
     compiled: bool | None = None,
     backend: str | None = None,
     weights: Weights | None = None,
+    microbatches: int = 1,
 ) -> Any:
     """Load an artifact's programs (see `checkpoint/load.py`); `weights` reads weights that its files lack."""
-    arguments = _Arguments(check_inputs, timeout, weights)
+    arguments = _Arguments(check_inputs, timeout, weights, microbatches)
     files = open_programs(directory, trust=trust)
     manifests = {name: each.manifest for name, each in files.items()}
     if misfit := misfit_of(manifests):
@@ -66,28 +69,48 @@ def load(
         )
     if is_single(files):
         _refuse_alone(files[SINGLE])
-    device = join_world(largest_world(manifests), timeout, backend, rank)
+    device = join_world(next(iter(manifests.values())), largest_world(manifests), timeout, backend, rank)
     with agreeing(timeout) as mine:
         package = package_to_run(directory, compiled, trust)
         mine["the package"] = f"SHA-256 {package.files.get(COMPILED, '')[:12]}.." if package else "not run"
-    read: dict[str, _RankProgram] = {}
+    read: dict[str, _RankProgram] = {}  # without those of other stages
     for family in families(files, lambda each: each.manifest.family):
         stored: dict[str, torch.Tensor] = {}
         for name, each in family.items():
-            read[name] = _read(Path(directory), each, package, device, stored, arguments)
+            own = _read(Path(directory), each, package, device, stored, arguments)
+            read |= {name: own} if own is not None else {}
     with agreeing(timeout):
         modules = {
             name: packaged_module(directory, package, name, own_rank(read[name].manifest), read[name].program)
             if package
             else write_in_place(read[name].program.module())
             for name in files
+            if name in read
         }
     for name, own in read.items():
         module: Any = modules[name]
         module.forward = _guarded(module, own, arguments)
         module.register_forward_pre_hook(structure_check(own.program), prepend=True, with_kwargs=True)
         module.exported_program = own.program
-    return modules[SINGLE] if is_single(modules) else modules
+    made: dict[str, Any] = {name: each for name, each in modules.items() if not manifests[name].stage}
+    made |= _join_stages(manifests, modules, arguments)
+    return made[SINGLE] if is_single(made) else made
+
+
+def _join_stages(
+    manifests: Mapping[str, Manifest], modules: Mapping[str, Any], arguments: _Arguments
+) -> dict[str, Pipeline]:
+    """Return the programs that were cut into stages, by name."""
+    wholes: dict[str, dict[str, Manifest]] = {}
+    for name, manifest in manifests.items():
+        if manifest.stage is not None:
+            wholes.setdefault(manifest.stage.of, {})[name] = manifest
+    made, buffers = {}, dict[str | None, list[Buffers]]()
+    for whole, stages in wholes.items():
+        (own,) = (name for name in stages if name in modules)
+        shared = buffers.setdefault(stages[own].family, [{} for _ in range(arguments.microbatches)])
+        made[whole] = Pipeline(list(stages.values()), modules[own], arguments.timeout, shared)
+    return made
 
 
 def _refuse_alone(files: ProgramFiles) -> None:
@@ -107,12 +130,18 @@ def _read(
     device: torch.device,
     stored: dict[str, torch.Tensor],
     arguments: _Arguments,
-) -> _RankProgram:
-    """Read this rank's program onto its device; take missing tensors from `stored`, and add its own there."""
+) -> _RankProgram | None:
+    """Read this rank's program onto its device; take missing tensors from `stored`, and add its own there.
+
+    Of a stage that other ranks run, only make the groups: all ranks must make them all.
+    """
     manifest = files.manifest
+    is_own = manifest.stage is None or manifest.stage.index == dist.get_rank() // manifest.world_size
     left_out = {row.name for row in manifest.tensors if row.stored_in is not None}
     with agreeing(arguments.timeout) as mine:
-        if package is not None:
+        if not is_own:
+            exported = None
+        elif package is not None:
             exported = read_called(directory, package, files, own_rank(manifest), arguments.weights)
         else:
             exported = read_rank(files, own_rank(manifest), arguments.weights)
@@ -121,6 +150,8 @@ def _read(
     with named_failures(groups_here(manifest)):
         register_groups(manifest, arguments.timeout)
     greet_groups(manifest, device, arguments.timeout)
+    if exported is None:
+        return None
     wanted = taken_by(exported)
     for each in sorted(left_out & wanted.keys()):
         if (actual := strides_of(stored[each])) != (expected := strides_of(wanted[each])):

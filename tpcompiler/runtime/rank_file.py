@@ -15,7 +15,7 @@ from torch.export.graph_signature import InputKind, TensorArgument
 
 from tpcompiler._torch import RETURNED_KINDS, tree_flatten, tree_names
 from tpcompiler.errors import ArtifactError
-from tpcompiler.runtime.artifact import VALUES, Manifest, lacks_weights
+from tpcompiler.runtime.artifact import VALUES, WHOLE, Manifest, lacks_weights
 from tpcompiler.runtime.model_file import load_opened, looked_into
 from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.program_files import ProgramFiles
@@ -90,6 +90,16 @@ def read_original(files: ProgramFiles) -> ExportedProgram:
         ArtifactError: the artifact has none, the file has changed or, without trust, could run code.
     """
     with files.open_model() as file, looked_into(file, trust=files.trust):
+        return load_opened(file)
+
+
+def read_whole(files: ProgramFiles) -> ExportedProgram:
+    """Read the program that was cut into stages, without its weights.
+
+    Raises:
+        ArtifactError: as `read_original`.
+    """
+    with files.open(WHOLE) as file, looked_into(file, trust=files.trust):
         return load_opened(file)
 
 

@@ -152,6 +152,7 @@ class Note(Record, frozen=True):
         "search",
         "uncut",
         "apart",
+        "stages",
     ]
     text: str  # for people
 
@@ -216,6 +217,21 @@ class Package(Record, frozen=True, kw_only=True):
         return self.models.get(program, self.models.get("", {}))
 
 
+class StageRecord(Record, frozen=True, kw_only=True):
+    """A program that is one stage of a pipeline: its ranks run it after those of earlier stages."""
+
+    of: ProgramName  # the whole program
+    index: Count  # of the stage, from 0
+    count: Degree  # number of stages
+    receives: dict[str, Count]  # input -> the earlier stage that returns it under the same name
+    outputs: list[str]  # the outputs of the whole that this stage returns
+    inputs: list[str]  # the tensors that the whole takes, in order
+    returns: list[str]  # the outputs of the whole, in order
+    constants: dict[str, bool | int | float | str | None] = {}  # those that are no tensors
+    takes: str  # the pytree of the arguments of the whole, as torch writes it
+    makes: str  # the pytree of its results
+
+
 class Manifest(Record, frozen=True, kw_only=True):
     """All that an artifact's `manifest.json` records."""
 
@@ -246,6 +262,7 @@ class Manifest(Record, frozen=True, kw_only=True):
     asked: Asked  # how it was converted
     # the first of the programs that share tensors by name; null for an artifact's only program
     family: ProgramName | None = None
+    stage: StageRecord | None = None  # null for a program that is whole
     compiled: Package | None  # the package of a lone artifact; that of several programs is in `programs.json`
     format: int  # of the files
 

@@ -23,7 +23,7 @@ CUT = ".cut.json"  # progress of an unfinished cut of weights
 COMPILED, RUNNER = "compiled.pt2", "runner.so"  # a package, and the library that runs it from Python
 # The files of an artifact, and of an interrupted cut of its weights.
 PARTS = re.compile(
-    r"manifest\.json|(rank|program)_\d+\.pt2|(program|model|compiled(_\w+)?)\.pt2|runner\.so|(rank_\d+|values)\.safetensors"
+    r"manifest\.json|(rank|program)_\d+\.pt2|(program|model|whole|compiled(_\w+)?)\.pt2|runner\.so|(rank_\d+|values)\.safetensors"
 )
 PACKAGED = re.compile(r"compiled(_\w+)?\.pt2|runner\.so")
 UNFINISHED = re.compile(r"\.cut\.json|\.rank_\d+\.safetensors\.part")

@@ -64,11 +64,12 @@ def _refuse_gathers(manifest: Manifest) -> None:
 
 
 def join_world(
-    manifest: Manifest, timeout: timedelta, backend: str | None = None, rank: int | None = None
+    manifest: Manifest, world: int, timeout: timedelta, backend: str | None = None, rank: int | None = None
 ) -> torch.device:
     """Join the world that the artifact is for, and return the device of this process.
 
     Args:
+        world: the number of ranks of the artifact.
         rank: the rank that the caller expects this process to be.
 
     Raises:
@@ -76,7 +77,7 @@ def join_world(
     """
     device = own_device(manifest, backend)
     release_default_group()
-    _join(manifest, timeout, backend)
+    _join(manifest, world, timeout, backend)
     if rank is not None and rank != dist.get_rank():
         raise LaunchError(
             f"rank {rank} was requested in the process of rank {dist.get_rank()}", help="leave rank out under torchrun"
@@ -85,17 +86,17 @@ def join_world(
     return device
 
 
-def _join(manifest: Manifest, timeout: timedelta, backend: str | None) -> None:
+def _join(manifest: Manifest, world: int, timeout: timedelta, backend: str | None) -> None:
     """Make the default process group from torchrun's environment, unless the caller has made one."""
     if not dist.is_initialized():
-        start = f"start it with torchrun --nproc-per-node {manifest.world_size}"
+        start = f"start it with torchrun --nproc-per-node {world}"
         if missing := [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]:
             raise LaunchError(
                 f"this process is in no group: {' and '.join(missing)} {'are' if missing[1:] else 'is'} not set",
                 help=start,
             )
         size = _number("WORLD_SIZE")
-        _same_world(size, manifest)
+        _same_world(size, world)
         if (rank := _number("RANK")) >= size:
             raise LaunchError(f"RANK is {rank} in a world of {size}", help=f"use a rank from 0 to {size - 1}")
         if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
@@ -112,13 +113,13 @@ def _join(manifest: Manifest, timeout: timedelta, backend: str | None) -> None:
             dist.init_process_group(backend, timeout=timeout)
         except dist.DistError as error:
             raise LaunchError(
-                f"not all of {manifest.world_size} ranks arrived within {timeout.total_seconds():g} s: {reason(error)}",
+                f"not all of {world} ranks arrived within {timeout.total_seconds():g} s: {reason(error)}",
                 help=RESTART,
             ) from error
         assert dist.group.WORLD is not None
         if backend == "gloo":
             destroy_at_exit(dist.group.WORLD)
-    _same_world(dist.get_world_size(), manifest)
+    _same_world(dist.get_world_size(), world)
 
 
 def _number(name: str, otherwise: int = 0) -> int:
@@ -128,11 +129,11 @@ def _number(name: str, otherwise: int = 0) -> int:
     return int(text)
 
 
-def _same_world(size: int, manifest: Manifest) -> None:
-    if size != manifest.world_size:
+def _same_world(size: int, world: int) -> None:
+    if size != world:
         raise LaunchError(
-            f"the artifact is for {manifest.world_size} ranks, this world has {size}",
-            help=f"start it with torchrun --nproc-per-node {manifest.world_size}, or convert for {size}",
+            f"the artifact is for {world} ranks, this world has {size}",
+            help=f"start it with torchrun --nproc-per-node {world}, or convert for {size}",
         )
 
 

@@ -28,6 +28,7 @@ from tpcompiler.judge.sound.model import check_model
 from tpcompiler.judge.sound.moves import check_changes
 from tpcompiler.judge.sound.numbers import row_of
 from tpcompiler.judge.sound.ops import check_ops
+from tpcompiler.judge.sound.stages import check_stages
 from tpcompiler.judge.sound.state import check_numbers, check_shared, check_state, check_symmetric
 from tpcompiler.judge.sound.unsound import Unsound
 from tpcompiler.judge.sound.whole_text import cuts_of, whole_text
@@ -83,13 +84,36 @@ def check_artifact(
     if len(artifact) == 1:
         return reports.popitem()[1]
     findings = [f"{name}: {finding}" for name, report in reports.items() for finding in report.findings]
+    handed = 0
     if misfit := misfit_of(manifests):
         findings.append(misfit)
     else:
         with _noting(findings, None):
             check_shared(programs, manifests)
+        for stages in _staged(artifact).values():
+            with _noting(findings, None):
+                handed += _count_handed_over(stages, canonical)
     counts = sum((Counter(report.counts) for report in reports.values()), Counter())
+    counts.update({"values handed over": handed} if handed else {})
     return CheckReport(not findings, dict(counts), findings, original is not None)
+
+
+def _staged(artifact: Mapping[str, ArtifactProgram]) -> dict[str, list[ArtifactProgram]]:
+    found: dict[str, list[ArtifactProgram]] = {}
+    for program in artifact.values():
+        if program.manifest.stage is not None:
+            found.setdefault(program.manifest.stage.of, []).append(program)
+    return found
+
+
+def _count_handed_over(
+    stages: Sequence[ArtifactProgram], canonical: Callable[[ExportedProgram], CanonicalProgram]
+) -> int:
+    """Check that the stages of a program are the whole that the first has; return the number of values between them."""
+    if (whole := stages[0].whole_program()) is None:
+        raise Unsound(None, f"{stages[0].title} lacks the program that was cut into stages")
+    parts = [(each.manifest.stage, canonical(each.original())) for each in stages]
+    return check_stages([(record, program) for record, program in parts if record], canonical(whole))
 
 
 def read_proved_model(

@@ -1,0 +1,252 @@
+"""Stages times tensor ranks: from files in real processes, compared with the single device."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.export import export
+
+import tpcompiler
+from tests.launch import fork_ranks, run_ranks
+from tests.passes.stages import Call
+from tests.state.models import PLAN, Llama, call
+from tests.zoo.case import randomise
+from tests.zoo.index import CASES
+from tests.zoo.measure import exported
+from tpcompiler import MeshError, ParallelProgram, UnsupportedError
+from tpcompiler._torch import tree_flatten
+from tpcompiler.frontend.stages import Prices, cut_stages
+from tpcompiler.judge.compare.judge import FLOOR, SPREAD
+from tpcompiler.judge.compare.reference import run_single
+from tpcompiler.judge.sound.stages import check_stages
+from tpcompiler.judge.sound.unsound import Unsound
+from tpcompiler.passes.canonicalize import canonicalize
+from tpcompiler.runtime.inputs import flatten_inputs
+from tpcompiler.runtime.records import StageRecord
+
+pytestmark = pytest.mark.slow
+MACHINE = "h100"  # whose kernels take time, which stages share
+MESH = {"pp": 2, "tp": 2}
+RUNS = [("llama", False), ("llama", True), ("gpt2", True), ("t5", True), ("mixtral", True)]
+
+
+def test_models_from_files_on_gloo(tmp_path: Path) -> None:
+    """The model's answer on all ranks, also those of the first stage."""
+    calls = {}
+    for name, dynamic in RUNS:
+        case = CASES[name]
+        program = tpcompiler.parallelize(exported(case, dynamic), MESH, case.asked())
+        assert [each.manifest().stage.index for each in program.values()] == [0, 1]  # type: ignore[union-attr]
+        folder = f"{name}_{dynamic}"
+        program.save(tmp_path / folder)
+        calls[folder] = case.inputs(*(case.others[0] if dynamic else case.example))
+        torch.save(([("", (), calls[folder])], {}), tmp_path / f"{folder}.calls")
+    run_ranks(4, Path(__file__).parent / "worker.py", tmp_path, *calls)
+    for (name, dynamic), folder in zip(RUNS, calls, strict=True):
+        expected, allowed = _single(exported(CASES[name], dynamic), calls[folder])
+        for rank in range(4):
+            (made,) = torch.load(tmp_path / f"{folder}.{rank}.made")
+            got = [value for value in tree_flatten(made)[0] if isinstance(value, torch.Tensor)]
+            for own, want, limit in zip(got, expected, allowed, strict=True):
+                assert (own - want).abs().max() / want.abs().max() <= limit, (folder, rank)
+
+
+def _single(program: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[float]]:
+    """What one device gives, and what the judge allows beside each output."""
+    flat = flatten_inputs(program, (), kwargs)
+    expected = [v for v in run_single(program, flat).outputs if isinstance(v, torch.Tensor)]
+    exact = [v for v in run_single(program, flat, torch.float64).outputs if isinstance(v, torch.Tensor)]
+    noise = [float((a.double() - b).abs().max() / b.abs().max()) for a, b in zip(expected, exact, strict=True)]
+    return expected, [max(SPREAD * n, FLOOR * torch.finfo(torch.float32).eps) for n in noise]
+
+
+PROMPT, *STEPS = call(2, 0, 4), call(2, 4, 1), call(2, 5, 1)
+
+
+@cache
+def generating() -> dict[str, Any]:
+    model = randomise(Llama(2, "index_copy", 2))
+    return {"prefill": export(model, PROMPT[0]), "decode": export(model, STEPS[0][0])}
+
+
+@cache
+def converted() -> ParallelProgram:
+    return tpcompiler.parallelize(generating(), MESH, PLAN)
+
+
+def test_prefill_and_decode_have_each_leaf_in_one_stage() -> None:
+    program = converted()
+    assert [*program] == ["prefill_0", "prefill_1", "decode_0", "decode_1"]
+    names = {name: {row.name for row in each.manifest().tensors} for name, each in program.items()}
+    assert names["prefill_0"] == names["decode_0"]
+    assert names["prefill_1"] == names["decode_1"]
+    caches = {name: {leaf for leaf in own if leaf.endswith("keys")} for name, own in names.items()}
+    assert caches["prefill_0"]
+    assert caches["prefill_1"]
+    assert not caches["prefill_0"] & caches["prefill_1"]
+    assert [each.manifest().family for each in program.values()] == ["prefill_0", "prefill_1"] * 2
+    report = program.verify([("prefill", *PROMPT), *(("decode", *step) for step in STEPS)])
+    assert report.ok, str(report)
+    assert any("keys" in each.name for each in report.outputs)
+    assert program.world_size == 4
+
+
+@pytest.mark.parametrize("layout", ["ranks", "shared"])
+def test_generation_from_files_on_gloo(layout: Any, tmp_path: Path) -> None:
+    """Logits of a prompt and two steps, over the caches that each stage keeps."""
+    converted().save(tmp_path / "out", layout=layout)
+    report = tpcompiler.open(tmp_path / "out").check()
+    assert report.ok, str(report)
+    calls = [("prefill", PROMPT[0], {}), *(("decode", step[0], {}) for step in STEPS)]
+    torch.save((calls, {}), tmp_path / "out.calls")
+    run_ranks(4, Path(__file__).parent / "worker.py", tmp_path, "out")
+    model = randomise(Llama(2, "index_copy", 2))
+    with torch.no_grad():
+        expected = [model(*args) for args, *_ in (PROMPT, *STEPS)]
+    for rank in range(4):
+        for got, want in zip(torch.load(tmp_path / f"out.{rank}.made"), expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * float(want.abs().max()))
+
+
+def test_microbatches_have_buffers_each(tmp_path: Path) -> None:
+    """Two sequences of a batch each: a prompt and two steps; the second sequence is another."""
+    converted().save(tmp_path / "out")
+    first = [args for args, *_ in (PROMPT, *STEPS)]
+    second = [[value.flip(0) if at == 0 else value for at, value in enumerate(args)] for args in first]
+    calls = [
+        (program, tuple(map(torch.cat, zip(*each, strict=True))), {})
+        for program, *each in zip(("prefill", "decode", "decode"), first, second, strict=True)
+    ]
+    torch.save((calls, {"microbatches": 2}), tmp_path / "out.calls")
+    run_ranks(4, Path(__file__).parent / "worker.py", tmp_path, "out")
+    made = torch.load(tmp_path / "out.3.made")
+    with torch.no_grad():
+        for at, sequence in enumerate((first, second)):
+            model = randomise(Llama(2, "index_copy", 2))
+            for got, args in zip(made, sequence, strict=True):
+                want = model(*args)
+                torch.testing.assert_close(got.chunk(2)[at], want, rtol=0, atol=1e-4 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("change", "finding"),
+    [
+        (lambda stage: stage["receives"].clear(), "reads '"),
+        (lambda stage: stage["receives"].update(dict.fromkeys(stage["receives"], 1)), "does not return it"),
+        (lambda stage: stage["outputs"].clear(), "0 stages return the output"),
+        (lambda stage: stage.update(index=0), "are not all of 2, in order"),
+    ],
+)
+def test_exchanges_that_are_not_the_programs_are_not_sound(change: Any, finding: str, tmp_path: Path) -> None:
+    converted().save(tmp_path / "out")
+    path = tmp_path / "out" / "decode_1" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest["stage"])
+    path.write_text(json.dumps(manifest))
+    report = tpcompiler.open(tmp_path / "out").check()
+    assert not report.ok
+    assert finding in str(report)
+
+
+def test_a_swapped_value_is_not_sound() -> None:
+    """Two values of one shape cross; the second stage takes one for the other."""
+
+    class Crossing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            up, down = self.layers[0](x), self.layers[1](x)
+            return self.layers[2](up) - self.layers[3](down)
+
+    program = canonicalize(export(randomise(Crossing()), (torch.randn(3, 8),)))
+    prices = Prices(lambda graph: dict.fromkeys((node.name for node in graph.nodes), 1.0), float, float("inf"))
+    stages = cut_stages({"model": program}, 2, prices, {})["model"]
+    assert len(stages[1].receives) == 2
+    parts = [(record(stage, at), canonicalize(stage.program)) for at, stage in enumerate(stages)]
+    assert check_stages(parts, program) == 2
+    first, second = (next(n for n in parts[1][1].graph.nodes if n.name == name) for name in stages[1].receives)
+    users = [*first.users], [*second.users]
+    for own, other, using in ((first, second, users[0]), (second, first, users[1])):
+        for user in using:
+            user.replace_input_with(own, other)
+    with pytest.raises(Unsound):
+        check_stages(parts, program)
+
+
+def record(stage: Any, index: int) -> StageRecord:
+    said = {"of": "model", "count": 2, "inputs": ["x"], "returns": ["output"], "takes": "", "makes": ""}
+    return StageRecord(index=index, receives=dict(stage.receives), outputs=list(stage.outputs), **said)  # type: ignore[arg-type]
+
+
+def test_stages_are_balanced_where_least_crosses() -> None:
+    """Four equal layers; between two of them one value crosses, inside of one two."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.down(self.up(x).relu())
+
+    program = canonicalize(export(randomise(nn.Sequential(*(Layer() for _ in range(4)))), (torch.randn(3, 8),)))
+    prices = Prices(
+        lambda graph: dict.fromkeys((node.name for node in graph.nodes), 1.0), lambda sent: sent / 1000, float("inf")
+    )
+    for count in (2, 4):
+        stages = cut_stages({"model": program}, count, prices, {})["model"]
+        layers = [{name.partition(".")[0] for name in stage.program.state_dict} for stage in stages]
+        assert [len(own) for own in layers] == [4 // count] * count
+        assert [len(stage.receives) for stage in stages] == [0] + [1] * (count - 1)
+    whole = sum(value.nbytes for value in program.source.state_dict.values())
+    with pytest.raises(MeshError, match="cannot be cut into 2 stages"):
+        cut_stages({"model": program}, 2, replace(prices, limit=whole / 2 - 1), {})
+
+
+def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
+    """Rank 3, of the last stage, ends before its call; the first stage waits for its outputs."""
+    converted().save(tmp_path / "out")
+    script = tmp_path / "dies.py"
+    script.write_text(
+        "import datetime, os, sys, torch, tpcompiler\n"
+        "module = tpcompiler.load(sys.argv[1], timeout=datetime.timedelta(seconds=20))\n"
+        "if torch.distributed.get_rank() == 3:\n"
+        "    os._exit(7)\n"
+        "module['decode'](torch.zeros(2, 1, dtype=torch.int64), torch.tensor([4]))\n"
+    )
+    ended = fork_ranks(4, script, tmp_path / "out", timeout=120)
+    assert ended.codes[3] == 7
+    assert all(ended.codes)
+    assert any("another rank has ended, or did not reach it" in printed for printed in ended.printed)
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (lambda self, x: torch.nn.functional.dropout(self.up(x)), "draws random numbers"),
+        (lambda self, x: self.up(x.add_(1)), "writes to its input 'x'"),
+        (lambda self, x: (self.up(x), x.shape[0]), "returns the size '1'"),
+    ],
+)
+def test_programs_that_are_not_cut(forward: Any, message: str) -> None:
+    dynamic = {"x": {0: torch.export.Dim("batch", min=2, max=8)}}
+    program = export(Call(forward, up=nn.Linear(8, 8)), (torch.randn(3, 8),), dynamic_shapes=dynamic)
+    with pytest.raises(UnsupportedError, match=message):
+        tpcompiler.parallelize(program, {"pp": 2, "tp": 1}, {})
+
+
+def test_gradients_are_not_cut() -> None:
+    program = tpcompiler.export_training(
+        Call(lambda self, x: self.up(x).mean(), up=nn.Linear(8, 8)), (torch.randn(3, 8),)
+    )
+    with pytest.raises(UnsupportedError, match="has gradients"):
+        tpcompiler.parallelize(program, {"pp": 2, "tp": 1}, {})

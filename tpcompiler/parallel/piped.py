@@ -1,0 +1,127 @@
+"""Compare the stages of a program with the whole, on all ranks of all stages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from tpcompiler._torch import user_inputs, with_state
+from tpcompiler.artifact.program import ArtifactProgram
+from tpcompiler.artifact.stored import StoredProgram
+from tpcompiler.checkpoint.fill import computed_values, fill_weights
+from tpcompiler.checkpoint.ranks import RankShares, open_source
+from tpcompiler.errors import ArtifactError
+from tpcompiler.judge.compare.judge import Layout
+from tpcompiler.judge.compare.simulate import RankResult, simulate
+from tpcompiler.judge.compare.subject import Subject
+from tpcompiler.parallel.compared import shardings_of, subject_of
+from tpcompiler.passes.canonicalize import canonicalize
+from tpcompiler.runtime.weightless import weightless_names
+
+Held = dict[int, list[dict[str, torch.Tensor]]]
+
+
+def subject_of_stages(
+    stages: Sequence[ArtifactProgram],
+    original: ExportedProgram | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    held: Held | None = None,
+) -> Subject:
+    """Return the whole program and all ranks of all stages, for a comparison.
+
+    Args:
+        stages: in order.
+        held: what ranks have written to their buffers, by stage; programs of one family share it.
+        original: the whole program; by default the artifact's.
+        checkpoint: a directory of safetensors files with weights that the whole, or the ranks, lack.
+
+    Raises:
+        ArtifactError: as `subject_of`.
+    """
+    each = [subject_of(program, program.original(), checkpoint) for program in stages]
+    whole = _filled(stages, original or whole_of(stages), checkpoint)
+    canonical = canonicalize(whole)
+    record = stages[0].manifest.stage
+    assert record is not None
+    ranks = len(each[0].programs)
+    held = {} if held is None else held
+
+    def run(shares: Sequence[Sequence[Any]]) -> list[RankResult]:
+        tensors = [[value for value in share if isinstance(value, torch.Tensor)] for share in shares]
+        values = [dict(zip(record.inputs, own, strict=True)) for own in tensors]
+        written: list[dict[str, torch.Tensor]] = [{} for _ in range(ranks)]
+        for stage, subject in enumerate(each):
+            state = held.setdefault(stage, [{} for _ in range(ranks)])
+            given = [
+                [own[spec.arg.name] for spec in user_inputs(program)]
+                for own, program in zip(values, subject.programs, strict=True)
+            ]
+            for rank, result in enumerate(simulate(subject.programs, given, state=state)):
+                values[rank] |= dict(zip(subject.output_names, result.outputs, strict=True))
+                written[rank] |= result.mutated
+                state[rank].update(result.mutated)
+        return [RankResult([own[name] for name in record.returns], written[rank]) for rank, own in enumerate(values)]
+
+    shardings = {name: sharding for program in stages for name, sharding in shardings_of(program).items()}
+    indices = [row for program in stages for row in program.manifest.inputs if row.name in record.inputs]
+    return Subject(
+        whole,
+        [whole] * ranks,
+        Layout(stages[0].mesh, shardings),
+        record.inputs,
+        canonical.output_names(),
+        run=run,
+        indices=indices,
+        family=stages[0].manifest.family,
+    )
+
+
+def whole_of(stages: Sequence[ArtifactProgram]) -> ExportedProgram:
+    """Return the program that was cut into stages, from memory or from the files of the first.
+
+    Raises:
+        ArtifactError: it is missing or damaged.
+    """
+    whole = stages[0].whole_program()
+    if whole is None:
+        raise ArtifactError(
+            f"{stages[0].title} lacks the program that was cut into stages", help="convert the model again"
+        )
+    return whole
+
+
+def _filled(
+    stages: Sequence[ArtifactProgram], whole: ExportedProgram, checkpoint: str | os.PathLike[str] | None
+) -> ExportedProgram:
+    lacking = weightless_names(whole)
+    files = [each.files for each in stages if isinstance(each, StoredProgram)]
+    if not lacking or (checkpoint is None and not files):
+        return whole
+    source = open_source(checkpoint) if checkpoint is not None else RankShares(*files)
+    state, constants = dict(whole.state_dict), dict(whole.constants)
+    specs = {spec.arg.name: spec.target for spec in whole.graph_signature.input_specs}
+    parameters = {*whole.graph_signature.parameters}
+    used = {specs[node.name] for node in whole.graph.find_nodes(op="placeholder") if node.users}
+    known = {name: value for own in files for name, value in computed_values(whole, own).items()} if checkpoint else {}
+    for name, value in known.items():  # no checkpoint contains computed values, such as rotary frequencies
+        (state if name in state else constants)[name] = value
+    for name in lacking - used - known.keys():  # no stage has them
+        own = state if name in state else constants
+        zeros = torch.zeros(own[name].shape, dtype=own[name].dtype)
+        own[name] = torch.nn.Parameter(zeros, zeros.is_floating_point()) if name in parameters else zeros
+    filled = with_state(whole, state, constants, whole.module_call_graph, whole.example_inputs)
+    fill_weights(filled, source, partial=True)
+    return filled
+
+
+def stages_by_whole(programs: Mapping[str, ArtifactProgram]) -> dict[str, list[ArtifactProgram]]:
+    """Return the stages of each program that was cut, in order."""
+    found: dict[str, list[ArtifactProgram]] = {}
+    for program in programs.values():
+        if program.manifest.stage is not None:
+            found.setdefault(program.manifest.stage.of, []).append(program)
+    return found

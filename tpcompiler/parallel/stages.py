@@ -1,0 +1,112 @@
+"""Programs cut into the stages of a pipeline, and what each stage says of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import fx
+from torch.export import ExportedProgram
+
+from tpcompiler._torch import TreeSpec, treespec_dumps
+from tpcompiler.cost.machine import Machine
+from tpcompiler.cost.timeline import predict_times
+from tpcompiler.errors import MeshError, UnsupportedError
+from tpcompiler.frontend.plain_weights import with_plain_weights
+from tpcompiler.frontend.stages import Prices, cut_stages
+from tpcompiler.ir.mesh import PIPELINE, Mesh
+from tpcompiler.ir.plain_outputs import plain_outputs
+from tpcompiler.ir.program import CanonicalProgram, results_of
+from tpcompiler.passes.canonicalize import canonicalize
+from tpcompiler.runtime.artifact import is_single
+from tpcompiler.runtime.pipeline import is_plain
+from tpcompiler.runtime.records import StageRecord
+
+
+class StageProgram(NamedTuple):
+    """A stage of a program, and the program that it is a stage of."""
+
+    program: ExportedProgram
+    record: StageRecord
+    whole: ExportedProgram
+
+
+def mesh_of_stage(mesh: Mesh) -> Mesh:
+    """Return the mesh of the ranks of one stage.
+
+    Raises:
+        MeshError: the stages are not the first axis, or the only ones.
+    """
+    (first, _), *others = mesh.axes
+    if first != PIPELINE:
+        raise MeshError(f"the axis {PIPELINE!r} is not the first of the mesh {mesh}", help=f"write {PIPELINE}=2,tp=4")
+    return Mesh.of(dict(others) or {"tp": 1})
+
+
+def stage_programs(
+    programs: Mapping[str, ExportedProgram],
+    mesh: Mesh,
+    machine: Machine,
+    limit: int | None,
+    calls: Mapping[str, float],
+) -> dict[str, StageProgram]:
+    """Cut programs into stages, by name: `decode_0`, `decode_1`, or `stage_0` for a program without a name.
+
+    Programs that have a leaf of one name are cut alike: each leaf is in one stage of all.
+
+    Args:
+        limit: the most bytes that a rank may hold.
+        calls: the number of calls of each program; all the same if empty.
+
+    Raises:
+        MeshError, UnsupportedError: as `cut_stages`.
+    """
+    count, ranks = mesh.degree(PIPELINE), mesh_of_stage(mesh).world_size
+    canonical = {name: canonicalize(with_plain_weights(program)) for name, program in programs.items()}
+
+    def seconds(graph: fx.Graph) -> dict[str, float]:
+        steps = predict_times(graph, {}, machine, Mesh.of(1)).steps
+        return {step.node: step.work / ranks + step.floor for step in steps}
+
+    prices = Prices(seconds, machine.transfer_seconds, float("inf") if limit is None else float(limit * ranks))
+    made = dict[str, StageProgram]()
+    for group in _groups(canonical):
+        for name, stages in cut_stages(group, count, prices, calls).items():
+            whole, results = programs[name], results_of(canonical[name])
+            for index, stage in enumerate(stages):
+                record = StageRecord(
+                    of=name,
+                    index=index,
+                    count=count,
+                    receives=dict(stage.receives),
+                    outputs=list(stage.outputs),
+                    inputs=[node.name for node in canonical[name].user_inputs()],
+                    returns=list(results),
+                    constants={key: value for key, value in results.items() if not isinstance(value, fx.Node)},
+                    takes=_tree_text(name, whole.call_spec.in_spec),
+                    makes=_tree_text(name, plain_outputs(whole.call_spec.out_spec)[0]),
+                )
+                prefix = "stage" if is_single(programs) else name
+                made[f"{prefix}_{index}"] = StageProgram(stage.program, record, whole)
+    return made
+
+
+def _groups(programs: Mapping[str, CanonicalProgram]) -> list[dict[str, CanonicalProgram]]:
+    """Return the programs that have leaves of one name, directly or by way of others."""
+    found: list[tuple[set[str], dict[str, CanonicalProgram]]] = []
+    for name, program in programs.items():
+        leaves = {fqn for _, fqn in program.leaves()}
+        joined = {name: program}
+        for other in [each for each in found if each[0] & leaves]:
+            found.remove(other)
+            leaves, joined = leaves | other[0], {**other[1], **joined}
+        found.append((leaves, joined))
+    return [group for _, group in found]
+
+
+def _tree_text(name: str, spec: TreeSpec) -> str:
+    if not is_plain(spec):
+        raise UnsupportedError(
+            f"{name} takes or returns other classes than tuples, lists and dicts", help="pass and return tensors"
+        )
+    return treespec_dumps(spec)

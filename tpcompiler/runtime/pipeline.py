@@ -1,0 +1,200 @@
+"""Run the stages of a program one after the other: each rank its own stage, with values from the ranks before it.
+
+torch has no send or receive that a program's file could hold, so this is around the ranks' programs: a rank sends to
+the rank with its number in the later stage. In the end all stages get the outputs, so that every rank returns the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tpcompiler._torch import TreeSpec, tree_flatten, tree_unflatten, treespec_loads
+from tpcompiler.errors import ArtifactError, InputsError, reason
+from tpcompiler.runtime.agree import named_failures
+from tpcompiler.runtime.leave import destroy_at_exit
+from tpcompiler.runtime.records import DTYPES, BoundaryRecord, Manifest, StageRecord
+
+Buffers = dict[str, torch.Tensor]  # by name
+
+
+class Pipeline(torch.nn.Module):
+    """This rank's stage of a program, called as the whole program.
+
+    With several micro-batches, a call takes so many batches along dim 0 of every input, and returns as many: a stage
+    works on one while later stages work on those before it. Each has its own buffers.
+    """
+
+    def __init__(
+        self, stages: Sequence[Manifest], module: torch.nn.Module, timeout: timedelta, buffers: Sequence[Buffers]
+    ) -> None:
+        """Make the groups of the stages, on all ranks at the same time.
+
+        Args:
+            stages: the manifests of all stages, in order.
+            buffers: those of each micro-batch, which programs of one model share.
+        """
+        super().__init__()
+        records = [manifest.stage for manifest in stages if manifest.stage is not None]
+        size, rank = stages[0].world_size, dist.get_rank()
+        self.stage: StageRecord = records[rank // size]
+        self.module, self.exported_program = module, module.exported_program
+        self._stages, self._records, self._microbatches = stages, records, buffers
+        self._takes, self._makes = map(_read_tree, (self.stage.takes, self.stage.makes))
+        self._peers = [rank % size + size * stage for stage in range(len(stages))]
+        groups = [[first + size * stage for stage in range(len(stages))] for first in range(size)]
+        for ranks in groups:  # every rank makes every group, in the same order
+            group = dist.new_group(ranks, timeout)
+            if rank in ranks:
+                self._group = group
+                if dist.get_backend() != "nccl":
+                    destroy_at_exit(group)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = self._named(args, kwargs)
+        parts = [given] if len(self._microbatches) == 1 else self._split(given)
+        with torch.no_grad(), named_failures({"pp": [self._peers]}):
+            sent: list[Any] = []
+            made = []
+            for number, part in enumerate(parts):
+                self._enter(number)
+                made.append(self._run(part, sent))
+            for work, _ in sent:
+                work.wait()
+            tensors = [name for name in self.stage.returns if name not in self.stage.constants]
+            shared = {name: [self._share(name, own.get(name)) for own in made] for name in tensors}
+        joined = {name: each[0] if len(each) == 1 else torch.cat(each) for name, each in shared.items()}
+        flat = {**self.stage.constants, **joined}
+        return tree_unflatten([flat[name] for name in self.stage.returns], self._makes)
+
+    def call_named(self, given: Mapping[str, torch.Tensor], where: str) -> dict[str, torch.Tensor]:
+        """Call the program on tensors by name; return its outputs by name. `where` names the inputs in errors.
+
+        Raises:
+            InputsError: a tensor is missing, or the program takes none of that name.
+        """
+        names = self.stage.inputs
+        if given.keys() != {*names} or self._takes.num_leaves != len(names):
+            raise InputsError(f"{where} has {', '.join(given)}", help=f"the program takes {', '.join(names)}")
+        args, kwargs = tree_unflatten([given[name] for name in names], self._takes)
+        return dict(zip(self.stage.returns, tree_flatten(self(*args, **kwargs))[0], strict=True))
+
+    def _run(self, given: Mapping[str, torch.Tensor], sent: list[Any]) -> dict[str, torch.Tensor]:
+        """Run this stage on the values of the stages before it, and send its own to those behind it."""
+        own = self._stages[self.stage.index]
+        inputs = {}
+        for row in own.inputs:
+            if row.name in self.stage.receives:
+                inputs[row.name] = self._receive(row, self._peers[self.stage.receives[row.name]])
+            else:
+                inputs[row.name] = given[row.name]
+        made: dict[str, torch.Tensor] = self.module(**inputs)
+        for target, row in self._wanted():
+            value = made[row.name].contiguous()
+            pieces = [value] if _is_static(row) else [torch.tensor(value.shape, device=value.device), value]
+            sent += [(dist.isend(piece, self._peers[target]), piece) for piece in pieces]
+        return {name: made[name] for name in self.stage.outputs}
+
+    def _wanted(self) -> Iterator[tuple[int, BoundaryRecord]]:
+        """Yield each value that a later stage takes from this one, with the number of that stage."""
+        for record, manifest in zip(self._records, self._stages, strict=True):
+            rows = {row.name: row for row in manifest.inputs}
+            yield from (
+                (record.index, rows[name]) for name, stage in record.receives.items() if stage == self.stage.index
+            )
+
+    def _receive(self, row: BoundaryRecord, source: int) -> torch.Tensor:
+        device = self._device()
+        shape = torch.tensor(row.shape if _is_static(row) else [0] * len(row.shape), device=device)
+        if not _is_static(row):
+            dist.recv(shape, source)
+        value = torch.empty(shape.tolist(), dtype=_dtype(row), device=device)
+        dist.recv(value, source)
+        return value
+
+    def _share(self, name: str, value: torch.Tensor | None) -> torch.Tensor:
+        """Return an output on the ranks of all stages."""
+        owner = next(record.index for record in self._records if name in record.outputs)
+        row = next(row for row in self._stages[owner].outputs if row.name == name)
+        shape = torch.tensor(
+            value.shape if value is not None else [0] * len(row.shape), dtype=torch.int64, device=self._device()
+        )
+        dist.broadcast(shape, self._peers[owner], group=self._group)
+        made = (
+            torch.empty(shape.tolist(), dtype=_dtype(row), device=shape.device) if value is None else value.contiguous()
+        )
+        dist.broadcast(made, self._peers[owner], group=self._group)
+        return made
+
+    def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        flat, spec = tree_flatten((tuple(args), dict(kwargs)))
+        if spec.num_leaves != self._takes.num_leaves:
+            raise InputsError(
+                f"the program takes {self._takes.num_leaves} inputs, got {spec.num_leaves}",
+                help=f"pass what it was exported with: {', '.join(self.stage.inputs)}",
+            )
+        try:
+            flat = self._takes.flatten_up_to((tuple(args), dict(kwargs)))
+        except ValueError as error:
+            raise InputsError(
+                "the arguments have another structure than the program takes",
+                help=f"pass what it was exported with: {', '.join(self.stage.inputs)}",
+            ) from error
+        tensors = [value for value in flat if isinstance(value, torch.Tensor)]
+        return dict(zip(self.stage.inputs, tensors, strict=True))
+
+    def _split(self, given: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        count = len(self._microbatches)
+        for name, value in given.items():
+            if not value.ndim or value.shape[0] % count:
+                raise InputsError(
+                    f"input {name!r} has the shape {list(value.shape)}, and there are {count} micro-batches",
+                    help=f"give {count} batches along dim 0",
+                )
+        return [{name: value.chunk(count)[number] for name, value in given.items()} for number in range(count)]
+
+    def _enter(self, number: int) -> None:
+        """Put the buffers of a micro-batch into the program, which keeps what it has written there."""
+        if len(self._microbatches) == 1:
+            return
+        for name, value in self.module.named_buffers():
+            for own in self._microbatches:
+                own.setdefault(name, value.clone())
+        for name, _ in list(self.module.named_buffers()):
+            path, _, last = name.rpartition(".")
+            setattr(self.module.get_submodule(path), last, self._microbatches[number][name])
+
+    def _device(self) -> torch.device:
+        kind = self._stages[0].device_type
+        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def is_plain(spec: TreeSpec) -> bool:
+    """Return True if a pytree has only tuples, lists and dicts: other classes could run code when they are made."""
+    return spec.is_leaf() or (spec.type in (tuple, list, dict) and all(map(is_plain, spec.children())))
+
+
+def _read_tree(text: str) -> TreeSpec:
+    try:
+        spec = treespec_loads(text)
+    except (ValueError, LookupError, TypeError, NotImplementedError, RecursionError) as error:
+        raise ArtifactError(
+            f"a stage's pytree cannot be read: {reason(error)}", help="copy the artifact again"
+        ) from error
+    if not is_plain(spec):
+        raise ArtifactError("a stage's pytree has a class", help="convert the model again")
+    return spec
+
+
+def _is_static(row: BoundaryRecord) -> bool:
+    return all(isinstance(size, int) for size in row.shape)
+
+
+def _dtype(row: BoundaryRecord) -> torch.dtype:
+    names = {short: name for name, short in DTYPES.items()}
+    found: torch.dtype = getattr(torch, names.get(row.dtype, row.dtype.removeprefix("torch.")))
+    return found
