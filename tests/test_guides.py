@@ -19,6 +19,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 NEEDS = {
     "generation": ["transformers"],
     "model-sets": ["transformers"],
+    "pipeline": ["transformers"],
     "ci": [],
     "quantised": ["torchao", "transformers"],
     "moe": ["transformers"],
