@@ -15,9 +15,10 @@ from torch.export import ExportedProgram, export
 import tpcompiler
 from tests.launch import called
 from tests.passes.stages import Call
-from tests.state.models import PLAN, Llama, call
+from tests.state.models import PLAN, WIDTH, Llama, call
 from tests.zoo.case import randomise
 from tpcompiler import ArtifactError, InputsError, ParallelProgram, PlanError, ProgramError
+from tpcompiler.cost.collective import wire_bytes
 from tpcompiler.parallel.compared import shardings_of
 from tpcompiler.runtime.artifact import read_manifest
 
@@ -50,9 +51,15 @@ def test_the_step_reads_what_the_prompt_wrote(world: int) -> None:
         "call 2 (decode)",
         "call 3 (decode)",
     }
-    for name, program in programs.items():
-        kinds = [c.kind for c in program.collectives()]
-        assert kinds == ["all_reduce"] * 3 + ["all_gather"], name
+    for (name, program), tokens in zip(programs.items(), (4, 1), strict=True):
+        sent = program.collectives()
+        *sums, logits = sent
+        if world < 8:
+            assert [c.kind for c in sent] == ["all_reduce"] * 3 + ["all_gather"], name
+        else:  # pairs of ranks have a kv head each: sums over pairs, then over the four of them, send less
+            by_one = 3 * wire_bytes("all_reduce", 2 * tokens * WIDTH * 4, world)
+            assert sum(c.wire_bytes for c in sums) < by_one, name
+            assert logits.kind == "all_gather"
     prefill, decode = (shardings_of(program.only) for program in programs.values())
     leaves = [fqn for _, fqn in programs["prefill"].converted.resharded.leaves()]
     assert [decode[fqn] for fqn in leaves] == [prefill[fqn] for fqn in leaves]

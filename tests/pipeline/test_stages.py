@@ -168,7 +168,9 @@ def test_a_swapped_value_is_not_sound() -> None:
             return self.layers[2](up) - self.layers[3](down)
 
     program = canonicalize(export(randomise(Crossing()), (torch.randn(3, 8),)))
-    prices = Prices(lambda graph: dict.fromkeys((node.name for node in graph.nodes), 1.0), float, float("inf"))
+    prices = Prices(
+        lambda graph: dict.fromkeys((node.name for node in graph.nodes), 1.0), lambda sent: sent / 1000, float("inf")
+    )
     stages = cut_stages({"model": program}, 2, prices, {})["model"]
     assert len(stages[1].receives) == 2
     parts = [(record(stage, at), canonicalize(stage.program)) for at, stage in enumerate(stages)]
@@ -242,6 +244,28 @@ def test_programs_that_are_not_cut(forward: Any, message: str) -> None:
     program = export(Call(forward, up=nn.Linear(8, 8)), (torch.randn(3, 8),), dynamic_shapes=dynamic)
     with pytest.raises(UnsupportedError, match=message):
         tpcompiler.parallelize(program, {"pp": 2, "tp": 1}, {})
+
+
+def test_a_tied_weight_is_in_the_stages_that_use_it() -> None:
+    """The first stage has the embedding alone, and its weight the head's name."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.embed = nn.Linear(8, 16, bias=False), nn.Embedding(16, 8)
+            self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.down(self.up(self.embed(x)).relu()))
+
+    plan = {"head": "colwise_gather_output", "embed": "embedding_rowwise", "up": "colwise", "down": "rowwise"}
+    program = tpcompiler.parallelize(export(randomise(Tied()), (torch.arange(4),)), MESH, plan)
+    held = [{row.name for row in each.manifest().tensors} for each in program.values()]
+    assert len(held[0] & held[1]) == 1
+    assert program["stage_0"].collectives()[0].kind == "all_reduce"
+    assert program["stage_1"].collectives()[-1].kind == "all_gather"
+    assert program.verify().ok
 
 
 def test_gradients_are_not_cut() -> None:

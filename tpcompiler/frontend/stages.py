@@ -225,11 +225,11 @@ class _Order:
     @cached_property
     def places(self) -> list[int]:
         """The places where no more crosses than at the places next to them."""
-        across = self.bytes_across
+        across = [NEVER, *self.bytes_across[1:-1], NEVER]  # nothing crosses the ends
         return [
             at
             for at in range(1, len(self.calls))
-            if 0 < across[at] < NEVER and across[at] <= min(across[at - 1], across[at + 1])
+            if across[at] < NEVER and across[at] <= min(across[at - 1], across[at + 1])
         ]
 
     def sums(self, seconds: Mapping[str, float], weight: float) -> list[float]:
