@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import json
 import os
 import re
 import sys
@@ -51,11 +52,9 @@ ARCHIVES = {  # an entry -> the kind of archive that has it
     r"^data\.pkl$": "a pickle of something else (torch.save of weights or a module), not a .pt2",
     "": "a zip archive of something else, not a .pt2",
 }
-# A class as the exporters of transformers name it, and those that it is made of: some that a file names could run code.
-CACHE = re.compile(rb'\\"type\\": ?\\"transformers\.cache_utils:(\w+)\\"')
-MADE_OF = re.compile(rb'"p\\*": ?\\*"([^"\\]*)')
 CACHES = "transformers.cache_utils"
 EXPORTERS = "transformers.exporters.exporter_dynamo"
+PLAIN_PARTS = {"tensor", "sym", "dtype", "device", "size", "items"}  # of a cache in a file of these exporters
 EXPORT_SUPPORT = "transformers.integrations.executorch"
 EXPORT = "export the model and write it with torch.export.save(exported_program, path)"
 
@@ -86,29 +85,48 @@ def import_known_modules(file: Opened) -> None:
         for entry in archive.namelist():
             if re.fullmatch(r"[^/]+/models/model\.json", entry) or entry == OLD_FORMAT:
                 text = archive.read(entry)
-                trees = b"".join(TREE.findall(text))
-                classes = {(module.decode(), name.decode()) for module, name in NAMED_CLASS.findall(trees)}
+                trees = TREE.findall(text)
+                classes = {(module.decode(), name.decode()) for module, name in NAMED_CLASS.findall(b"".join(trees))}
                 for module, name in sorted(classes)[:MOST_CLASSES]:
                     if KNOWN_MODULES.fullmatch(module) and _import_installed(module):
                         if name == "DynamicCache" and not is_registered_class(f"{module}.{name}"):
                             importlib.import_module(EXPORT_SUPPORT).register_dynamic_cache_export_support()
-                _register_caches(trees)
+                with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):  # torch names the problem
+                    _register_caches(trees)
                 for namespace, module in KNOWN_OPS.items():
                     if f"torch.ops.{namespace}.".encode() in text:
                         _import_installed(module)
 
 
-def _register_caches(trees: bytes) -> None:
-    """Register the caches of transformers that a file of its exporters takes or returns, if they hold nothing else."""
-    named = {*CACHE.findall(trees)}
-    if not named or not _import_installed(CACHES) or not _import_installed(EXPORTERS):
+def _register_caches(trees: Sequence[bytes]) -> None:
+    """Register the caches that files of transformers' exporters take or return.
+
+    Such a file names the classes that a cache is made of, and reading it makes objects of them. So a cache is
+    registered only if it holds nothing but caches, layers of caches, and data.
+    """
+    if not any(CACHES.encode() in tree for tree in trees):
         return
-    known = vars(sys.modules[CACHES])
-    own = {name for name, value in known.items() if isinstance(value, type) and value.__module__ == CACHES}
-    held = {path.decode() for path in MADE_OF.findall(trees)} | {f"{CACHES}:{name.decode()}" for name in named}
-    if held <= {f"{CACHES}:{name}" for name in own}:
-        for name in named:
-            sys.modules[EXPORTERS].register_pytree_node(known[name.decode()])
+    specs = [json.loads(json.loads(b'"' + tree + b'"')) for tree in trees]
+    caches = [each for spec in specs for each in _parts(spec) if str(each.get("type")).startswith(f"{CACHES}:")]
+    if not caches or not _import_installed(CACHES) or not _import_installed(EXPORTERS):
+        return
+    known = {
+        f"{CACHES}:{name}": value
+        for name, value in vars(sys.modules[CACHES]).items()
+        if isinstance(value, type) and value.__module__ == CACHES
+    }
+    made_of = [part for each in caches for part in _parts(json.loads(each["context"])) if "_t" in part]
+    if all(part["_t"] in PLAIN_PARTS or (part["_t"] == "obj" and part.get("p") in known) for part in made_of):
+        for name in {each["type"] for each in caches} & known.keys():
+            sys.modules[EXPORTERS].register_pytree_node(known[name])
+
+
+def _parts(data: Any) -> Iterator[dict[str, Any]]:
+    """Yield every table in plain data."""
+    if isinstance(data, dict):
+        yield data
+    for part in data.values() if isinstance(data, dict) else data if isinstance(data, list) else ():
+        yield from _parts(part)
 
 
 def _import_installed(module: str) -> bool:
