@@ -137,7 +137,8 @@ def run(
         from tpcompiler.runtime.program_files import open_program, open_programs
         from tpcompiler.runtime.run import run_file, summarize
 
-        is_cut = any(each.manifest.stage for each in open_programs(directory, trust=trust).values())
+        several = open_programs(directory, trust=trust) if programs_in(directory) else {}
+        is_cut = any(each.manifest.stage for each in several.values())
         if is_cut and (looking or tokens is not None or compiled):
             raise typer.BadParameter("the program is cut into stages", param_hint=looking or "--tokens / --compiled")
         if tokens is None and not is_cut:

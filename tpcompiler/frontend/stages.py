@@ -31,7 +31,7 @@ from tpcompiler._torch import GRADIENT_KINDS, LEAF_KINDS, aten, check_built, sym
 from tpcompiler.errors import MeshError, UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.draws import draws
-from tpcompiler.ir.program import CanonicalProgram, results_of
+from tpcompiler.ir.program import CanonicalProgram, results_of, tied
 from tpcompiler.ir.rebuilt import rebuilt
 
 SMALL = 1 << 16  # elements of a leaf with one dim that every stage may hold
@@ -276,6 +276,9 @@ class _Writer:
         ended = [*(value for _, _, value in kept), *returned.values()]
         written = [self._input_named(name) for _, name, _ in kept]  # also where nothing reads the old value
         needed, received = self._find_needed([*self.own, *written, *ended])
+        first_of = tied(self.order.program)  # a checkpoint may know a tied weight by any of its names
+        held = {first_of[node.name] for node in needed if node in self.order.leaves}
+        needed |= {node for node in self.order.leaves if first_of[node.name] in held}
         specs = []
         for node, spec in self.order.inputs.items():
             if node in needed:

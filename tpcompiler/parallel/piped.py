@@ -20,6 +20,7 @@ from tpcompiler.judge.compare.simulate import RankResult, simulate
 from tpcompiler.judge.compare.subject import Subject
 from tpcompiler.parallel.compared import shardings_of, subject_of
 from tpcompiler.passes.canonicalize import canonicalize
+from tpcompiler.runtime.place import memory_of
 from tpcompiler.runtime.weightless import weightless_names
 
 Held = dict[int, list[dict[str, torch.Tensor]]]
@@ -109,7 +110,11 @@ def _filled(
     known = {name: value for own in files for name, value in computed_values(whole, own).items()} if checkpoint else {}
     for name, value in known.items():  # no checkpoint contains computed values, such as rotary frequencies
         (state if name in state else constants)[name] = value
+    tensors = {**state, **constants}
+    memory = {memory_of(tensors[name]) for name in used if name in tensors}  # of a tied weight under any name
     for name in lacking - used - known.keys():  # no stage has them
+        if memory_of(tensors[name]) in memory:
+            continue
         own = state if name in state else constants
         zeros = torch.zeros(own[name].shape, dtype=own[name].dtype)
         own[name] = torch.nn.Parameter(zeros, zeros.is_floating_point()) if name in parameters else zeros

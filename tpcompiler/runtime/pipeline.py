@@ -72,7 +72,7 @@ class Pipeline(torch.nn.Module):
         return tree_unflatten([flat[name] for name in self.stage.returns], self._makes)
 
     def call_named(self, given: Mapping[str, torch.Tensor], where: str) -> dict[str, torch.Tensor]:
-        """Call the program on tensors by name; return its outputs by name. `where` names the inputs in errors.
+        """Call the program on tensors by name; return its own by name. `where` names the inputs in errors.
 
         Raises:
             InputsError: a tensor is missing, or the program takes none of that name.
@@ -81,7 +81,8 @@ class Pipeline(torch.nn.Module):
         if given.keys() != {*names} or self._takes.num_leaves != len(names):
             raise InputsError(f"{where} has {', '.join(given)}", help=f"the program takes {', '.join(names)}")
         args, kwargs = tree_unflatten([given[name] for name in names], self._takes)
-        return dict(zip(self.stage.returns, tree_flatten(self(*args, **kwargs))[0], strict=True))
+        made = zip(self.stage.returns, tree_flatten(self(*args, **kwargs))[0], strict=True)
+        return {name: value for name, value in made if isinstance(value, torch.Tensor)}
 
     def _run(self, given: Mapping[str, torch.Tensor], sent: list[Any]) -> dict[str, torch.Tensor]:
         """Run this stage on the values of the stages before it, and send its own to those behind it."""
