@@ -16,7 +16,7 @@ from tpcompiler.api.packaging import package_programs
 from tpcompiler.api.programs import Programs
 from tpcompiler.api.verify import verify_package, verify_programs
 from tpcompiler.artifact.dtensors import as_dtensors, write_dtensors
-from tpcompiler.artifact.program import ArtifactProgram, Layout
+from tpcompiler.artifact.program import ArtifactProgram, Layout, stages_by_whole
 from tpcompiler.artifact.stored import StoredProgram
 from tpcompiler.checkpoint.cut import TELL, Progress, cut_programs
 from tpcompiler.checkpoint.ranks import Source
@@ -28,7 +28,6 @@ from tpcompiler.judge.compare.processes import LONGEST
 from tpcompiler.judge.sound.check import CheckReport, check_artifact
 from tpcompiler.parallel.compared import on_cpu
 from tpcompiler.parallel.converted import ConvertedProgram
-from tpcompiler.parallel.piped import stages_by_whole
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.runtime.artifact import is_single, write_artifact
 from tpcompiler.runtime.package import read_package, refuse_other_package

@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 
 from tpcompiler.artifact.budget import Budget
 from tpcompiler.artifact.counts import counted_kinds
-from tpcompiler.artifact.program import ArtifactProgram
+from tpcompiler.artifact.program import ArtifactProgram, stages_by_whole
 from tpcompiler.artifact.stored import StoredProgram
 from tpcompiler.artifact.summary import summarize, summary_parts
 from tpcompiler.ask.again import advise, find_searched_plan
@@ -23,7 +23,7 @@ from tpcompiler.checkpoint.leaves import held_per_rank
 from tpcompiler.errors import ArtifactError, option
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.parallel.converted import ConvertedProgram
-from tpcompiler.parallel.piped import stages_by_whole, whole_of
+from tpcompiler.parallel.piped import whole_of
 from tpcompiler.runtime.artifact import Manifest, is_single
 from tpcompiler.runtime.beside import families, world_of
 from tpcompiler.runtime.records import Collective

@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import structs
 from torch.export import ExportedProgram
 
-from tpcompiler.artifact.program import ArtifactProgram
+from tpcompiler.artifact.program import ArtifactProgram, stages_by_whole
 from tpcompiler.artifact.stored import StoredProgram
 from tpcompiler.errors import InputsError, option
 from tpcompiler.judge.compare.compare import Call, VerifyReport, compare_calls, read_call
@@ -22,7 +22,7 @@ from tpcompiler.judge.compare.scenario import read_scenario
 from tpcompiler.judge.compare.subject import Run, Subject, shares_of
 from tpcompiler.judge.sound.check import read_proved_model
 from tpcompiler.parallel.compared import compared_calls, on_cpu, subject_of
-from tpcompiler.parallel.piped import Held, stages_by_whole, subject_of_stages
+from tpcompiler.parallel.piped import Held, subject_of_stages
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.runtime.artifact import MODEL, SINGLE, is_single
 from tpcompiler.runtime.package import read_package

@@ -131,3 +131,12 @@ class ArtifactProgram(ABC):
 def tensors_of(program: ExportedProgram) -> dict[str, Any]:
     """Return the parameters, buffers and constants that a program holds, by name."""
     return {**program.constants, **program.state_dict}
+
+
+def stages_by_whole(programs: Mapping[str, ArtifactProgram]) -> dict[str, list[ArtifactProgram]]:
+    """Return the stages of each program that was cut, in order."""
+    found: dict[str, list[ArtifactProgram]] = {}
+    for program in programs.values():
+        if program.manifest.stage is not None:
+            found.setdefault(program.manifest.stage.of, []).append(program)
+    return found

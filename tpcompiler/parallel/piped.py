@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -121,12 +121,3 @@ def _filled(
     filled = with_state(whole, state, constants, whole.module_call_graph, whole.example_inputs)
     fill_weights(filled, source, partial=True)
     return filled
-
-
-def stages_by_whole(programs: Mapping[str, ArtifactProgram]) -> dict[str, list[ArtifactProgram]]:
-    """Return the stages of each program that was cut, in order."""
-    found: dict[str, list[ArtifactProgram]] = {}
-    for program in programs.values():
-        if program.manifest.stage is not None:
-            found.setdefault(program.manifest.stage.of, []).append(program)
-    return found

@@ -10,7 +10,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import quiet_torch
-from tpcompiler.artifact.program import ArtifactProgram
+from tpcompiler.artifact.program import ArtifactProgram, stages_by_whole
 from tpcompiler.errors import ArtifactError, one_line, reason
 from tpcompiler.ir import edit
 from tpcompiler.ir.buckets import take_apart
@@ -90,20 +90,12 @@ def check_artifact(
     else:
         with _noting(findings, None):
             check_shared(programs, manifests)
-        for stages in _staged(artifact).values():
+        for stages in stages_by_whole(artifact).values():
             with _noting(findings, None):
                 handed += _count_handed_over(stages, canonical)
     counts = sum((Counter(report.counts) for report in reports.values()), Counter())
     counts.update({"values handed over": handed} if handed else {})
     return CheckReport(not findings, dict(counts), findings, original is not None)
-
-
-def _staged(artifact: Mapping[str, ArtifactProgram]) -> dict[str, list[ArtifactProgram]]:
-    found: dict[str, list[ArtifactProgram]] = {}
-    for program in artifact.values():
-        if program.manifest.stage is not None:
-            found.setdefault(program.manifest.stage.of, []).append(program)
-    return found
 
 
 def _count_handed_over(
