@@ -42,7 +42,8 @@ def misfit_of(programs: Mapping[str, Manifest]) -> str:
     for whole, own in stages.items():
         if [stage.index for stage in own] != list(range(own[0].count)):
             return f"stages {[stage.index for stage in own]} of {whole!r} are not all of {own[0].count}, in order"
-    for family in families(programs, lambda manifest: manifest.family):
+    is_known = all(manifest.family for manifest in programs.values())  # one that was converted alone has none
+    for family in families(programs, lambda manifest: manifest.family if is_known else None):
         if misfit := _misfit_within(family):
             return misfit
     return ""
