@@ -39,7 +39,8 @@ def _change(x: torch.Tensor, line: Line, over: DeviceMesh, number: Number) -> to
         return _into_spans(x, source, target, rank, over.get_group(0).group_name)
     if len(mesh.names) > 1 and (source.partial or target.is_replicated) and _is_grid(source, target, shape, mesh):
         return _over_grid(x, source, target, mesh, over)
-    if len(mesh.names) > 1 or any(dim.parts for dim in (*source.dims, *target.dims)):
+    is_unequal = mesh.is_unequal(mesh.names) and line.kind not in ("slice", "all_reduce")
+    if is_unequal or len(mesh.names) > 1 or any(dim.parts for dim in (*source.dims, *target.dims)):
         if line.kind == "slice":
             (dim,) = (d for d, by in enumerate(target.dims) if by.axes)
             return cut_dim(x, dim, target.dims[dim], mesh, here, lambda v, d, _, size: _rows_from(v, d, number(), size))
@@ -201,7 +202,7 @@ def _by_pieces(
     rank: int,
     over: DeviceMesh,
 ) -> torch.Tensor:
-    """Change dims piece by piece: in parts, or over several axes whose shares are not those of one axis."""
+    """Change dims piece by piece: in parts, in unequal shares, or in those that several axes deal, unlike one axis."""
     ranks = [mesh.coordinate(other) for other in range(mesh.world_size)]
     before = [d for d, dim in enumerate(source.dims) if dim.axes]
     own = [_cut(x, target, mesh, other) for other in ranks]

@@ -78,7 +78,7 @@ def find_experts(found: Solution) -> Iterator[tuple[str, str]]:
         mesh, fqns = program.mesh, dict(program.leaves())
         axis = style.axis if style.axis in mesh.names else mesh.model_axis
         ranks = mesh.degree(axis)
-        for own in find_matmuls(program.graph) if ranks > 1 else ():
+        for own in find_matmuls(program.graph) if ranks > 1 and not mesh.is_unequal([axis]) else ():
             matrices = [leaf_behind(edit.operands(call)[1]) for call in own.calls]
             tables = [leaf_behind(table) for _, table, _ in own.tables()]
             weights = [leaf for leaf in matrices if leaf is not None and leaf in fqns]
@@ -108,7 +108,9 @@ def find_dispatch(found: Solution) -> Iterator[tuple[str, str]]:
         program, mesh = placed.program, placed.program.mesh
         axis, fqns = style.axis if style.axis in mesh.names else mesh.model_axis, dict(program.leaves())
         inputs = (program.constraints[node.name].sharding for node in program.user_inputs())
-        is_cut = mesh.degree(axis) > 1 and any(axis in sharding.axes for sharding in inputs)
+        is_cut = (
+            not mesh.is_unequal([axis]) and mesh.degree(axis) > 1 and any(axis in sharding.axes for sharding in inputs)
+        )
         for route in find_routes(program.graph) if is_cut else ():
             tokens = (placed.nodes.get(source.value.name) for source in route.sources.values() if source.repeats)
             each, left = divmod(route.experts, mesh.degree(axis))
@@ -139,7 +141,10 @@ def _find_norms(placed: _Placed) -> Iterator[str]:
     fitting = {
         name: (members, given)
         for name, members in _innermost(program.graph).items()
-        if ranks > 1 and (given := _given(members, static)) and _has_shares(members, given, ranks)
+        if ranks > 1
+        and not program.mesh.is_unequal([axis])
+        and (given := _given(members, static))
+        and _has_shares(members, given, ranks)
     }
     heavy = set[fx.Node]()  # products, and values that depend on one
     for node in edit.calls(program.graph) if fitting else ():
@@ -211,7 +216,7 @@ def find_attention(found: Solution, device: str) -> Iterator[tuple[str, str]]:
     for placed in _Placed.all(found) if found.lacks_memory else ():
         program = placed.program
         axis = axis_of_turns(program.mesh)
-        if program.mesh.degree(axis) == 1:
+        if program.mesh.degree(axis) == 1 or program.mesh.is_unequal([axis]):
             continue
         modules: dict[str, list[bool]] = {}
         for node in edit.calls(program.graph):

@@ -46,10 +46,10 @@ def put_on_line(step: Step, shape: Sequence[Size], mesh: Mesh, rank: int, order:
     coordinate = mesh.coordinate(rank)
     if any(want.spans and want != have for have, want in zip(step.source.dims, step.target.dims, strict=True)):
         return _put_spans_on_line(step, shape, mesh, rank, order)
-    own = Mesh(tuple((axis, mesh.degree(axis)) for axis in step.axes))
+    own = mesh.along(step.axes)
     cuts = [(cut, size) for state in (step.source, step.target) for cut, size in zip(state.dims, shape, strict=True)]
     is_line = all(_on_one_axis(cut, size, step.axes, mesh) for cut, size in cuts)
-    line = Mesh(((LINE, own.world_size),)) if is_line else own
+    line = _line(own) if is_line else own
     ends, sizes = [], list(shape)
     for state in (step.source, step.target):
         dims = []
@@ -64,9 +64,14 @@ def put_on_line(step: Step, shape: Sequence[Size], mesh: Mesh, rank: int, order:
     return Line(step.kind, step.axes, ends[0], ends[1], shape_in_order, line, mesh.index(step.axes, rank))
 
 
+def _line(own: Mesh) -> Mesh:
+    """Return the mesh of one axis with the ranks of a group, in the shares that its one axis has."""
+    return Mesh(((LINE, own.world_size),), shares=tuple((LINE, each) for _, each in own.shares if len(own.axes) == 1))
+
+
 def _put_spans_on_line(step: Step, shape: Sequence[Size], mesh: Mesh, rank: int, order: Sequence[int]) -> Line:
     """Return a step into spans: from shares, which are spans too, or from the whole dim."""
-    here, line = mesh.coordinate(rank), Mesh(((LINE, mesh.size(step.axes)),))
+    here, line = mesh.coordinate(rank), _line(mesh.along(step.axes))
     ends, sizes = [], list(shape)
     for state in (step.source, step.target):
         dims = []
@@ -134,5 +139,5 @@ def _begins(by: DimSharding, size: Size, line: Line) -> Iterator[int]:
             yield from _begins(how, length, line)
     elif by.axes:
         ((_, block, unit),) = by.levels
-        start = chunk(block or size, line.mesh.world_size, line.here, unit)[0]
+        start = chunk(block or size, line.mesh.deals(line.mesh.names[0]), line.here, unit)[0]
         yield start if isinstance(start, int) else line.here

@@ -96,6 +96,13 @@ def _divided(program: PlannedProgram, device_type: str) -> Iterator[tuple[str, t
     """Yield (what, value, dim, divisor, asked_by) for every dim that must be divided."""
     for what, value, sharding, asked_by in _placed(program):
         for dim, cut in enumerate(sharding.dims):
+            if program.mesh.is_unequal(cut.axes) and not isinstance(value.shape[dim], int):
+                raise UnsupportedError(
+                    f"cannot shard {what} on dim {dim}: its size {value.shape[dim]} is dynamic, and {program.mesh} has "
+                    "unequal shares, which cut static dims only",
+                    help="export with that dim static, or leave it whole",
+                    asked_by=asked_by,
+                )
             if cut.axes:
                 yield what, value, dim, program.mesh.size(cut.axes), asked_by
     for node in edit.calls(program.graph):

@@ -105,7 +105,7 @@ def run(name: str) -> list[str]:
             converting = timed(*call, "convert", home / "model.pt2", *plan, "-o", out)
             checking = timed(*call, "check", out)
             manifest = read_manifest(out)
-            whole, share = count_bytes(manifest.tensors, manifest.mesh)
+            whole, share = count_bytes(manifest.tensors, manifest.degrees)
             size = sum(file.stat().st_size for file in out.iterdir())
             peak = max(each.peak for each in (exporting, converting, checking)) / 1024
             cells = [

@@ -142,7 +142,7 @@ void Artifact::refuse_elsewhere() const {
 int64_t Artifact::world_size() const {
   int64_t size = 1;
   for (const auto& degree : manifests_.begin()->second.at("mesh")) {
-    size *= degree.get<int64_t>();
+    size *= degree.is_array() ? static_cast<int64_t>(degree.size()) : degree.get<int64_t>();  // or a list of shares
   }
   return size;
 }

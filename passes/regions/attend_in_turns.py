@@ -232,6 +232,8 @@ def dealt_out(node: fx.Node, axis: str, mesh: Mesh, device_type: str) -> Iterato
 def misfit(node: fx.Node, axis: str, mesh: Mesh, device_type: str, dynamic: bool = False) -> str:
     """Return why a call cannot be written in turns, or "". `dynamic`: such sizes will be divided later."""
     args = edit.bound(node)
+    if mesh.is_unequal([axis]):
+        return f"{mesh} has unequal shares, and turns are of equal shares of the steps"
     q, k, v = (edit.shape(args[name]) for name in ("query", "key", "value"))
     if not len(q) == len(k) == len(v) == 4 or not all(map(statically_equal, (*k, q[0], q[3]), (*v, k[0], k[3]))):
         shapes = ", ".join(str(list(shape)) for shape in (q, k, v))

@@ -76,7 +76,7 @@ def _find_regions(program: PlannedProgram, served: set[str], texts: Counter[str]
 
 def _refuse_misfit(program: PlannedProgram, route: Route, asked: Dispatch, weight: Any) -> None:
     ranks, name = program.mesh.degree(asked.axis), program.constraints[weight.name].leaf
-    refuse_uneven(name, route.experts, ranks, asked.asked_by)
+    refuse_uneven(name, route.experts, [asked.axis], program.mesh, asked.asked_by)
     if asked.capacity is not None and not isinstance(route.rows, int):
         raise PlanError(
             f"the number of tokens of '{name}' is dynamic, and a capacity factor is for a fixed one",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from torch import fx
 from tpcompiler._torch import aten
 from tpcompiler.errors import PlanError
 from tpcompiler.ir import edit
+from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import DISPATCH, PlannedProgram
 from tpcompiler.ir.region import Region, write_regions
 from tpcompiler.rules.experts import BY_BLOCK
@@ -56,13 +57,20 @@ def _blocks(program: PlannedProgram, weight: fx.Node) -> int:
     constraint = None if leaf is None else program.constraints.get(leaf.name)
     if leaf is None or DISPATCH in leaf.meta or constraint is None or constraint.request is None:
         return 1
-    count = program.mesh.size(constraint.sharding.dims[0].axes)
-    refuse_uneven(constraint.leaf, edit.shape(leaf)[0], count, constraint.asked_by)
-    return count
+    axes = constraint.sharding.dims[0].axes
+    refuse_uneven(constraint.leaf, edit.shape(leaf)[0], axes, program.mesh, constraint.asked_by)
+    return program.mesh.size(axes)
 
 
-def refuse_uneven(name: str, experts: int, ranks: int, asked_by: str) -> None:
+def refuse_uneven(name: str, experts: int, axes: Sequence[str], mesh: Mesh, asked_by: str) -> None:
     """Raise a PlanError if experts cannot be dealt out evenly."""
+    ranks = mesh.size(axes)
+    if mesh.is_unequal(axes):
+        raise PlanError(
+            f"'{name}' is of experts, which are dealt out evenly, and {mesh} has unequal shares",
+            help="cut the experts inside: gate_up_proj colwise, down_proj rowwise",
+            asked_by=asked_by,
+        )
     if experts % ranks:
         fits = [str(degree) for degree in range(1, experts + 1) if experts % degree == 0]
         raise PlanError(

@@ -24,7 +24,7 @@ from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.errors import MeshError, PlanError, ProgramError, UnsupportedError, option
 from tpcompiler.ir.collector import collector_rests
-from tpcompiler.ir.mesh import PIPELINE, Mesh
+from tpcompiler.ir.mesh import PIPELINE, Mesh, MeshLike
 from tpcompiler.ir.optimizer import read_optimizer
 from tpcompiler.ir.placements import PlacementSpec, parse_placement
 from tpcompiler.parallel.conversion import Conversion, share_conversions
@@ -58,7 +58,7 @@ class Cutting(NamedTuple):
 @collector_rests()
 def parallelize(
     exported_program: ExportedProgram | Programs,
-    mesh: int | Mapping[str, int] | Mesh,
+    mesh: MeshLike,
     plan: Plan | Mapping[str, object] | str | os.PathLike[str],
     *,
     inputs: Given = None,
@@ -136,7 +136,7 @@ def parallelize(
 @collector_rests()
 def find_plan(
     exported_program: ExportedProgram | Programs,
-    mesh: int | Mapping[str, int] | Mesh,
+    mesh: MeshLike,
     plan: Plan | Mapping[str, object] | str | os.PathLike[str] = "auto",
     *,
     inputs: Given = None,
@@ -173,7 +173,7 @@ def find_plan(
 
 def conversions_of(
     exported_program: ExportedProgram | Programs,
-    mesh: int | Mapping[str, int] | Mesh,
+    mesh: MeshLike,
     plan: Plan,
     inputs: Given = None,
     outputs: Given = None,

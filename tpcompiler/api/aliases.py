@@ -13,7 +13,7 @@ from tpcompiler.api.parallel_program import ParallelProgram, open
 from tpcompiler.ask.costs import CostTable
 from tpcompiler.ask.difference import ArtifactDifference
 from tpcompiler.ask.explanation import Explanation
-from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.mesh import MeshLike
 from tpcompiler.judge.compare.compare import VerifyReport
 from tpcompiler.judge.sound.check import CheckReport
 from tpcompiler.runtime.records import Package
@@ -63,9 +63,7 @@ def package(directory: PathLike, *, trust: bool = False, **how: Any) -> tuple[Pa
     return open(directory, trust).package(**how)
 
 
-def reshard(
-    directory: PathLike, mesh: int | Mapping[str, int] | Mesh, out: PathLike, *, trust: bool = False, **how: Any
-) -> None:
+def reshard(directory: PathLike, mesh: MeshLike, out: PathLike, *, trust: bool = False, **how: Any) -> None:
     open(directory, trust).reshard(mesh, out, **how)
 
 

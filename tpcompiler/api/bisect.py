@@ -20,7 +20,7 @@ from tpcompiler.api import parallelize
 from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.errors import ArtifactError, TpCompilerError, reason
 from tpcompiler.ir import edit
-from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.mesh import Mesh, MeshLike
 from tpcompiler.ir.node_placement import origin_of, placement_of
 from tpcompiler.ir.placements import format_spec
 from tpcompiler.ir.program import PlacedProgram, reshard
@@ -69,7 +69,7 @@ class WrongPiece:
 
 def bisect(
     model: ExportedProgram,
-    mesh: int | Mapping[str, int] | Mesh,
+    mesh: MeshLike,
     plan: Plan | Mapping[str, object] | str | os.PathLike[str],
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
@@ -135,7 +135,7 @@ def write_piece(piece: WrongPiece, directory: str | os.PathLike[str]) -> Path:
     target = Path(directory)
     refuse_strange_name(target)
     title = f"Wrong on {piece.mesh}: {', '.join(piece.ops)}."
-    text = SCRIPT.format(title=title, mesh=dict(piece.mesh.axes), plan=dict(piece.plan), inputs=list(piece.inputs))
+    text = SCRIPT.format(title=title, mesh=piece.mesh.written, plan=dict(piece.plan), inputs=list(piece.inputs))
     try:
         target.mkdir(parents=True, exist_ok=True)
         with replacing(target / "piece.pt2") as temporary:
@@ -247,7 +247,7 @@ def _put(root: torch.nn.Module, name: str, value: torch.Tensor) -> None:
 def _apart(mesh: Mesh) -> Mesh:
     """Return a mesh that has the factors of axes as axes, so that a plan can name them."""
     names = {name: name if name.isidentifier() else f"factor_{at}" for at, name in enumerate(mesh.names)}
-    return Mesh(tuple((names[name], degree) for name, degree in mesh.parts))
+    return Mesh(tuple((names[name], degree) for name, degree in mesh.parts), shares=mesh.shares)
 
 
 def _spec(sharding: Sharding, mesh: Mesh, names: Mesh | None = None) -> Any:

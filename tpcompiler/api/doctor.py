@@ -125,12 +125,12 @@ class Stop(Record, frozen=True):
     """A number of ranks that no placement suits, or that was not tried."""
 
     ranks: int  # their number
-    mesh: dict[str, int]  # axis -> degree
+    mesh: dict[str, int | list[int]]  # axis -> degree, or shares
     reason: str  # in words
 
     @classmethod
     def of(cls, mesh: Mesh, reason: str) -> Stop:
-        return cls(mesh.world_size, dict(mesh.axes), reason)
+        return cls(mesh.world_size, mesh.written, reason)
 
 
 class Diagnosis(Record, Shown, frozen=True, kw_only=True):

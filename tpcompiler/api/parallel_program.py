@@ -22,7 +22,7 @@ from tpcompiler.checkpoint.cut import TELL, Progress, cut_programs
 from tpcompiler.checkpoint.ranks import Source
 from tpcompiler.errors import ArtifactError, InternalError, UnsupportedError
 from tpcompiler.frontend.plain_weights import with_plain_weights
-from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.mesh import Mesh, MeshLike
 from tpcompiler.judge.compare.compare import VerifyReport
 from tpcompiler.judge.compare.processes import LONGEST
 from tpcompiler.judge.sound.check import CheckReport, check_artifact
@@ -176,7 +176,7 @@ class ParallelProgram(Programs["ParallelProgram"]):
 
     def reshard(
         self,
-        mesh: int | Mapping[str, int] | Mesh,
+        mesh: MeshLike,
         directory: str | os.PathLike[str],
         *,
         force: bool = False,

@@ -14,7 +14,7 @@ from torch.export import export
 from tpcompiler._torch import FakeTensorMode
 from tpcompiler.api import parallelize, read_placement
 from tpcompiler.errors import ShardingError, UnsupportedError
-from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.mesh import Mesh, MeshLike
 from tpcompiler.ir.placements import PlacementSpec
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.runtime.agree import WAIT, agreeing
@@ -26,7 +26,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 def redistribute(
     x: torch.Tensor,
-    mesh: int | Mapping[str, int] | Mesh,
+    mesh: MeshLike,
     source: Given,
     target: Given,
     *,
@@ -61,6 +61,8 @@ def redistribute(
     axes = Mesh.of(mesh)
     specs = [read_placement(source, "source="), read_placement(target, "target=")]
     here, there = (Sharding.of(spec, axes, x.ndim, "x") for spec in specs)
+    if shape is None and axes.is_unequal(here.cut_axes):
+        raise ShardingError(f"the parts of x in {here.text(axes)} are unequal on {axes}", help="give the whole shape=")
     if shape is None:
         shape = [size * axes.size(cut.axes) for size, cut in zip(x.shape, here.dims, strict=True)]
     if x.requires_grad and (ops := {op for _, op in (*here.partial, *there.partial)} - {"sum"}):

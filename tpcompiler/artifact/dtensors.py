@@ -129,7 +129,7 @@ def write_dtensors(files: ProgramFiles, state: Mapping[str, Any]) -> None:
 
 
 def _rank_in(mesh: DeviceMesh, manifest: Manifest) -> int:
-    sizes = tuple(manifest.mesh.values())
+    sizes = tuple(manifest.degrees.values())
     if tuple(mesh.mesh.shape) != sizes or mesh.mesh.flatten().tolist() != list(range(manifest.world_size)):
         raise MeshError(
             f"the artifact is for the mesh {manifest.mesh}, this one is {mesh.mesh.tolist()}",

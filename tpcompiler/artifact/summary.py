@@ -16,7 +16,7 @@ from tpcompiler.errors import option
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.optimizer import STATE_BYTES
 from tpcompiler.runtime.artifact import Manifest
-from tpcompiler.runtime.records import BoundaryRecord, Collective, Note, Record, TensorRecord
+from tpcompiler.runtime.records import BoundaryRecord, Collective, Note, Record, TensorRecord, mesh_text
 from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.terminal.tables import NUMBERS, Part, Table
 
@@ -116,7 +116,7 @@ class ArtifactSummary(Record, frozen=True, kw_only=True):
     """A conversion's result."""
 
     kind: Literal["artifact"]  # `artifact`
-    mesh: dict[str, int]  # axis -> degree
+    mesh: dict[str, int | list[int]]  # axis -> degree, or the unequal shares of its ranks
     device_type: str  # `cpu` or `cuda`
     bytes: int  # of parameters, buffers and constants on one device
     bytes_per_rank: list[int]  # the same on each rank
@@ -242,8 +242,7 @@ def summary_parts(data: ArtifactSummary, advice: Mapping[str, str] = NO_ADVICE) 
 
     `advice`: the change of the plan that avoids a fallback, by the name of its reshard; empty for none.
     """
-    axes = ",".join(f"{axis}={degree}" for axis, degree in data.mesh.items())
-    yield f"mesh {axes}, {len(data.bytes_per_rank)} ranks, {data.device_type}"
+    yield f"mesh {mesh_text(data.mesh)}, {len(data.bytes_per_rank)} ranks, {data.device_type}"
     whole, training = data.bytes, data.training
     shown = [[data.bytes, *data.bytes_per_rank]]
     if training is not None:

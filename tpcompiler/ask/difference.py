@@ -21,7 +21,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.text import op_name
 from tpcompiler.plan.fold import folded, times
 from tpcompiler.runtime.artifact import MODEL, Manifest
-from tpcompiler.runtime.records import PlacedRecord, Record
+from tpcompiler.runtime.records import PlacedRecord, Record, mesh_text
 from tpcompiler.terminal.printed import format_microseconds, format_unequal_bytes
 from tpcompiler.terminal.tables import Part, Shown, Table
 
@@ -50,7 +50,9 @@ class ArtifactDifference(Record, Shown, frozen=True, kw_only=True):
 
     equal: bool  # true if nothing differs
     machine: str  # whose seconds are meant
-    meshes: tuple[dict[str, int], dict[str, int]]  # of the first and of the second, as of all pairs here
+    meshes: tuple[
+        dict[str, int | list[int]], dict[str, int | list[int]]
+    ]  # of the first and of the second, as of all pairs here
     device_types: tuple[str, str]  # "cpu" or "cuda"
     placements: list[Placement]  # those that differ
     collectives: list[Traffic]  # those that differ in number or bytes
@@ -61,7 +63,7 @@ class ArtifactDifference(Record, Shown, frozen=True, kw_only=True):
 
     def totals(self) -> list[tuple[str, str, str]]:
         """Return rows of text: the name of a total, its value in the first artifact and in the second."""
-        axes = [",".join(f"{axis}={degree}" for axis, degree in mesh.items()) for mesh in self.meshes]
+        axes = [mesh_text(mesh) for mesh in self.meshes]
         held = format_unequal_bytes(*map(max, self.held_bytes))
         sent = format_unequal_bytes(*self.wire_bytes)
         microseconds = [format_microseconds(seconds) for seconds in self.sent_seconds]

@@ -33,7 +33,7 @@ class DistributedState:
             ArtifactError: DTensor cannot express a sharding.
         """
         if self.mesh is None:
-            degrees = dict(self.manifest.mesh)
+            degrees = self.manifest.degrees
             ranks = torch.arange(self.manifest.world_size).view(*degrees.values())
             device = next(self.module.parameters()).device.type
             self.mesh = DeviceMesh(device, ranks, mesh_dim_names=tuple(degrees))

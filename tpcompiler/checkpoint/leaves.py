@@ -113,6 +113,8 @@ def entries_of(manifest: Manifest, rank: int) -> list[TensorEntry]:
 
 def torch_placements(sharding: Sharding, shape: Sequence[int], mesh: Mesh) -> Sequence[Placement] | None:
     """Return torch's placements for a sharding; None if they cannot express it."""
+    if mesh.is_unequal(sharding.cut_axes):
+        return None
     if mesh.factors:
         joined, whole = sharding.joined(mesh)
         is_even = all(by.is_even(size, mesh) for by, size in zip(sharding.dims, shape, strict=True))

@@ -118,7 +118,7 @@ app = typer.Typer(
 )
 
 
-Tp = Annotated[int | None, typer.Option("--tp", metavar="N", help="Number of ranks.")]
+Tp = Annotated[str | None, typer.Option("--tp", metavar="N", help="Number of ranks, or their unequal shares: 2:1:1.")]
 MeshOption = Annotated[
     str | None,
     typer.Option("--mesh", metavar="AXIS=N,..", help="Mesh axes, instead of --tp: dp=2,tp=4, or stages: pp=2,tp=4."),
@@ -243,23 +243,32 @@ Limits = Annotated[
 Artifact = Annotated[Path, typer.Argument(metavar="OUT", help="A directory written by tpcompiler convert.")]
 
 
-def refuse_two_meshes(tp: int | None, text: str | None) -> None:
+def refuse_two_meshes(tp: str | None, text: str | None) -> None:
     """Raise BadParameter unless one of --tp and --mesh is given."""
     if (tp is None) == (text is None):
         raise typer.BadParameter("give exactly one of --tp and --mesh", param_hint="--tp / --mesh")
 
 
-def read_mesh(tp: int | None, text: str | None, option: str = "--mesh") -> Mesh:
-    """Return the mesh of --tp or of an option such as --mesh dp=2,tp=4."""
+def read_mesh(tp: str | None, text: str | None, option: str = "--mesh") -> Mesh:
+    """Return the mesh of --tp or of an option such as --mesh dp=2,tp=4; of unequal shares, tp=2:1:1."""
     refuse_two_meshes(tp, text)
     from tpcompiler.ir.mesh import Mesh
 
-    if text is None:
-        return Mesh.of(tp if tp is not None else 0)
-    axes = []
-    for part in text.split(","):
+    axes = list[tuple[str, int | list[int]]]()
+    for part in (f"tp={tp}" if text is None else text).split(","):
         axis, _, degree = part.partition("=")
-        if not re.fullmatch(r"\s*\d{1,9}\s*", degree, re.ASCII):
-            raise MeshError(f"{option} {text!r} is not a mesh", help="write axis=degree, such as dp=2")
-        axes.append((axis.strip(), int(degree)))
-    return Mesh.of(Mesh(tuple(axes)))
+        if not re.fullmatch(r"\s*\d{1,9}(:\d{1,9})*\s*", degree, re.ASCII):
+            given, what = (
+                (f"{option} {text!r}", "a mesh") if text is not None else (f"--tp {tp!r}", "a number of ranks")
+            )
+            raise MeshError(
+                f"{given} is not {what}",
+                help="write axis=degree, such as dp=2"
+                if text is not None
+                else "write --tp 4, or unequal shares: --tp 2:1:1",
+            )
+        shares = [int(each) for each in degree.split(":")]
+        axes.append((axis.strip(), shares if shares[1:] else shares[0]))
+    if len(dict(axes)) < len(axes):
+        raise MeshError(f"{option} {text!r} names an axis twice", help="give every axis once, such as dp=2,tp=4")
+    return Mesh.of(dict(axes))

@@ -148,6 +148,9 @@ def _steps(
         moved = (state_after if kind == "all_gather" else state).local_bytes(shape, size, mesh)
         if kind in FREE:
             return Step(kind, axes, state, state_after, 0)
+        if mesh.is_unequal(axes) and kind in ("all_gather", "reduce_scatter"):  # padded to the largest share
+            parts = state if kind == "all_gather" else state_after
+            moved = parts.local_bytes(shape, size, mesh) * mesh.size(axes)
         in_rows = kind in ("all_gather", "reduce_scatter") and len(axes) > 1
         copied = moved if in_rows and _reorders(state, state_after, shape, mesh) else 0
         return Step(kind, axes, state, state_after, wire_bytes(kind, moved, mesh.size(axes)), copied)

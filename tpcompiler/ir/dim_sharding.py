@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from tpcompiler.ir.mesh import Mesh
@@ -16,17 +16,35 @@ from tpcompiler.ir.sizes import sym_quotient
 Size = Any  # int or torch.SymInt, which torch's stubs do not relate
 
 
-def chunk(size: Size, degree: int, index: int, unit: int = 1) -> tuple[Size, Size]:
+def chunk(size: Size, degree: int | tuple[int, ...], index: int, unit: int = 1) -> tuple[Size, Size]:
     """Return offset and size of chunk `index` when `size` elements are dealt out in whole units, first ranks first.
 
     Follows `torch.chunk`: every chunk has ceil(units / degree) units until they run out, so the last chunks may be
     smaller or empty. A symbolic size must be divisible by `degree` units (`divides`).
+
+    With shares such as (2, 1, 1) instead of a degree, every chunk has as many units as is nearest to its share.
     """
+    if isinstance(degree, tuple):
+        assert isinstance(size, int), "no dynamic dim is cut in unequal shares"
+        units = apportion(size // unit, degree)
+        return sum(units[:index]) * unit, units[index] * unit
     if not isinstance(size, int):
         return size // degree * index, size // degree
     step = -(-(size // unit) // degree) * unit
     start = min(index * step, size)
     return start, min(start + step, size) - start
+
+
+@lru_cache(maxsize=1 << 12)
+def apportion(units: int, shares: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the whole units of each rank: the integer part of its share, and one more for the largest remainders.
+
+    The method of largest remainders (Hamilton, 1792). Equal remainders favour the first ranks.
+    """
+    parts = [divmod(units * share, sum(shares)) for share in shares]
+    left = units - sum(whole for whole, _ in parts)
+    more = sorted(range(len(shares)), key=lambda at: (-parts[at][1], at))[:left]
+    return tuple(whole + (at in more) for at, (whole, _) in enumerate(parts))
 
 
 def divides(size: Size, pieces: int) -> bool:
@@ -134,7 +152,7 @@ class DimSharding:
         """Return the cut of a dim of `size` elements after each element becomes `times` elements in a row."""
         if self.parts:
             return DimSharding.of_parts([(n * times, cut.scaled(times, n, mesh)) for n, cut in self.parts])
-        unit = 1 if self.is_even(size, mesh) else times
+        unit = 1 if self.is_exact(size, mesh) else times
         return DimSharding(tuple(Level(a, block * times, own * unit) for a, block, own in self.levels))
 
     def divided(self, by: int, size: int, mesh: Mesh) -> DimSharding | None:
@@ -159,13 +177,13 @@ class DimSharding:
             return DimSharding.of_parts([(length, cut.within(axes, length, mesh)) for length, cut in self.parts])
         levels, left = list[Level](), 0
         for axis, block, unit in self.levels:
-            piece = chunk(block or size, mesh.degree(axis), 0, unit)[1]
+            piece = chunk(block or size, mesh.deals(axis), 0, unit)[1]
             if axis in axes:
                 levels.append(Level(axis, block or left, unit))
                 left = 0
             else:
                 even = isinstance(size, int) and (block or size) % mesh.degree(axis) == 0
-                left = piece if even else 0
+                left = piece if even and not mesh.is_unequal([axis]) else 0
             size = piece
         return DimSharding(tuple(levels))
 
@@ -244,7 +262,7 @@ class DimSharding:
                 piece = block or piece
                 if isinstance(piece, int) and piece % unit:
                     return f"{piece} elements have no units of {unit}"
-                piece = chunk(piece, mesh.degree(axis), at, unit)[1]
+                piece = chunk(piece, mesh.deals(axis), at, unit)[1]
         return ""
 
     def pieces(self, size: Size, mesh: Mesh, coordinate: Mapping[str, int]) -> Iterator[tuple[Level, Size, Size]]:
@@ -253,7 +271,7 @@ class DimSharding:
         for level in self.levels:
             if level.block:
                 count, piece = count * (piece // level.block), level.block
-            piece = chunk(piece, mesh.degree(level.axis), coordinate[level.axis], level.unit)[1]
+            piece = chunk(piece, mesh.deals(level.axis), coordinate[level.axis], level.unit)[1]
             yield level, count, piece
 
     def share(self, size: Size, mesh: Mesh, coordinate: Mapping[str, int]) -> tuple[Size, Size]:
@@ -265,7 +283,7 @@ class DimSharding:
         offset: Size = 0
         for axis, block, unit in self.levels:
             assert not block
-            start, size = chunk(size, mesh.degree(axis), coordinate[axis], unit)
+            start, size = chunk(size, mesh.deals(axis), coordinate[axis], unit)
             offset = offset + start
         return offset, size
 
@@ -294,7 +312,7 @@ class DimSharding:
         axis, block, unit = self.levels[0]
         inner = DimSharding(self.levels[1:])
         for at in range(0, len(whole), block or max(len(whole), 1)):
-            start, size = chunk(block or len(whole), mesh.degree(axis), coordinate[axis], unit)
+            start, size = chunk(block or len(whole), mesh.deals(axis), coordinate[axis], unit)
             yield from inner._runs(whole[at + start : at + start + size], mesh, coordinate)
 
     def local_size(self, size: Size, mesh: Mesh, coordinate: Mapping[str, int]) -> Size:
@@ -308,15 +326,19 @@ class DimSharding:
 
     def is_even(self, size: Size, mesh: Mesh) -> bool:
         """Return True if every rank holds the same number of elements, each an equal share of the dim."""
+        return not mesh.is_unequal(self.axes) and self.is_exact(size, mesh)
+
+    def is_exact(self, size: Size, mesh: Mesh) -> bool:
+        """Return True if every rank holds exactly its share of the dim, equal or not, whatever the units are."""
         if self.spans:
             return False
         if self.parts:
-            return all(cut.is_even(length, mesh) for length, cut in self.parts)
+            return all(cut.is_exact(length, mesh) for length, cut in self.parts)
         for axis, block, unit in self.levels:
-            degree = mesh.degree(axis)
-            if not divides(block or size, degree * unit):
+            size, pieces = block or size, mesh.pieces(axis)
+            if not divides(size, pieces * unit):
                 return False
-            size = (block or size) // degree
+            size = size // pieces
         return True
 
 

@@ -26,15 +26,17 @@ class Mesh:
     `group_of_world` names an existing process group that a mesh of one axis uses instead of a logical name.
     `factors`: axes that run as several, nested, such as `(("tp", (2, 2)),)` for pairs of ranks that share heads.
     Shardings name these, as slices that select the first group's ranks: `tp[::2]`, then `tp[:2]`. Users see `tp=4`.
+    `shares`: axes whose ranks hold unequal shares, such as `(("tp", (2, 1, 1)),)`, the largest first, in lowest terms.
 
     Raises:
-        MeshError: no axes, a repeated or unreadable name, a degree below 1, more axes than `MAX_AXES`, or more ranks
-            than `MAX_RANKS`.
+        MeshError: no axes, a repeated or unreadable name, a degree below 1, shares that are not one for each rank in
+            descending order, more axes than `MAX_AXES`, or more ranks than `MAX_RANKS`.
     """
 
     axes: tuple[tuple[str, int], ...]
     group_of_world: str | None = None
     factors: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    shares: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.axes]
@@ -52,21 +54,37 @@ class Mesh:
                 raise MeshError(
                     f"mesh axis {name!r} has degree {degree!r}", help="a degree is an integer of at least 1"
                 )
-
         if self.world_size > MAX_RANKS:
             raise MeshError(
                 f"mesh {self} has {self.world_size} ranks",
                 help=f"one program is made per rank: use at most {MAX_RANKS} ranks",
             )
 
+        for name, shares in self.shares:
+            if len(shares) != dict(self.axes)[name] or list(shares) != sorted(shares, reverse=True):
+                raise MeshError(
+                    f"mesh axis {name!r} has the shares {':'.join(map(str, shares))}",
+                    help="give one for each rank, the largest first, such as 2:1:1: rank 0 is the largest device",
+                )
+
     @classmethod
     def of(
-        cls, mesh: Mesh | int | Mapping[str, int], factors: Mapping[str, Sequence[int]] = MappingProxyType({})
+        cls,
+        mesh: MeshLike,
+        factors: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> Mesh:
-        """Return the mesh that a user wrote as a `Mesh`, a mapping, or an int (one axis named `tp`)."""
+        """Return the mesh that a user wrote as a `Mesh`, a mapping, or an int (one axis named `tp`).
+
+        A sequence instead of a degree gives the shares of an axis' ranks: `{"tp": [2, 1, 1]}`.
+        """
         if not isinstance(mesh, Mesh):
-            axes = tuple(mesh.items()) if isinstance(mesh, Mapping) else (("tp", mesh),)
-            mesh = cls(axes, factors=tuple((axis, tuple(degrees)) for axis, degrees in factors.items()))
+            given = mesh if isinstance(mesh, Mapping) else {"tp": mesh}
+            shares = {name: _read_shares(name, each) for name, each in given.items() if isinstance(each, (list, tuple))}
+            mesh = cls(
+                tuple((name, len(shares[name]) if name in shares else each) for name, each in given.items()),  # type: ignore[misc]
+                factors=tuple((axis, tuple(degrees)) for axis, degrees in factors.items()),
+                shares=tuple((name, own) for name, own in shares.items() if len({*own}) > 1),
+            )
         if parts := [axis for axis, _ in mesh.axes if FACTOR.search(axis)]:
             raise MeshError(f"mesh axis {parts[0]!r} is not a name", help='use a name such as "tp"')
         return mesh
@@ -96,6 +114,29 @@ class Mesh:
 
     def degree(self, axis: str) -> int:
         return self._degrees[axis]
+
+    def deals(self, axis: str) -> int | tuple[int, ...]:
+        """Return how an axis deals units out (see `dim_sharding.chunk`): to as many ranks alike, or in these shares."""
+        return dict(self.shares).get(axis) or self.degree(axis)
+
+    def pieces(self, axis: str) -> int:
+        """Return the least number of equal pieces of which every rank along an axis can hold whole ones."""
+        return sum(dict(self.shares).get(axis, ())) or self.degree(axis)
+
+    def is_unequal(self, axes: Iterable[str]) -> bool:
+        """Return True if ranks along one of these axes hold unequal shares."""
+        return bool(self.shares) and not dict(self.shares).keys().isdisjoint(axes)
+
+    def along(self, axes: Iterable[str]) -> Mesh:
+        """Return the mesh of these axes alone, as their own groups see it."""
+        own = tuple(axes)
+        shares = tuple(each for each in self.shares if each[0] in own)
+        return Mesh(tuple((axis, self.degree(axis)) for axis in own), shares=shares)
+
+    @property
+    def written(self) -> dict[str, int | list[int]]:
+        """The mesh as `of` takes it and manifests have it, without its factors."""
+        return {name: list(dict(self.shares).get(name, ())) or degree for name, degree in self.axes}
 
     @cached_property
     def _degrees(self) -> dict[str, int]:
@@ -176,7 +217,7 @@ class Mesh:
             UnsupportedError: the group is a part of the running process group, and nobody made a group of that part.
         """
         if self.group_of_world is None:
-            return f"{self}:{self.text(axes)}"
+            return f"{replace(self, shares=())}:{self.text(axes)}"
         if self.size(axes) < self.world_size:
             raise UnsupportedError(
                 f"a collective over {self.text(axes)} of mesh {self} needs groups inside of the running process group",
@@ -204,7 +245,21 @@ class Mesh:
         return tuple(name for axis in text.split(".") for name in self.parts_of(axis))
 
     def __str__(self) -> str:
-        return ",".join(f"{name}={degree}" for name, degree in self.axes)
+        own = dict(self.shares)
+        return ",".join(f"{name}={':'.join(map(str, own.get(name, (degree,))))}" for name, degree in self.axes)
+
+
+MeshLike = int | Mapping[str, int | Sequence[int]] | Mesh  # what a user may write for a mesh
+
+
+def _read_shares(name: str, shares: Sequence[int]) -> tuple[int, ...]:
+    """Return shares in lowest terms."""
+    if not shares or any(isinstance(each, bool) or not isinstance(each, int) or each < 1 for each in shares):
+        raise MeshError(
+            f"mesh axis {name!r} has the shares {list(shares)}", help="a share is an integer of at least 1, as in 2:1:1"
+        )
+    common = math.gcd(*shares)
+    return tuple(each // common for each in shares)
 
 
 def _named(axis: str, degrees: Sequence[int]) -> Iterator[tuple[str, int]]:

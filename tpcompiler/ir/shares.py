@@ -68,7 +68,7 @@ def cut_dim(
     for axis, block, unit in by.levels:
         if block and size != block:
             rows, size = torch.unflatten(rows.flatten(dim, dim + 1), dim, (-1 if size else 0, block)), block
-        start, size = chunk(size, mesh.degree(axis), coordinate[axis], unit)
+        start, size = chunk(size, mesh.deals(axis), coordinate[axis], unit)
         rows = narrow(rows, dim + 1, start, size)
     return rows.flatten(dim, dim + 1)
 
@@ -242,7 +242,7 @@ def _simplest(by: DimSharding, size: int, mesh: Mesh) -> DimSharding:
     if by.parts:
         return DimSharding.of_parts([(length, _simplest(how, length, mesh)) for length, how in by.parts])
     levels = tuple(level._replace(unit=1) for level in by.levels)
-    return DimSharding.of_parts([(size, DimSharding(levels) if by.is_even(size, mesh) else by)])
+    return DimSharding.of_parts([(size, DimSharding(levels) if by.is_exact(size, mesh) else by)])
 
 
 def read_sharding(text: str, mesh: Mesh, ndim: int) -> Sharding:

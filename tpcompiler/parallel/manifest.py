@@ -42,7 +42,7 @@ def manifest_of(partition: Partition, plan: Plan, asked: Asked, notes: Iterable[
     ]
     first = partition.rank_program(0)
     return Manifest(
-        mesh=dict(mesh.axes),
+        mesh=mesh.written,
         factors={axis: list(degrees) for axis, degrees in mesh.factors},
         groups=partition.groups(),
         device_type="cuda" if partition.device_type == "cuda" else "cpu",

@@ -40,7 +40,7 @@ def mesh_of_stage(mesh: Mesh) -> Mesh:
     (first, _), *others = mesh.axes
     if first != PIPELINE:
         raise MeshError(f"the axis {PIPELINE!r} is not the first of the mesh {mesh}", help=f"write {PIPELINE}=2,tp=4")
-    return Mesh.of(dict(others) or {"tp": 1})
+    return mesh.along(axis for axis, _ in others) if others else Mesh.of({"tp": 1})
 
 
 def stage_programs(

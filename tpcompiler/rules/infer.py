@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from tpcompiler.ir.dim_sharding import WHOLE, DimSharding, Level, Size, divides
+from tpcompiler.ir.dim_sharding import WHOLE, DimSharding, Level, Size, chunk, divides
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.sizes import statically_equal
@@ -70,19 +70,21 @@ def _take_apart(rule: Rule, dim: Dim, cut: DimSharding, mesh: Mesh) -> dict[str,
         if isinstance(choice, Refusal):
             return choice
         factor, own = choice
-        size, degree = own or left[factor], mesh.degree(axis)
+        size, deals, pieces = own or left[factor], mesh.deals(axis), mesh.pieces(axis)
         minor = _product(left[f] for f in dim[dim.index(factor) + 1 :])
-        if its == 1 and divides(size, degree) and (own or factor not in uneven):
+        if refusal := _unequal(size, [axis], mesh):
+            return refusal
+        if its == 1 and divides(size, pieces) and (own or factor not in uneven):
             unit = 1
         elif isinstance(minor, int) and its % minor == 0:
             unit = its // minor
         else:
-            return Refusal(f"splits into {size} x {minor}, and {_not_divisible(size, degree)}")
+            return Refusal(f"splits into {size} x {minor}, and {_not_divisible(size, mesh.degree(axis))}")
         if own and factor in uneven and cuts[factor].levels[-1].unit % own:
             return Refusal(f"has uneven shards, which blocks of {own} do not divide")
         cuts[factor] = DimSharding((*cuts.get(factor, WHOLE).levels, Level(axis, own, unit)))
-        even = divides(size, degree * unit)
-        left[factor] = size // degree if even else -(-size // (degree * unit)) * unit
+        even = DimSharding.by(axis, unit=unit).is_even(size, mesh)
+        left[factor] = size // mesh.degree(axis) if even else _largest(size, deals, unit)
         uneven |= set() if even else {factor}
         first = dim.index(factor)
     return cuts
@@ -137,6 +139,17 @@ def _outer(rule: Rule, dim: Dim) -> str | None:
     return next((f for f in dim if not is_one(rule.extent[f])), None)
 
 
+def _largest(size: Size, deals: int | tuple[int, ...], unit: int = 1) -> Size:
+    """Return the share of the first rank, which is the largest; of a dynamic size that need not be even, a bound."""
+    return chunk(size, deals, 0, unit)[1] if isinstance(size, int) else -(-size // (deals * unit)) * unit
+
+
+def _unequal(size: Size, axes: Iterable[str], mesh: Mesh) -> Refusal | None:
+    if isinstance(size, int) or not mesh.is_unequal(axes):
+        return None
+    return Refusal(f"the dim of {size} is dynamic, and {mesh} has unequal shares, which cut static dims only")
+
+
 def _cut_factor(dim: Dim, left: Mapping[str, Size], block: int, unit: int) -> tuple[str, int] | Refusal:
     """Return the factor that an axis shards when it shards a merged dim in such blocks and units, and its block there.
 
@@ -189,6 +202,8 @@ def _check(rule: Rule, factor: str, cut: DimSharding, mesh: Mesh) -> Refusal | N
         return Refusal("its own body takes no dim that is cut in blocks or parts")
     if factor in rule.reduced and any(set(how.axes) != set(cut.axes) for _, how in cut.parts):
         return Refusal(f"it sums over the dim of {size}, parts of which are on several ranks at once")
+    if refusal := _unequal(size, cut.axes, mesh):
+        return refusal
     if why := cut.find_misfit(size, mesh):
         return Refusal(f"in its dim of {size}, {why}")
     if not isinstance(size, int):
@@ -199,7 +214,8 @@ def _check(rule: Rule, factor: str, cut: DimSharding, mesh: Mesh) -> Refusal | N
     pieces = [cut.local_size(size, mesh, here) for here in _coordinates(cut.axes, mesh)]
     policy = rule.local_shards if factor in rule.local and rule.shards == "any" else rule.shards
     if policy == "even" and len(set(pieces)) > 1:
-        return Refusal(f"it needs shards of one size, and {_not_divisible(cut.block or size, degree)}")
+        why = f"{mesh} is unequal" if mesh.is_unequal(cut.axes) else _not_divisible(cut.block or size, degree)
+        return Refusal(f"it needs shards of one size, and {why}")
     skips = rule.skips_empty and factor in rule.made and factor not in rule.windows
     if policy == "nonempty" and 0 in pieces and not skips:
         return Refusal(f"it needs shards that are not empty, and {size} over {degree} leaves {pieces.count(0)} empty")
@@ -255,14 +271,14 @@ def _cut(rule: Rule, dim: Dim, option: Option, mesh: Mesh) -> DimSharding | None
         for axis, own, unit in cut.levels:
             first = remainder is rule.extent[factor]
             block = 0 if not own and (not first or (is_one(outer) and even)) else (own or remainder) * minor
-            piece, degree = own or remainder, mesh.degree(axis)
-            fits = unit == 1 and divides(piece, degree) and (bool(own) or alike)
-            alike = fits
+            piece, deals = own or remainder, mesh.deals(axis)
+            fits = unit == 1 and divides(piece, mesh.pieces(axis)) and (bool(own) or alike)
+            alike = fits and isinstance(deals, int)
             if not isinstance(block, int) or not (fits or isinstance(minor, int)):
                 return None
             levels.append(Level(axis, block, 1 if fits else unit * minor))
-            even = even and fits
-            remainder = piece // degree if fits else -(-piece // degree)
+            even = even and alike
+            remainder = piece // deals if fits and isinstance(deals, int) else _largest(piece, deals)
         outer = outer * remainder
     blocked = any(level.block for level in levels)
     if blocked and not even and not all(isinstance(rule.extent[factor], int) for factor in dim):

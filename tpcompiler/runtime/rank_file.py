@@ -195,7 +195,7 @@ def _check_tensors(program: ExportedProgram, manifest: Manifest, rank: int, path
         raise ArtifactError(f"{path} holds the tensor {more[0]!r}, which its program does not take", help=AGAIN)
     elsewhere = {row.name for row in manifest.tensors if row.stored_in is not None}
     for row in manifest.tensors:
-        neutral = _neutral(row.sharding, manifest.mesh, rank)
+        neutral = _neutral(row.sharding, manifest.degrees, rank)
         if neutral is not None and row.name not in elsewhere and not bool((held[row.name] == neutral).all()):
             raise ArtifactError(
                 f"{path}: {row.name!r} is {row.sharding}, another rank holds all of it, and it is not {neutral} "
@@ -216,10 +216,10 @@ def _check_tensors(program: ExportedProgram, manifest: Manifest, rank: int, path
             raise ArtifactError(f"{path}: {name!r} has the strides {found}, its program takes {said}", help=AGAIN)
 
 
-def _neutral(sharding: str, mesh: Mapping[str, int], rank: int) -> int | None:
+def _neutral(sharding: str, degrees: Mapping[str, int], rank: int) -> int | None:
     """Return the neutral number in every element of a pending leaf on ranks other than the first; None on the first."""
     apart = None
-    axes = zip(mesh.values(), re.findall(ON_AXIS, sharding), strict=False)
+    axes = zip(degrees.values(), re.findall(ON_AXIS, sharding), strict=False)
     each = [(n, *part) for n, text in axes for part in re.findall(rf"(?:(\d+)x)?({PLACEMENT})", text)]
     for degree, factor, placement in reversed(each):
         degree = int(factor or degree)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -44,7 +44,8 @@ Sha256 = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{64}}{END}")]
 ProgramFile = Annotated[str, Meta(pattern=rf"^program(_\d+)?\.pt2{END}")]
 PackageFile = Annotated[str, Meta(pattern=rf"^(compiled(_\w+)?\.pt2|runner\.so){END}")]
 Shape = Annotated[list[Count | str], Meta(max_length=MOST_DIMS)]
-Mesh = Annotated[dict[AxisName, Degree], Meta(min_length=1, max_length=MOST_DIMS)]
+Shares = Annotated[list[Degree], Meta(min_length=2, max_length=MOST_RANKS)]  # of an axis' ranks, such as [2, 1, 1]
+Mesh = Annotated[dict[AxisName, Degree | Shares], Meta(min_length=1, max_length=MOST_DIMS)]
 Factors = Annotated[list[Annotated[int, Meta(ge=2, lt=LARGEST)]], Meta(min_length=2, max_length=MOST_DIMS)]
 Rows = list[list[Count]]
 DeviceType = Literal["cpu", "cuda"]
@@ -181,7 +182,7 @@ class CallRecord(Record, frozen=True, kw_only=True):
 class Asked(Record, frozen=True, kw_only=True):
     """The arguments of an artifact's conversion."""
 
-    mesh: Mesh  # axis -> degree
+    mesh: Mesh  # axis -> degree, or the unequal shares of its ranks
     inputs: PlacedBoundary  # the placements that were given, or null
     outputs: PlacedBoundary  # likewise
     # the name of the machine by whose seconds its collectives were chosen, without the path of a file
@@ -235,7 +236,7 @@ class StageRecord(Record, frozen=True, kw_only=True):
 class Manifest(Record, frozen=True, kw_only=True):
     """All that an artifact's `manifest.json` records."""
 
-    mesh: Mesh  # axis -> degree
+    mesh: Mesh  # axis -> degree, or the unequal shares of its ranks
     # degrees of the factors of an axis over only some of which tensors are sharded, outermost first: `tp` as 2 x 2
     factors: dict[AxisName, Factors] = {}
     groups: dict[str, Rows]  # process-group name in the graphs -> the groups of ranks that have it, which share no rank
@@ -268,7 +269,12 @@ class Manifest(Record, frozen=True, kw_only=True):
 
     @property
     def world_size(self) -> int:
-        return math.prod(self.mesh.values())
+        return math.prod(self.degrees.values())
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The number of ranks along each axis."""
+        return degrees_of(self.mesh)
 
     def placed(self) -> Iterator[tuple[str, PlacedRecord]]:
         """Tensors, inputs and outputs by name; an output's as `output NAME`."""
@@ -288,7 +294,7 @@ class Manifest(Record, frozen=True, kw_only=True):
             if sorted(rank for part in ranks for rank in part) != list(world):
                 raise ValueError(f"{name} does not have each of {len(world)} ranks once")
         for axis, degrees in self.factors.items():
-            if self.mesh.get(axis) != math.prod(degrees):
+            if self.degrees.get(axis) != math.prod(degrees):
                 raise ValueError(f"the axis {axis!r} has the factors {degrees}, and the mesh is {self.mesh}")
         for sent in self.collectives:
             if not self.mesh.keys() >= {axis.partition("[")[0] for axis in sent.axis.split(".")}:
@@ -340,8 +346,20 @@ def _refuse_huge(shape: Sequence[int | str]) -> None:
         raise ValueError(f"the shape {shape} has {LARGEST} elements or more")
 
 
-def _refuse_large_mesh(mesh: dict[str, int]) -> None:
-    if math.prod(mesh.values()) > MOST_RANKS:
+def degrees_of(mesh: Mapping[str, int | list[int]]) -> dict[str, int]:
+    """Return the number of ranks along each axis."""
+    return {axis: each if isinstance(each, int) else len(each) for axis, each in mesh.items()}
+
+
+def mesh_text(mesh: Mapping[str, int | Sequence[int]]) -> str:
+    """Return a mesh as users write it: `dp=2,tp=2:1:1`."""
+    return ",".join(
+        f"{axis}={each if isinstance(each, int) else ':'.join(map(str, each))}" for axis, each in mesh.items()
+    )
+
+
+def _refuse_large_mesh(mesh: Mapping[str, int | list[int]]) -> None:
+    if math.prod(degrees_of(mesh).values()) > MOST_RANKS:
         raise ValueError(f"the mesh {mesh} has more than {MOST_RANKS} ranks")
 
 

@@ -184,10 +184,10 @@ def warn_of_machines(manifest: Manifest) -> None:
     Ranks are numbered row by row, and torchrun numbers them machine by machine: so the last axis stays within one
     machine if its degree divides the machine's number of processes.
     """
-    axis, degree = list(manifest.mesh.items())[-1]
+    axis, degree = list(manifest.degrees.items())[-1]
     there = _number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else 0
     if 0 < there < manifest.world_size and there % degree and dist.get_rank() == 0:
-        inner = [name for name, size in manifest.mesh.items() if size > 1 and there % size == 0]
+        inner = [name for name, size in manifest.degrees.items() if size > 1 and there % size == 0]
         instead = f"put {inner[-1]!r} last in --mesh" if inner else f"convert for a degree that divides {there}"
         warnings.warn(
             f"the axis {axis!r} of {degree} ranks spans several machines of {there} processes each, and every "

@@ -64,10 +64,10 @@ def _alike(source: Sharding, target: Sharding, tensor: torch.Tensor, mesh: Mesh)
     The size of a dim counts only where not all axes of the change divide it, or where it is cut in blocks or parts;
     its place, where that is the first: its shares need no copy.
     """
-    ranks = mesh.size(mesh.ordered(source.axes | target.axes))
+    ranks, is_unequal = mesh.size(mesh.ordered(source.axes | target.axes)), mesh.is_unequal(source.axes | target.axes)
 
     def is_even(have: DimSharding, want: DimSharding, size: Size) -> bool:
-        return _is_plain(have) and _is_plain(want) and divides(size, ranks)
+        return _is_plain(have) and _is_plain(want) and divides(size, ranks) and not is_unequal
 
     dims = tuple(
         (at > 0, have, want, 0 if is_even(have, want, size) else sym_hint(size), type(size))

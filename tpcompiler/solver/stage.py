@@ -117,8 +117,7 @@ class Stage:
         """
         if len(self.axes) == 1:
             return candidates(rule, self.axis)
-        of_axis = Mesh(((self.axis, self.mesh.degree(self.axis)),))
-        return self.known.once(("own", id(rule)), lambda: list(options(rule, of_axis)))
+        return self.known.once(("own", id(rule)), lambda: list(options(rule, self.mesh.along([self.axis]))))
 
     def both(self, rule: Rule, option: Option) -> Both | Refusal:
         def find() -> Both | Refusal:

@@ -80,7 +80,7 @@ def _refused_places(
             cut = sharding.dims[dim]
             alone = Sharding.replicated(sharding.ndim).with_dim(dim, cut.only(axis))
             if not (cut.block or cut.parts) and isinstance(follow(rule, term, alone, mesh), Refusal):
-                yield Place(axis, mesh.degree(axis), dim)
+                yield Place(axis, mesh.pieces(axis), dim)
 
 
 def write_variants(

@@ -270,6 +270,8 @@ def shared_heads(stage: Stage, ways: Ways, have: Sequence[Sequence[Sharding]]) -
     With True: the degree that remains for the dim that is cut now, if the rest of the ranks shard the heads.
     """
     found, rule, degree = set[tuple[int, bool]](), ways.rule, stage.mesh.degree(stage.axis)
+    if stage.mesh.is_unequal([stage.axis]):  # its ranks form no equal groups
+        return found
     whole = rule.pattern.whole | ways.limits.barred | ways.limits.blocked
     for index, shardings in enumerate(have):
         refused = [

@@ -15,7 +15,7 @@ from tpcompiler.artifact.counts import counted_kinds
 from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.checkpoint.leaves import dtype_of, held_per_rank
 from tpcompiler.runtime.artifact import Manifest
-from tpcompiler.runtime.records import Collective
+from tpcompiler.runtime.records import Collective, mesh_text
 from tpcompiler.views.backward import BACKWARD, put_backward_last
 from tpcompiler.views.before import with_before
 from tpcompiler.views.items import Item, Module, color_of, items_of, joined, numbered, seen_from
@@ -82,7 +82,7 @@ class Outline:
 
     @property
     def mesh(self) -> str:
-        return ", ".join(f"{axis}={degree}" for axis, degree in self.manifest.mesh.items())
+        return mesh_text(self.manifest.mesh).replace(",", ", ")
 
     @property
     def bytes_here(self) -> int:

@@ -35,7 +35,7 @@ class ProgramItem(Record, frozen=True, kw_only=True):
 class RankProgram(Record, frozen=True, kw_only=True):
     """The program of a rank."""
 
-    mesh: dict[str, int]  # axis -> degree
+    mesh: dict[str, int | list[int]]  # axis -> degree, or the unequal shares of its ranks
     rank: int  # whose program it is
     bytes: int  # of parameters, buffers and constants on one device
     bytes_here: int  # the same on this rank

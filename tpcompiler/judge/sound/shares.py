@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -42,10 +43,26 @@ def runs_of(by: DimSharding, size: int, mesh: Mesh, here: Here) -> list[range]:
     for axis, block, unit in by.levels:
         if block:
             runs = [run[at : at + block] for run in runs for at in range(0, len(run), block)]
-        # Whole units are dealt, as many to each rank as to the first, until none are left.
-        each = math.ceil(math.ceil(len(runs[0]) / unit) / mesh.degree(axis)) * unit if runs else 0
-        runs = [run[here[axis] * each : (here[axis] + 1) * each] for run in runs]
+        ends = ends_of(len(runs[0]) // unit if runs else 0, axis, mesh)
+        runs = [run[ends[here[axis]] * unit : ends[here[axis] + 1] * unit] for run in runs]
     return [run for run in runs if len(run)]
+
+
+def ends_of(units: int, axis: str, mesh: Mesh) -> list[int]:
+    """Return where the units of each rank begin, and the end.
+
+    As many are dealt to each rank as to the first, until none are left. Of unequal shares each rank has the integer
+    part, and those with the largest remainders, the first of equal ones, have one more.
+    """
+    degree, shares = mesh.degree(axis), dict(mesh.shares).get(axis)
+    if shares is None:
+        each = math.ceil(units / degree)
+        return [min(at * each, units) for at in range(degree + 1)]
+    exact = [Fraction(units * share, sum(shares)) for share in shares]
+    counts = [math.floor(part) for part in exact]
+    for rank in sorted(range(degree), key=lambda at: counts[at] - exact[at])[: units - sum(counts)]:
+        counts[rank] += 1
+    return list(itertools.accumulate(counts, initial=0))
 
 
 def local_size(by: DimSharding, size: Any, mesh: Mesh, here: Here) -> Any:
