@@ -39,7 +39,7 @@ def _change(x: torch.Tensor, line: Line, over: DeviceMesh, number: Number) -> to
         return _into_spans(x, source, target, rank, over.get_group(0).group_name)
     if len(mesh.names) > 1 and (source.partial or target.is_replicated) and _is_grid(source, target, shape, mesh):
         return _over_grid(x, source, target, mesh, over)
-    is_unequal = mesh.is_unequal(mesh.names) and line.kind not in ("slice", "all_reduce")
+    is_unequal = mesh.is_unequal(mesh.names) and line.kind in ("all_gather", "all_to_all", "reduce_scatter")
     if is_unequal or len(mesh.names) > 1 or any(dim.parts for dim in (*source.dims, *target.dims)):
         if line.kind == "slice":
             (dim,) = (d for d, by in enumerate(target.dims) if by.axes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import os
@@ -14,6 +13,7 @@ from torch.export import ExportedProgram
 
 from tpcompiler._torch import sym_hint
 from tpcompiler.api import Given, Programs, conversions_of, read_calls, read_plan
+from tpcompiler.api.placed import place_within
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.objective import local_bytes
@@ -26,12 +26,10 @@ from tpcompiler.ir.names import fold_layers
 from tpcompiler.ir.optimizer import read_optimizer
 from tpcompiler.ir.program import PlannedProgram, tied
 from tpcompiler.parallel.conversion import Conversion
-from tpcompiler.parallel.pipeline import convert_programs
 from tpcompiler.runtime.artifact import is_single
-from tpcompiler.runtime.records import Collective, Optimizer, Record
+from tpcompiler.runtime.records import Collective, Optimizer, Record, mesh_text
 from tpcompiler.solver.memory import Memory, measure_memory
 from tpcompiler.solver.obstacles import Obstacle, find_obstacles
-from tpcompiler.solver.refuse import TooLarge
 from tpcompiler.solver.remarks import count_searches
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.task import Aim
@@ -273,23 +271,13 @@ class _Examined:
         return Mesh(tuple((axis, tp if axis == AXIS else degree) for axis, degree in first.axes))
 
     def degree(self, tp: int) -> Degree:
-        """Place the programs without a limit; if that is too large, within the limit if possible.
+        """Place the programs on so many ranks.
 
         Raises:
             ShardingError, UnsupportedError: no placement suits the degree.
         """
         asked = self.mesh(tp)
-        conversions = {name: dataclasses.replace(each, mesh=asked) for name, each in self.conversions.items()}
-        found, made = convert_programs(conversions, self.aim)
-        least, searches = measure_memory(found), Counter(found.searches)
-        if least.total > self.limit:
-            try:
-                found, made = convert_programs(conversions, dataclasses.replace(self.aim, limit=self.limit))
-                least = measure_memory(found)
-                searches.update(found.searches)
-            except TooLarge as error:
-                least = error.least
-                searches.update(error.searches)
+        found, made, least, searches = place_within(self.conversions, asked, self.aim, self.limit)
         calls = {}
         for (name, own), program in zip(made.items(), found.programs, strict=True):
             sends = _sends(own.partition.collectives(), found.mesh, self.machine)
@@ -350,8 +338,8 @@ def _of(name: str, programs: Iterable[str]) -> str:
     return "" if is_single(programs) else f" of {name}"
 
 
-def _named(mesh: Mapping[str, int]) -> str:
-    return str(mesh[AXIS]) if [*mesh] == [AXIS] else ",".join(f"{axis}={n}" for axis, n in mesh.items())
+def _named(mesh: Mapping[str, int | list[int]]) -> str:
+    return mesh_text(mesh).removeprefix(f"{AXIS}=")
 
 
 def _shared(found: Solution) -> Iterator[str]:

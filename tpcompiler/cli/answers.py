@@ -15,7 +15,7 @@ class FoundPlan(Record, frozen=True, kw_only=True):
     """A plan that the search has found."""
 
     out: str | None  # the file that was written
-    mesh: dict[str, int]  # axis -> degree
+    mesh: dict[str, int | list[int]]  # axis -> degree, or the unequal shares of its ranks
     plan: dict[str, Any]  # as a plan file has it
 
 
@@ -56,7 +56,7 @@ class ReshardedArtifact(Record, frozen=True, kw_only=True):
     """An artifact for other ranks."""
 
     out: str  # the directory that was written
-    mesh: dict[str, int]  # axis -> degree
+    mesh: dict[str, int | list[int]]  # axis -> degree, or the unequal shares of its ranks
 
 
 class MergedModel(Record, frozen=True, kw_only=True):

@@ -43,6 +43,15 @@ def plan(
             show_default=False,
         ),
     ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            "--devices",
+            metavar="BYTES|NAME,..",
+            help="Without --tp: find the shares of unequal devices, the largest first: 24GB,12GB,12GB, or machines.",
+            show_default=False,
+        ),
+    ] = None,
     plan: PlanFile = None,
     inputs: Inputs = None,
     outputs: Outputs = None,
@@ -62,12 +71,13 @@ def plan(
 
     With --tp or --mesh: print the plan that the search finds, which `convert --plan auto` uses too. With --plan, the
     search keeps the given entries and adds the others. Without --tp and --mesh: compare numbers of ranks by memory and
-    predicted time.
+    predicted time, or, with --devices, the shares of unequal devices.
 
     \b
     Example:
       tpcompiler plan model.pt2 --machine h100 --memory 24GB
       tpcompiler plan prefill.pt2 decode.pt2 --other-axes dp=2 --input "decode.x=dp:S(0)"
+      tpcompiler plan model.pt2 --devices 24GB,12GB,12GB
       tpcompiler plan model.pt2 --tp 4 -o plan.yaml
       tpcompiler plan model.pt2 --tp 4 --plan mine.yaml
     """
@@ -78,8 +88,12 @@ def plan(
                 raise typer.BadParameter("give the number of ranks too, with --tp or --mesh", param_hint=option)
     else:
         refuse_two_meshes(tp, mesh)
-        if other_axes is not None:
-            raise typer.BadParameter("leave it out with --tp and --mesh", param_hint="--other-axes")
+        if other_axes is not None or devices is not None:
+            given_too = "--devices" if other_axes is None else "--other-axes"
+            raise typer.BadParameter("leave it out with --tp and --mesh", param_hint=given_too)
+    if devices is not None and (other_axes is not None or memory is not None):
+        given_too = "--memory" if other_axes is None else "--other-axes"
+        raise typer.BadParameter("leave it out with --devices", param_hint=given_too)
     with progress("reading", quiet=json) as status:
         from tpcompiler.cli import printing
         from tpcompiler.cli.answers import FoundPlan
@@ -91,30 +105,34 @@ def plan(
             "inputs": given.placements(inputs, "--input"),
             "outputs": given.placements(outputs, "--output"),
             "machine": machine,
-            "memory": memory,
             "optimizer": optimizer,
             "weights": calls,
         }
-        if over is None:
+        if devices is not None:
+            from tpcompiler.api.devices import diagnose_devices
+
+            status.update("placing the model on the devices")
+            compared: Any = diagnose_devices(given.programs, devices.split(","), **options)
+        elif over is None:
             from tpcompiler.api.doctor import diagnose
 
             status.update("placing the model on each number of ranks")
-            degrees = diagnose(given.programs, other_axes=dict(axes), **options)
+            compared = diagnose(given.programs, other_axes=dict(axes), memory=memory, **options)
         else:
             from tpcompiler.api import find_plan
             from tpcompiler.ask.plan_text import plan_text
             from tpcompiler.frontend.plain_weights import with_plain_weights
 
             status.update("searching")
-            found = find_plan(given.programs, over, str(plan or "auto"), optimize=optimize, **options)
+            found = find_plan(given.programs, over, str(plan or "auto"), optimize=optimize, memory=memory, **options)
             text = plan_text(with_plain_weights(given.first), found)
     if over is None:
-        printing.print_answer(json, degrees, degrees.parts(), " ".join(map(str, models)))
+        printing.print_answer(json, compared, compared.parts(), " ".join(map(str, models)))
         return
     if out is not None:
         printing.write_content(out, text)
     if json:
-        printing.print_json(FoundPlan(out=str(out) if out else None, mesh=dict(over.axes), plan=found.to_data()))
+        printing.print_json(FoundPlan(out=str(out) if out else None, mesh=over.written, plan=found.to_data()))
     elif out is None:
         print(text, end="")
     else:

@@ -143,9 +143,9 @@ def copied_bytes(step: Step, value: torch.Tensor, mesh: Mesh) -> int:
     return 2 * copies.get(step.kind, 0)
 
 
-def local_bytes(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> int:
-    """Return the bytes on the first rank, which holds most."""
-    return sharding.local_bytes([sym_hint(size) for size in value.shape], value.element_size(), mesh)
+def local_bytes(value: torch.Tensor, sharding: Sharding, mesh: Mesh, rank: int = 0) -> int:
+    """Return the bytes on a rank; the first holds most."""
+    return sharding.local_bytes([sym_hint(size) for size in value.shape], value.element_size(), mesh, rank)
 
 
 def _stored_bytes(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> int:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Literal
 
+import torch
 from torch import fx
 from torch.export import ExportedProgram
 
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import all_calls
-from tpcompiler.ir.dim_sharding import DimSharding
+from tpcompiler.ir.dim_sharding import DimSharding, apportion, chunk, divides
 from tpcompiler.ir.draws import draws
+from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import fold_layers
 from tpcompiler.ir.node_placement import placement_of
 from tpcompiler.ir.placement_words import describe_sharding
@@ -72,7 +75,10 @@ def _cuts(program: PlacedProgram) -> tuple[Note, ...]:
         if any(_is_special(cut) for cut in sharding.dims):
             text = sharding.text(mesh)
             phrases.append(f"{text} ({describe_sharding(text, mesh)})")
-        if value.numel() and not sharding.is_even(value.shape, mesh):
+        phrases += [
+            f"dim {dim}'s {text}" for dim, cut in enumerate(sharding.dims) for text in _dealt(cut, value, dim, mesh)
+        ]
+        if value.numel() and not mesh.is_unequal(sharding.axes) and not sharding.is_even(value.shape, mesh):
             sizes = [sharding.local_bytes(value.shape, value.itemsize, mesh, rank) for rank in range(mesh.world_size)]
             phrases.append(f"the largest share is {max(sizes) * len(sizes) / sum(sizes):.2f} times an even one")
         if phrases:
@@ -105,6 +111,18 @@ def whole_leaves(asked: PlannedProgram, program: PlacedProgram) -> tuple[Note, .
                 f"{fold_layers(fqn)}: {value_text(value)}, {format_bytes(value.numel() * value.element_size())}"
             ] += 1
     return _counted("whole", counts)
+
+
+def _dealt(cut: DimSharding, value: torch.Tensor, dim: int, mesh: Mesh) -> Iterator[str]:
+    """Yield the shares of whole units that come nearest to those of an unequal axis, where they are not the same."""
+    for size, how in cut.parts or ((value.shape[dim], cut),):
+        piece = size
+        for axis, block, unit in how.levels:
+            piece, shares = block or piece, mesh.deals(axis)
+            if isinstance(shares, tuple) and not divides(piece, mesh.pieces(axis) * unit):
+                counts, units = apportion(piece // unit, shares), f"units of {unit}" if unit > 1 else "elements"
+                yield f"{piece // unit} {units} are dealt {':'.join(map(str, counts))}, the nearest to {mesh}"
+            piece = chunk(piece, shares, 0, unit)[1]
 
 
 def _counted(kind: Literal["cut", "shared", "whole"], texts: Counter[str]) -> tuple[Note, ...]:

@@ -114,14 +114,14 @@ class ConvertedProgram(ArtifactProgram):
         family = None if self.name == SINGLE else self.together()[0].name
         return structs.replace(manifest, tensors=tensors, family=family, stage=self.stage)
 
-    def predict(self, machine: Machine) -> Times:
-        """Predict the time of a call on rank 0, which does most, on a machine, with the sizes of the example."""
+    def predict(self, machine: Machine, rank: int = 0) -> Times:
+        """Predict the time of a call on a rank with its machine, for the example's sizes; the first rank does most."""
         mesh = self.resharded.mesh
         sent = {
             each.node: machine.collective_seconds(each.kind, mesh.read(each.axis), each.wire_bytes, mesh)
             for each in self.partition.collectives()
         }
-        return predict_times(self.partition.local_program(0).graph, sent, machine, mesh)
+        return predict_times(self.partition.local_program(rank).graph, sent, machine, mesh)
 
     def advice(self) -> dict[str, str]:
         """Search for the change of the plan that avoids each fallback; return it by the name of its reshard."""

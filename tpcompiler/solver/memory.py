@@ -1,4 +1,4 @@
-"""Estimate the memory of the rank that holds most, while it runs a program as placed by the search."""
+"""Estimate the memory of a rank, by default of the one that holds most, while it runs what the search placed."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ class Memory(NamedTuple):
         )
 
 
-def measure_memory(found: Solution) -> Memory:
-    """Estimate the memory of programs that share their leaves and run one at a time."""
-    held = measure_leaves(found)
+def measure_memory(found: Solution, rank: int = 0) -> Memory:
+    """Estimate the memory of programs that share their leaves and run one at a time, by default on the first rank."""
+    held = measure_leaves(found, rank)
     leaves = [(node, fqn) for program in found.programs for node, fqn in program.leaves()]
     floats = {fqn for node, fqn in leaves if fqn in held and edit.fake(node).is_floating_point()}
     written = {fqn for program in found.programs for _, fqn in program.written()}
-    peaks = [_find_peak(program, found) for program in found.programs]
+    peaks = [_find_peak(program, found, rank) for program in found.programs]
     caches = sum(count for fqn, count in held.items() if fqn in written)
     largest = sorted(held.items(), key=lambda pair: (-pair[1], pair[0]))[:3]
     counted = sum(held[fqn] for fqn in floats)
@@ -83,18 +83,18 @@ def _measure_gradients(found: Solution, held: Mapping[str, int]) -> tuple[int, i
     return sum(held[fqn] for fqn in graded), elements * STATE_BYTES[found.optimizer]
 
 
-def measure_leaves(found: Solution) -> dict[str, int]:
-    """Return the bytes of each leaf on the rank that holds most; of tied leaves, the first has them."""
+def measure_leaves(found: Solution, rank: int = 0) -> dict[str, int]:
+    """Return the bytes of each leaf on a rank, the first of which holds most; of tied leaves, the first has them."""
     held: dict[str, int] = {}
     for program in found.programs:
         first_of = tied(program)
         for node, fqn in program.leaves():
             if first_of[node.name] == node.name:
-                held[fqn] = local_bytes(edit.fake(node), program.at_rest(node, found.leaves[node]), program.mesh)
+                held[fqn] = local_bytes(edit.fake(node), program.at_rest(node, found.leaves[node]), program.mesh, rank)
     return held
 
 
-def _find_peak(program: PlannedProgram, found: Solution) -> tuple[int, str]:
+def _find_peak(program: PlannedProgram, found: Solution, rank: int) -> tuple[int, str]:
     """The most bytes of activations and inputs at once, and at which op. Inputs are the caller's; a view holds
     what it is a view of, and a buffer that is written in place is no activation."""
     leaves, in_place = {node for node, _ in program.leaves()}, set(written_in_place(program))
@@ -105,7 +105,7 @@ def _find_peak(program: PlannedProgram, found: Solution) -> tuple[int, str]:
     for node in program.graph.nodes:
         if node in leaves or not edit.outputs(node):
             continue
-        gathered[node] = _gathered_bytes(found, node, program)
+        gathered[node] = _gathered_bytes(found, node, program, rank)
         if is_view(node) and not gathered[node] and (source := node.all_input_nodes[0]) in owner:
             owner[node] = owner[source]
             continue
@@ -114,7 +114,9 @@ def _find_peak(program: PlannedProgram, found: Solution) -> tuple[int, str]:
         parts = [
             0
             if node in in_place
-            else max(local_bytes(value, each, program.mesh) for each in ([own] if settled is None else [own, settled]))
+            else max(
+                local_bytes(value, each, program.mesh, rank) for each in ([own] if settled is None else [own, settled])
+            )
             for value, own in zip(values, found.made(node), strict=True)
         ]
         reduced = sum(count for at, count in enumerate(parts) if (node, at) in graded)
@@ -140,13 +142,13 @@ def _made_as_gradients(program: PlannedProgram) -> set[tuple[fx.Node, int]]:
     return made
 
 
-def _gathered_bytes(found: Solution, node: fx.Node, program: PlannedProgram) -> int:
+def _gathered_bytes(found: Solution, node: fx.Node, program: PlannedProgram, rank: int) -> int:
     """Return the bytes of operands that are gathered for this op only."""
     total = 0
     if node in found.choices:
         for operand, want in zip(edit.operands(node), found.choices[node].wants, strict=True):
             seen = program.at_rest(operand, found.seen(operand))
             if seen != want:
-                held, wanted = (local_bytes(edit.fake(operand), each, found.mesh) for each in (seen, want))
+                held, wanted = (local_bytes(edit.fake(operand), each, found.mesh, rank) for each in (seen, want))
                 total += wanted if wanted > held else 0
     return total

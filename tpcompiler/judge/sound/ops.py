@@ -131,8 +131,10 @@ def _in_numbers(value: Any, made: Folded) -> Any:
 
 
 def _known_strides(one: torch.Tensor, other: torch.Tensor) -> list[tuple[int, int]]:
-    """Return the known strides of dims with more than one element, in pairs."""
+    """Return the known strides of dims with more than one element, in pairs; none of a tensor without elements."""
     if one.layout is not torch.strided or other.layout is not torch.strided:
+        return []
+    if any(statically_equal(size, 0) for size in one.shape):
         return []
     every = zip(one.shape, one.stride(), other.stride(), strict=True)
     return [

@@ -1,0 +1,106 @@
+"""Axes whose ranks hold unequal shares: how units are dealt, and how such a mesh is written."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tpcompiler.errors import MeshError
+from tpcompiler.ir.dim_sharding import DimSharding, apportion, chunk
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.shares import cut, join, read_sharding
+from tpcompiler.judge.sound import shares as judged
+
+SHARES = st.lists(st.integers(1, 9), min_size=2, max_size=5).map(lambda own: sorted(own, reverse=True))
+
+
+@given(st.integers(0, 60), SHARES)
+def test_no_other_whole_numbers_are_nearer(units: int, shares: list[int]) -> None:
+    dealt, exact = apportion(units, tuple(shares)), [units * share / sum(shares) for share in shares]
+
+    def far(counts: Any) -> float:
+        return max(abs(count - part) for count, part in zip(counts, exact, strict=True))
+
+    assert sum(dealt) == units
+    assert list(dealt) == sorted(dealt, reverse=True)
+    moved = (
+        [count + (at == to) - (at == of) for at, count in enumerate(dealt)]
+        for of, to in itertools.permutations(range(len(shares)), 2)
+    )
+    assert all(far(other) >= far(dealt) - 1e-9 for other in moved)
+
+
+@given(st.integers(0, 40), SHARES, st.integers(1, 4))
+def test_chunks_are_whole_units_in_a_row(units: int, shares: list[int], unit: int) -> None:
+    chunks = [chunk(units * unit, tuple(shares), rank, unit) for rank in range(len(shares))]
+    assert [start for start, _ in chunks] == [sum(size for _, size in chunks[:at]) for at in range(len(chunks))]
+    assert [size for _, size in chunks] == [unit * count for count in apportion(units, tuple(shares))]
+
+
+@given(st.integers(1, 30), SHARES, st.integers(1, 3))
+def test_the_judge_deals_as_the_compiler_does(units: int, shares: list[int], unit: int) -> None:
+    mesh, by = Mesh.of({"tp": shares}), DimSharding.by("tp", unit=unit)
+    size = units * unit
+    for rank in range(mesh.world_size):
+        here = mesh.coordinate(rank)
+        assert judged.local_size(by, size, mesh, here) == by.local_size(size, mesh, here)
+        assert judged.runs_of(by, size, mesh, here) == by.runs(size, mesh, here)
+
+
+@pytest.mark.parametrize(
+    ("text", "mesh", "sizes"),
+    [
+        ("S(0)", {"tp": [2, 1, 1]}, [4, 2, 2]),
+        ("S(0)", {"tp": [3, 2, 1]}, [4, 3, 1]),  # 4, 2.67 and 1.33
+        ("S(0, unit 2)", {"tp": [3, 2, 1]}, [4, 2, 2]),  # of 4 units 2, 1.33 and 0.67
+        ("S(0, block 4)", {"tp": [2, 1, 1]}, [4, 2, 2]),
+        ("[S(0), S(0)]", {"dp": 2, "tp": [3, 1]}, [3, 1, 3, 1]),
+        ("S(0, parts 4 4r)", {"tp": [2, 1, 1]}, [6, 5, 5]),
+    ],
+)
+def test_shares_join_to_the_whole(text: str, mesh: dict[str, Any], sizes: list[int]) -> None:
+    over, whole = Mesh.of(mesh), torch.arange(24.0).view(8, 3)
+    sharding = read_sharding(text, over, 2)
+    parts = [cut(whole, sharding, over, rank) for rank in range(over.world_size)]
+    assert [len(part) for part in parts] == sizes
+    assert all(torch.equal(one, whole) for one in join(parts, sharding, over, whole.shape))
+
+
+def test_a_mesh_as_users_write_it() -> None:
+    mesh = Mesh.of({"dp": 2, "tp": [4, 2, 2]})
+    assert (str(mesh), mesh.world_size, mesh.degree("tp")) == ("dp=2,tp=2:1:1", 6, 3)
+    assert mesh.written == {"dp": 2, "tp": [2, 1, 1]}
+    assert Mesh.of(mesh.written) == mesh != Mesh.of({"dp": 2, "tp": 3})
+    assert Mesh.of({"tp": [5, 5]}) == Mesh.of(2)
+    assert mesh.along(["tp"]) == Mesh.of({"tp": [2, 1, 1]})
+    assert mesh.group_name(["tp"]) == "dp=2,tp=3:tp"
+    assert mesh.axes_of("dp=2,tp=3:tp") == ("tp",)
+
+
+@pytest.mark.parametrize(
+    ("shares", "message"),
+    [
+        ([1, 2], "mesh axis 'tp' has the shares 1:2"),
+        ([2, 0], r"mesh axis 'tp' has the shares \[2, 0\]"),
+        ([2, 1.5], r"mesh axis 'tp' has the shares \[2, 1.5\]"),
+        ([], r"mesh axis 'tp' has the shares \[\]"),
+    ],
+)
+def test_shares_that_are_none(shares: list[Any], message: str) -> None:
+    with pytest.raises(MeshError, match=message):
+        Mesh.of({"tp": shares})
+
+
+def test_an_exact_cut_is_not_even() -> None:
+    """Ranks then hold their shares whatever the units are, and they are not alike."""
+    mesh, by = Mesh.of({"tp": [2, 1, 1]}), DimSharding.by("tp")
+    assert by.is_exact(8, mesh)
+    assert not by.is_even(8, mesh)
+    assert not by.is_exact(6, mesh)
+    assert not Sharding((by,)).is_even([8], mesh)
