@@ -122,6 +122,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         Path("other.pt2").write_bytes(Path("model.pt2").read_bytes())
         run("plan", "dynamic.pt2", "--input", "x=S(0)")
         run("plan", "model.pt2", "--tp", 2, "-o", "found.yaml")
+        run("plan", "model.pt2", "--devices", "24GB,12GB")
         run("calibrate", "-o", "here.yaml")
         run("convert", "model.pt2", "--tp", 2, "--plan", "plan.yaml", "-o", "out")
         run("convert", "dynamic.pt2", "--tp", 2, "--plan", "gathered.yaml", "-o", "dynamic")
