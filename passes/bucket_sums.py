@@ -40,7 +40,7 @@ def bucket_sums(program: LocalProgram, first: LocalProgram | None = None) -> Loc
     """
     sums = list(_sums(program))
     if first is None:
-        buckets = list(_filled(sums))
+        buckets = sorted(_filled(sums), key=lambda bucket: bucket[-1].start)  # as the other ranks read them
     else:
         by_change = {reshard_of(own.start).name: own for own in sums}
         buckets = [[by_change[name] for name in names] for names in _changes(first.graph)]

@@ -90,6 +90,23 @@ def test_ranks_with_other_shapes_make_the_same_buckets(monkeypatch: pytest.Monke
     assert len({tuple(edit.shape(node) for node in each.nodes if edit.is_wait(node)) for each in programs}) == 2
 
 
+def test_ranks_with_other_shapes_make_buckets_in_the_same_order() -> None:
+    """A bucket of the outer layers, which the backward fills last, and one of the layers between them, in bfloat16."""
+    model = Call(
+        lambda self, x: self.last(self.narrow(self.first(x).bfloat16()).float()).square().mean(),
+        first=nn.Linear(WIDTH, WIDTH),
+        narrow=nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).bfloat16(),
+        last=nn.Linear(WIDTH, WIDTH),
+    )
+    program = tpcompiler.export_training(model, (torch.randn(4, WIDTH),))
+    made = tpcompiler.parallelize(
+        program, {"dp": 2, "tp": 3}, {"narrow.0": "colwise", "narrow.1": "rowwise"}, inputs=[ROWS]
+    )
+    dtypes = [[edit.fake(bucket)[0].dtype for bucket in buckets(made.rank_program(rank).graph)] for rank in range(6)]
+    assert dtypes == [[torch.bfloat16, torch.float32]] * 6
+    assert made.check().ok, made.check().findings
+
+
 def swap(bucket: fx.Node) -> None:
     """Two results for each other."""
     first, second = [part for part in bucket.users if edit.shape(part) == (WIDTH, WIDTH)][:2]
