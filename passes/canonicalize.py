@@ -26,11 +26,15 @@ from tpcompiler.ir.bodies import read_bodies
 from tpcompiler.ir.draws import RECURRENT, draws, draws_for_a_shape, remove_unused
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, memory_order, no_new_guards
 from tpcompiler.ir.program import CanonicalProgram
+from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.ir.slices import count_from_the_start
 from tpcompiler.rules.registry import ops_with_rules
 
 # torch's message for a write to a tensor that is no buffer
 NO_BUFFER = "is mutated in the forward method|expected compiled_fn to be GraphModule"
+
+# ops after which positions are the same, in other dims
+SAME_POSITIONS = (aten.unsqueeze.default, aten.view.default, aten._to_copy.default, aten.clone.default)
 
 
 def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
@@ -71,6 +75,7 @@ def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
         _join_extrema(graph)
         _draw_whole(graph)
         _slice_by_constants(CanonicalProgram(source, graph))
+        _read_all_in_place(graph)
         count_from_the_start(graph)
         _count_by_dims(graph)
         _write_inferred_sizes(graph)
@@ -227,6 +232,46 @@ def _slice_by_constants(program: CanonicalProgram) -> None:
                 edit.record(part, edit.fake(value).narrow(dim, first, 1 + len(rest)))
             node.target, node.args = aten.clone.default, (part,)
             node.kwargs = {"memory_format": torch.contiguous_format}
+
+
+def _read_all_in_place(graph: fx.Graph) -> None:
+    """Replace a look-up of all positions in their order, as masks are read for each sample, by the value itself."""
+    for node in edit.calls(graph):
+        if node.target is not aten.index.Tensor:
+            continue
+        value, indices = edit.arguments(node).self, edit.arguments(node).indices
+        sizes, ndim = edit.shape(value), edit.ndim(node)
+        counting = [_dim_that_counts(*pair) for pair in zip(indices, sizes, strict=False)]
+        dims = [ndim + dim for dim in counting if dim is not None]  # dims of the result: indices broadcast
+        if len(dims) < len(sizes) or dims != sorted(set(dims)):
+            continue
+        whole = value
+        for dim in set(range(ndim)) - set(dims):
+            narrow, whole = whole, edit.insert_before(node, aten.unsqueeze.default, (whole, dim), "whole")
+            with fake_mode_of(graph):
+                edit.record(whole, edit.fake(narrow).unsqueeze(dim))
+        node.target, node.args = aten.clone.default, (whole,)
+        node.kwargs = {"memory_format": torch.contiguous_format}
+
+
+def _dim_that_counts(index: fx.Node | None, size: Any) -> int | None:
+    """Return the dim, from the end, along which an index is 0, 1, ... to the last position; None if it is not."""
+    source = index
+    while source is not None and (source.target in SAME_POSITIONS or _changes_nothing(source)):
+        (source,) = edit.operands(source)
+    if index is None or source is None or source.target is not aten.arange.start_step:
+        return None
+    args, shape = edit.arguments(source), edit.shape(index)
+    long = [dim for dim, length in enumerate(shape) if not statically_equal(length, 1)]
+    counts = (args.start, args.step) == (0, 1) and len(long) == 1 and statically_equal(shape[long[0]], size)
+    return long[0] - len(shape) if counts else None
+
+
+def _changes_nothing(node: fx.Node) -> bool:
+    if node.target is not aten.slice.Tensor:
+        return node.target is aten.add.Tensor and bool(node.args[1] == 0)
+    sizes = zip(edit.shape(node), edit.shape(edit.operands(node)[0]), strict=True)
+    return all(statically_equal(*pair) for pair in sizes)
 
 
 def _count_by_dims(graph: fx.Graph) -> None:

@@ -254,3 +254,18 @@ def test_a_size_that_a_view_infers_is_written(tmp_path: Path) -> None:
     made = tpcompiler.parallelize(program, 2, {"q": "colwise", "o": "rowwise"})
     made.save(tmp_path / "out")  # and checks the files
     assert made.verify(inputs).ok
+
+
+def look_up(self: Any, mask: torch.Tensor) -> Any:
+    """Read a mask for each sample and key, as models do, and in two other orders."""
+    samples, keys = torch.arange(mask.shape[0])[:, None, None, None], torch.arange(mask.shape[1]) + 0
+    return mask[samples, keys], mask[samples, keys.flip(0)], mask[samples.flatten(), keys[:, None]]
+
+
+def test_a_look_up_of_all_positions_in_order_is_the_value() -> None:
+    """A rank with some of the samples reads all of them; other positions are looked up."""
+    program = canonical(Call(look_up), (torch.rand(3, 3) > 0.5,))
+    first, *others = (edit.producer(value)[0] for value in program.output.args[0])
+    assert [op_name(first), op_name(edit.operands(first)[0])] == ["clone", "unsqueeze"]
+    assert edit.shape(first) == (3, 1, 1, 3)
+    assert [op_name(other) for other in others] == ["index", "index"]
