@@ -72,3 +72,12 @@ def test_over_samples_and_layers_in_evaluation_mode() -> None:
     made = converted(CASES["llama"], {"dp": 2, "tp": 2}, trains=False)
     assert made.verify(steps=1, optimizer="sgd").ok
     assert made.check().ok
+
+
+@pytest.mark.parametrize("name", ["bert", "falcon_7b", "fnet"])
+def test_samples_are_never_gathered(name: str) -> None:
+    """With two samples, layers over tp must leave their dim to dp; a mask is read for each sample, by positions."""
+    made = converted(CASES[name], {"dp": 2, "tp": 2})
+    assert {each.kind for each in made.collectives() if "dp" in each.axis} == {"all_reduce"}
+    assert made.verify().ok
+    assert made.check().ok, made.check().findings

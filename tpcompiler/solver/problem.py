@@ -139,7 +139,7 @@ def pose(
     Args:
         before: what each leaf is over the axes before, by group.
     """
-    objective = objective._replace(samples=_sample_axes(programs))
+    objective = objective._replace(samples=find_sample_axes(programs))
     problem = Problem(programs, stage, objective, refused)
     problem.groups = _find_groups(programs)
     parts = stage.parts or (stage,)
@@ -169,7 +169,7 @@ def find_program_kernels(graph: fx.Graph, objective: Objective, known: Known) ->
     return known.once(("kernels", graph), partial(find_kernels, graph, objective.machine.fuses))
 
 
-def _sample_axes(programs: Sequence[PlannedProgram]) -> frozenset[str]:
+def find_sample_axes(programs: Sequence[PlannedProgram]) -> frozenset[str]:
     """Return the axes that cut inputs of programs with gradients, except one that cuts layers too."""
     found = set[str]()
     for program in programs:

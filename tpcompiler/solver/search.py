@@ -18,7 +18,7 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.solver.changes import UNIT
 from tpcompiler.solver.domain import Domain, find_shared_heads
 from tpcompiler.solver.eliminate import TOO_SLOW, eliminate, solve
-from tpcompiler.solver.problem import FEATURES, NEVER, Problem, Values, pose
+from tpcompiler.solver.problem import FEATURES, NEVER, Problem, Values, find_sample_axes, pose
 from tpcompiler.solver.solution import Layered, Place, Solution, join_places
 from tpcompiler.solver.stage import MOST_CHOICES, Choice, Stage
 from tpcompiler.solver.task import Task
@@ -62,7 +62,9 @@ def search(task: Task) -> Solution:
     mesh, heads = programs[0].mesh, list[tuple[str, int, bool]]()
     found = Solution(programs, objective.machine, model=model, optimizer=objective.optimizer)
     groups, solved = dict[str, Sharding](), list[tuple[str, ...]]()
-    order = [*model, *(axis for axis in mesh.names if axis not in model)]  # what the first cut, others reduce less of
+    samples = [axis for axis in mesh.names if axis in find_sample_axes(programs)]  # a small batch has one dim for them
+    rest = [axis for axis in mesh.names if axis not in (*samples, *model)]
+    order = [*samples, *model, *rest]  # what the first cut, others reduce less of
     turns = task.turns or tuple((axis,) for axis in order if mesh.degree(axis) > 1) or ((order[-1],),)
     for at, turn in enumerate(turns):
         before = tuple(axis for each in turns[:at] for axis in each)
