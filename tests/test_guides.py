@@ -20,6 +20,7 @@ NEEDS = {
     "generation": ["transformers"],
     "model-sets": ["transformers"],
     "pipeline": ["transformers"],
+    "unequal": ["transformers"],
     "ci": [],
     "quantised": ["torchao", "transformers"],
     "moe": ["transformers"],

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from tpcompiler.cli.options import read_mesh
 from tpcompiler.cost.path import WIRE, cheapest_path, path_text
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import cut, read_sharding
@@ -53,6 +54,18 @@ DRAWN: list[tuple[str, list[tuple[str, str, str]]]] = [
             ),
             ("tp=3", "S(1)", "8 columns: 3, 3, 2."),
             ("tp=3", "S(1, unit 2)", "Whole heads of 2 columns: 2, 2 and none."),
+        ],
+    ),
+    (
+        "Unequal shares",
+        [
+            ("tp=2:1:1", "S(1)", "The first rank has half of the columns: 4, 2, 2."),
+            (
+                "tp=3:2:1",
+                "S(1)",
+                "8 columns are 4, 3, 1: the integer parts of 4, 2.67, 1.33; the largest remainder has one more.",
+            ),
+            ("tp=3:2:1", "S(1, unit 2)", "4 heads of 2 columns are 2, 1, 1: of 2, 1.33, 0.67."),
         ],
     ),
     (
@@ -239,9 +252,8 @@ def page() -> str:
 
 
 def _mesh(name: str, text: str = "") -> Mesh:
-    degrees = {axis: int(degree) for axis, degree in (part.split("=") for part in name.split(","))}
     factors = [int(degree) for degree in re.findall(r"(\d+)x", text)]
-    return Mesh.of(degrees, {"tp": factors} if factors else {})
+    return Mesh.of(read_mesh(None, name).written, {"tp": factors} if factors else {})
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from tests.bad_input import (
     rows_searches,
     rows_sets,
     rows_training,
+    rows_unequal,
     rows_weights,
 )
 from tests.bad_input.row import Row
@@ -48,6 +49,7 @@ TABLE: dict[str, list[Row]] = {
     "Calls from Python": rows_calls.CALLS,
     "Training": rows_training.TRAINING,
     "Several models": rows_sets.SETS,
+    "Unequal devices": rows_unequal.UNEQUAL,
 }
 
 TOP = """# Bad input

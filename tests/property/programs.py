@@ -16,7 +16,14 @@ from tests.property.steps import KINDS, ROWS, Draw, Int8, Shape
 from tpcompiler._torch import symbols_of
 
 Spec = str | dict[str, str] | None
-MESHES: tuple[dict[str, int], ...] = ({"tp": 2}, {"dp": 2, "tp": 2}, {"tp": 3}, {"tp": 4})
+MESHES: tuple[dict[str, Any], ...] = (
+    {"tp": 2},
+    {"dp": 2, "tp": 2},
+    {"tp": 3},
+    {"tp": 4},
+    {"tp": [2, 1, 1]},
+    {"dp": 2, "tp": [3, 1]},
+)
 USUAL = [
     "linear",
     "mlp",
@@ -96,7 +103,7 @@ class Case:
     args: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     dynamic: tuple[int, ...]
     dialect: str
-    mesh: dict[str, int]
+    mesh: dict[str, Any]
     plan: dict[str, Any]
     inputs: list[Spec]
     outputs: list[Spec]
@@ -208,7 +215,7 @@ PARTNERS: dict[str, Callable[[Shape, Shape], bool]] = {
 STYLES = ("colwise", "rowwise", "colwise_gather_output", "replicate")
 
 
-def _plan(draw: Draw, net: Net, mesh: dict[str, int]) -> dict[str, Any]:
+def _plan(draw: Draw, net: Net, mesh: dict[str, Any]) -> dict[str, Any]:
     plan: dict[str, Any] = {}
     for name, module in net.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d | Int8):
@@ -233,7 +240,7 @@ def _packed(net: Net, layer: str) -> list[str]:
     return ["packed_colwise"] * any(made in step.on and step.kind in ("gated", "half", "turned") for step in net.steps)
 
 
-def _over(draw: Draw, possible: list[str], mesh: dict[str, int]) -> Any:
+def _over(draw: Draw, possible: list[str], mesh: dict[str, Any]) -> Any:
     """One of these placements; of a mesh of several axes one for each or for some."""
     if len(mesh) == 1:
         return draw(st.sampled_from(possible))
@@ -241,7 +248,7 @@ def _over(draw: Draw, possible: list[str], mesh: dict[str, int]) -> Any:
     return {axis: draw(st.sampled_from(possible)) for axis in axes}
 
 
-def _boundary(draw: Draw, value: torch.Tensor, mesh: dict[str, int]) -> Spec:
+def _boundary(draw: Draw, value: torch.Tensor, mesh: dict[str, Any]) -> Spec:
     possible = ["R", "R", *(f"S({d})" for d in range(value.ndim))]
     if value.is_floating_point():
         possible.append("P(sum)")

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpcompiler.errors import MeshError
+import tpcompiler
+from tpcompiler.errors import MeshError, UnsupportedError
 from tpcompiler.ir.dim_sharding import DimSharding, apportion, chunk
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
@@ -104,3 +105,15 @@ def test_an_exact_cut_is_not_even() -> None:
     assert not by.is_even(8, mesh)
     assert not by.is_exact(6, mesh)
     assert not Sharding((by,)).is_even([8], mesh)
+
+
+def test_a_dynamic_dim_is_not_cut() -> None:
+    rows = {0: torch.export.Dim("rows")}
+    exported = torch.export.export(
+        torch.nn.Sequential(torch.nn.Linear(4, 8)), (torch.ones(6, 4),), dynamic_shapes=(rows,)
+    )
+    message = r"cannot shard input 'input' on dim 0: its size s\d+ is dynamic, and tp=2:1 has unequal shares"
+    with pytest.raises(UnsupportedError, match=message):
+        tpcompiler.parallelize(exported, {"tp": [2, 1]}, {}, inputs=["S(0)"])
+    program = tpcompiler.parallelize(exported, {"tp": [2, 1]}, {"0": "colwise"}, outputs=["S(1)"])
+    assert program.verify((torch.ones(5, 4),)).ok

@@ -254,21 +254,19 @@ def read_mesh(tp: str | None, text: str | None, option: str = "--mesh") -> Mesh:
     refuse_two_meshes(tp, text)
     from tpcompiler.ir.mesh import Mesh
 
+    what, remedy = f"{option} {text!r} is not a mesh", "write axis=degree, such as dp=2"
+    if text is None:
+        text, what, remedy = (
+            f"tp={tp}",
+            f"--tp {tp!r} is not a number of ranks",
+            "write --tp 4, or unequal shares: --tp 2:1:1",
+        )
     axes = list[tuple[str, int | list[int]]]()
-    for part in (f"tp={tp}" if text is None else text).split(","):
+    for part in text.split(","):
         axis, _, degree = part.partition("=")
-        if not re.fullmatch(r"\s*\d{1,9}(:\d{1,9})*\s*", degree, re.ASCII):
-            given, what = (
-                (f"{option} {text!r}", "a mesh") if text is not None else (f"--tp {tp!r}", "a number of ranks")
-            )
-            raise MeshError(
-                f"{given} is not {what}",
-                help="write axis=degree, such as dp=2"
-                if text is not None
-                else "write --tp 4, or unequal shares: --tp 2:1:1",
-            )
+        if not re.fullmatch(r"\s*-?\d{1,9}(:\d{1,9})*\s*", degree, re.ASCII):
+            raise MeshError(what, help=remedy)
         shares = [int(each) for each in degree.split(":")]
         axes.append((axis.strip(), shares if shares[1:] else shares[0]))
-    if len(dict(axes)) < len(axes):
-        raise MeshError(f"{option} {text!r} names an axis twice", help="give every axis once, such as dp=2,tp=4")
+    Mesh(tuple((axis, 1) for axis, _ in axes))  # refuses axes of one name
     return Mesh.of(dict(axes))

@@ -22,12 +22,13 @@ def chunk(size: Size, degree: int | tuple[int, ...], index: int, unit: int = 1) 
     Follows `torch.chunk`: every chunk has ceil(units / degree) units until they run out, so the last chunks may be
     smaller or empty. A symbolic size must be divisible by `degree` units (`divides`).
 
-    With shares such as (2, 1, 1) instead of a degree, every chunk has as many units as is nearest to its share.
+    With shares such as (2, 1, 1) instead of a degree, every chunk has as many units as is nearest to its share. No
+    symbolic size is cut so in the end (`infer._check`).
     """
     if isinstance(degree, tuple):
-        assert isinstance(size, int), "no dynamic dim is cut in unequal shares"
-        units = apportion(size // unit, degree)
-        return sum(units[:index]) * unit, units[index] * unit
+        units = apportion(size // unit, degree) if isinstance(size, int) else degree
+        each = unit if isinstance(size, int) else size // sum(degree)
+        return sum(units[:index]) * each, units[index] * each
     if not isinstance(size, int):
         return size // degree * index, size // degree
     step = -(-(size // unit) // degree) * unit

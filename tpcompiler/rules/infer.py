@@ -141,7 +141,9 @@ def _outer(rule: Rule, dim: Dim) -> str | None:
 
 def _largest(size: Size, deals: int | tuple[int, ...], unit: int = 1) -> Size:
     """Return the share of the first rank, which is the largest; of a dynamic size that need not be even, a bound."""
-    return chunk(size, deals, 0, unit)[1] if isinstance(size, int) else -(-size // (deals * unit)) * unit
+    if isinstance(size, int) or isinstance(deals, tuple):
+        return chunk(size, deals, 0, unit)[1]
+    return -(-size // (deals * unit)) * unit
 
 
 def _unequal(size: Size, axes: Iterable[str], mesh: Mesh) -> Refusal | None:
