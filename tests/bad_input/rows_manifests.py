@@ -137,7 +137,7 @@ MANIFESTS = [
     Row(
         "a degree that is text",
         "tpcompiler inspect out",
-        "out/manifest.json is damaged at $.mesh[...]: expected int, got str",
+        "out/manifest.json is damaged at $.mesh[...]: expected int | array, got str",
         CONVERT,
         spoil=fields(mesh={"tp": "2"}),
     ),

@@ -9,7 +9,7 @@ PLAN = "tpcompiler plan model.pt2"
 
 UNEQUAL = [
     Row(
-        "a number of ranks that is none",
+        "a number of ranks in words",
         f"{CONVERT} --tp two",
         "--tp 'two' is not a number of ranks",
         "write --tp 4, or unequal shares: --tp 2:1:1",
