@@ -8,7 +8,7 @@ import pytest
 
 from tests.machines import WIRE
 from tests.zoo.index import CASES
-from tests.zoo.training import BY_HAND, NORMS_OF_HEADS, by_hand, converted, counted
+from tests.zoo.training import BY_HAND, FURTHER, WITH_FALLBACKS, by_hand, converted, counted, further_fallbacks
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -24,9 +24,13 @@ def test_collectives_by_hand(name: str) -> None:
 
 
 def test_counts_follow_from_those_of_the_forward() -> None:
-    """Of a parallel block, and of one whose heads have norms; `python -m tests.zoo.training` has all."""
-    for name, sums in {"gptj": 2 * (1 + 1) + 1 + 1, "qwen3": 2 * (2 + 2) + 1 + 1 + 1}.items():
-        assert name in (*BY_HAND, *NORMS_OF_HEADS)
+    """Of a parallel block, of one whose heads have norms, and of an encoder and a decoder; `python -m tests.zoo.training` has all."""
+    for name, sums in {
+        "gptj": 2 * (1 + 1) + 1 + 1,
+        "qwen3": 2 * (2 + 2) + 1 + 1 + 1,
+        "t5": 2 * (2 + 2 + 3 + 3) + 2 + 1 + 1,
+    }.items():
+        assert name in (*BY_HAND, *FURTHER)
         assert by_hand(CASES[name]) == Counter({("all_reduce", "tp"): sums, ("all_gather", "tp"): 1})
         assert counted(converted(CASES[name], {"tp": 2}, trains=False)) == by_hand(CASES[name])
 
@@ -81,3 +85,14 @@ def test_samples_are_never_gathered(name: str) -> None:
     assert {each.kind for each in made.collectives() if "dp" in each.axis} == {"all_reduce"}
     assert made.verify().ok
     assert made.check().ok, made.check().findings
+
+
+def test_gradients_gather_no_more_than_the_forward() -> None:
+    """What BERT gathers for its gradients where only bytes count is a tie; keys and values of one head are listed."""
+    assert not further_fallbacks(CASES["bert"], {"tp": 2})
+    assert set(further_fallbacks(CASES["gpt_bigcode"], {"tp": 2})) == {
+        "model.transformer.h.0.attn",
+        "model.transformer.h.1.attn",
+    }
+    assert "bert" not in WITH_FALLBACKS
+    assert "gpt_bigcode" in WITH_FALLBACKS
