@@ -234,7 +234,7 @@ def find_resting(found: Solution) -> Iterator[tuple[str, str]]:
         inputs = (program.constraints[node.name].sharding.axes for node in program.user_inputs())
         axes = {axis for own in inputs for axis in own} - {program.mesh.model_axis}
         graded = {name for _, name in program.gradients()}
-        if axes and not program.resting:
+        if axes and not program.resting and not program.mesh.is_unequal(axes):
             style = f"shard_at_rest({program.mesh.ordered(axes)[0]})"
             yield from ((fqn, style) for _, fqn in program.leaves() if fqn in graded)
 

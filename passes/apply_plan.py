@@ -129,6 +129,12 @@ def _find_resting(
                     help=f"name one of {', '.join(mesh.names)}",
                     asked_by=entry.where,
                 )
+            if mesh.is_unequal([entry.style.axis]):
+                raise PlanError(
+                    f"'{entry.style.written}' holds equal shards, and {mesh} has unequal shares",
+                    help="leave the entry out, or give the axis equal shares",
+                    asked_by=entry.where,
+                )
             for alias in aliases[node.name]:
                 found.setdefault(alias.name, AtRest(entry.style.axis, entry.where))
     return found

@@ -9,14 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import nn
 from torch.export import ExportedProgram, export
 
 import tpcompiler
 from tests.compared import single_device
 from tests.launch import run_ranks
+from tests.runtime.commands import call, right
 from tests.zoo.case import hugging_face, randomise
 from tests.zoo.index import CASES
 from tests.zoo.measure import exported
+from tpcompiler.errors import PlanError
 from tpcompiler.ir import shares
 from tpcompiler.ir.dim_sharding import chunk
 from tpcompiler.runtime.inputs import write_tensors
@@ -79,6 +83,46 @@ def test_on_gloo_from_files(tmp_path: Path) -> None:
             for got, want, limit in zip(results, expected, allowed, strict=True):
                 error = (got - want).abs().max() / want.abs().max()
                 assert error <= limit, f"{name} on rank {rank}: {error}"
+
+
+def test_meshes_follow_one_another(tmp_path: Path) -> None:
+    """From shares to other shares, to equal ones and to one device, on the command line; nothing is lost on the way."""
+    case = CASES["qwen2"]
+    made = tpcompiler.parallelize(exported(case, False), {"tp": [2, 1, 1]}, case.asked())
+    made.save(tmp_path / "211")
+    torch.export.save(exported(case, False), tmp_path / "model.pt2")
+    for source, mesh in (("211", "3:1"), ("3:1", "2"), ("2", "5:2:1")):
+        right("reshard", tmp_path / source, "--tp", mesh, "-o", tmp_path / mesh)
+    printed = right("check", tmp_path / "5:2:1", "--against", tmp_path / "model.pt2")
+    assert printed.startswith("sound: 3 ranks")
+    for name in ("211", "5:2:1"):
+        right("reshard", tmp_path / name, "--safetensors", "-o", tmp_path / f"{name}.safetensors")
+    one, other = (load_file(tmp_path / f"{name}.safetensors") for name in ("211", "5:2:1"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert (
+        "mesh                              tp=2:1:1  tp=5:2:1"
+        in call("diff", tmp_path / "211", tmp_path / "5:2:1").stdout
+    )
+
+
+def test_samples_in_unequal_shares() -> None:
+    """A loss is the mean over all samples, of which the first ranks have two thirds."""
+    ids = torch.arange(36).view(6, 6) % 16
+    model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16))
+    loss = lambda made, wanted: nn.functional.cross_entropy(made.flatten(0, 1), wanted.flatten())  # noqa: E731
+    program = tpcompiler.export_training(randomise(model), (ids,), loss=loss, targets={"wanted": ids})
+    plan = {"**.1": "colwise", "**.3": "rowwise"}
+    given = {"input": {"dp": "S(0)"}, "wanted": {"dp": "S(0)"}}
+    made = tpcompiler.parallelize(program, {"dp": [2, 1], "tp": 2}, plan, inputs=given)
+    assert made.verify().ok
+    assert made.check().ok
+    inside = [each.kind for each in made.collectives() if each.axis == "dp" and each.why != "plan-demanded"]
+    assert inside == ["all_reduce"] * len(inside)
+    with pytest.raises(
+        PlanError, match=r"'shard_at_rest\(dp\)' holds equal shards, and dp=2:1,tp=2 has unequal shares"
+    ):
+        tpcompiler.parallelize(program, {"dp": [2, 1], "tp": 2}, {"**": "shard_at_rest(dp)"}, inputs=given)
 
 
 def test_a_share_of_another_rank_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
