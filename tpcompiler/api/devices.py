@@ -16,11 +16,11 @@ from torch.export import ExportedProgram
 from tpcompiler.api import Given, Programs, conversions_of, read_calls, read_plan
 from tpcompiler.api.doctor import AXIS, HeldBytes
 from tpcompiler.api.placed import Placed, place_within
-from tpcompiler.cost.amounts import UNITS, read_bytes
+from tpcompiler.cost.amounts import read_bytes
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.timeline import StepTime, duration
-from tpcompiler.errors import MeshError, ShardingError
+from tpcompiler.errors import BudgetError, MeshError, ShardingError
 from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.dim_sharding import apportion
 from tpcompiler.ir.mesh import Mesh
@@ -50,11 +50,11 @@ class Device:
     @classmethod
     def read(cls, given: str, machine: Machine) -> Device:
         """Return the device of an amount of memory, on this machine otherwise, or of another machine's name or file."""
-        is_amount = given.strip()[:1].isdigit() and given.strip().rstrip("".join(UNITS)).replace(".", "").isdigit()
-        if is_amount:
+        try:
             return cls(given, machine, read_bytes(given))
-        own = read_machine(given)
-        return cls(given, own, own.usable_memory)
+        except BudgetError:  # no amount
+            own = read_machine(given)
+            return cls(given, own, own.usable_memory)
 
 
 class DeviceRank(Record, frozen=True):
@@ -72,6 +72,7 @@ class Split(Record, frozen=True):
     mesh: dict[str, int | list[int]]  # axis -> the shares, or the degree if they are equal
     ranks: list[DeviceRank]  # in order
     seconds: dict[str, float]  # of a call of each program: of its slowest rank
+    step: float  # seconds of all calls, as often as they are asked for
     fits: bool  # true if each rank is within its limit
     least: int  # bytes of rank 0 where it holds as little as the search can do with
 
@@ -120,8 +121,8 @@ class DeviceDiagnosis(Record, Shown, frozen=True, kw_only=True):
         if equal is self.best:
             return
         if equal.fits:
-            times = sum(equal.seconds.values()) / sum(self.best.seconds.values())
-            yield f"equal shares, --tp {equal.name}, take {times:.2f} times as long: the slowest rank counts"
+            times = f"{equal.step / self.best.step:.2f} times as long"
+            yield f"equal shares, --tp {equal.name}, take {times}: the slowest rank counts"
         else:
             yield (
                 f"equal shares, --tp {equal.name}, do not fit: a rank holds at least {format_bytes(equal.least)}, and "
@@ -175,13 +176,7 @@ def diagnose_devices(
     fitting = [split for split in splits if split.fits]
     if not fitting:
         raise _too_large(splits)
-
-    def step(split: Split) -> float:
-        times = split.seconds.values()
-        return float(sum(map(operator.mul, calls, times) if calls else times))
-
-    best = min(fitting, key=step)
-    return DeviceDiagnosis(best=best, splits=splits, searches=dict(searches))
+    return DeviceDiagnosis(best=min(fitting, key=operator.attrgetter("step")), splits=splits, searches=dict(searches))
 
 
 def _meshes(devices: Sequence[Device]) -> Iterator[Mesh]:
@@ -219,7 +214,7 @@ def _place(
         placed = place_within(conversions, mesh, aim, limit)
         searches.update(placed.searches)
         if split is None or placed.least.total <= limit:
-            split = _split(placed, mesh, devices)
+            split = _split(placed, mesh, devices, aim.calls)
         freed = [(sum(counts) - counts[0]) / (sum(counts) - count) for count in counts]
         over = [(each.bytes.total - each.limit) * part for each, part in zip(split.ranks, freed, strict=True)]
         if max(over) <= 0 or placed.least.total > limit:
@@ -229,7 +224,7 @@ def _place(
     return structs.replace(split, least=placed.least.total)
 
 
-def _split(placed: Placed, mesh: Mesh, devices: Sequence[Device]) -> Split:
+def _split(placed: Placed, mesh: Mesh, devices: Sequence[Device], calls: Sequence[float]) -> Split:
     ranks = []
     for rank, own in enumerate(devices):
         seconds = {name: made.predict(own.machine, rank).total for name, made in placed.made.items()}
@@ -237,7 +232,8 @@ def _split(placed: Placed, mesh: Mesh, devices: Sequence[Device]) -> Split:
         ranks.append(DeviceRank(own.given, own.limit, HeldBytes.of(held), seconds))
     slowest = {name: max(each.seconds[name].total for each in ranks) for name in placed.made}
     fits = placed.least.total <= devices[0].limit and all(each.bytes.total <= each.limit for each in ranks)
-    return Split(mesh.written, ranks, slowest, fits, placed.least.total)
+    step = math.fsum(map(operator.mul, calls or itertools.repeat(1.0), slowest.values()))
+    return Split(mesh.written, ranks, slowest, step, fits, placed.least.total)
 
 
 def _of(name: str) -> str:

@@ -117,15 +117,19 @@ class Mesh:
 
     def deals(self, axis: str) -> int | tuple[int, ...]:
         """Return how an axis deals units out (see `dim_sharding.chunk`): to as many ranks alike, or in these shares."""
-        return dict(self.shares).get(axis) or self.degree(axis)
+        return self._shares.get(axis) or self.degree(axis)
 
     def pieces(self, axis: str) -> int:
         """Return the least number of equal pieces of which every rank along an axis can hold whole ones."""
-        return sum(dict(self.shares).get(axis, ())) or self.degree(axis)
+        return sum(self._shares.get(axis, ())) or self.degree(axis)
 
     def is_unequal(self, axes: Iterable[str]) -> bool:
         """Return True if ranks along one of these axes hold unequal shares."""
-        return bool(self.shares) and not dict(self.shares).keys().isdisjoint(axes)
+        return not self._shares.keys().isdisjoint(axes)
+
+    @cached_property
+    def _shares(self) -> dict[str, tuple[int, ...]]:
+        return dict(self.shares)
 
     def along(self, axes: Iterable[str]) -> Mesh:
         """Return the mesh of these axes alone, as their own groups see it."""
@@ -136,7 +140,7 @@ class Mesh:
     @property
     def written(self) -> dict[str, int | list[int]]:
         """The mesh as `of` takes it and manifests have it, without its factors."""
-        return {name: list(dict(self.shares).get(name, ())) or degree for name, degree in self.axes}
+        return {name: list(self._shares.get(name, ())) or degree for name, degree in self.axes}
 
     @cached_property
     def _degrees(self) -> dict[str, int]:
@@ -245,8 +249,7 @@ class Mesh:
         return tuple(name for axis in text.split(".") for name in self.parts_of(axis))
 
     def __str__(self) -> str:
-        own = dict(self.shares)
-        return ",".join(f"{name}={':'.join(map(str, own.get(name, (degree,))))}" for name, degree in self.axes)
+        return ",".join(f"{name}={':'.join(map(str, self._shares.get(name, (degree,))))}" for name, degree in self.axes)
 
 
 MeshLike = int | Mapping[str, int | Sequence[int]] | Mesh  # what a user may write for a mesh
