@@ -116,12 +116,17 @@ def _least_maximum(cost: Callable[[int, int], float], count: int, stages: int) -
 
 def _common_places(orders: Sequence[_Order]) -> list[tuple[int, ...]]:
     """Return the places that put every leaf into the same stage of all programs, as a position in each."""
-    shared = frozenset[str].intersection(*(order.leaf_names for order in orders))
-    found = list[dict[Any, int]]()
-    for order in orders:
-        by_bytes = sorted(order.places, key=order.bytes_across.__getitem__, reverse=True)
-        found.append({order.split(at, shared): at for at in by_bytes})  # of equal splits that with the fewest bytes
-    return sorted(tuple(own[split] for own in found) for split in found[0] if all(split in own for own in found))
+    first, *rest = orders
+    of_others = frozenset[str]().union(*(order.leaf_names for order in rest)) if rest else first.leaf_names
+    found: list[tuple[int, ...]] = [(at,) for at in first.find_places([first.leaf_names & of_others]).values()]
+    for number, order in enumerate(rest, 1):
+        shared = [order.leaf_names & earlier.leaf_names for earlier in orders[:number]]
+        places, longer = order.find_places(shared), list[tuple[int, ...]]()
+        for ats in found:
+            split = tuple(each.split(at, own) for each, at, own in zip(orders, ats, shared, strict=False))
+            longer += [(*ats, places[split])] if split in places else []
+        found = longer
+    return sorted(found)
 
 
 def _refuse_uncut(name: str, program: CanonicalProgram) -> None:
@@ -154,7 +159,7 @@ class _Order:
         self.written = {target for _, target in program.mutations()}
         self.inputs = dict(program.inputs())
         self.free = self._find_free()
-        self.calls = [node for node in edit.calls(self.graph) if node not in self.free]
+        self.calls = self._order_calls()
         self.at = {node: at for at, node in enumerate(self.calls)}
 
     def _find_free(self) -> set[fx.Node]:
@@ -171,9 +176,21 @@ class _Order:
                 free.add(node)
         return free
 
+    def _order_calls(self) -> list[fx.Node]:
+        """Return the calls in order, each write to a leaf directly behind what it needs: an export may put it last."""
+        calls = [node for node in edit.calls(self.graph) if node not in self.free]
+        at, writes = {node: at for at, node in enumerate(calls)}, {value for value, _ in self.program.written()}
+
+        def place(node: fx.Node) -> tuple[int, int]:
+            needs = [at[operand] for operand in node.all_input_nodes if operand in at] if node in writes else []
+            return max(needs, default=at[node]), at[node]
+
+        return sorted(calls, key=place)
+
     @cached_property
     def leaf_names(self) -> frozenset[str]:
-        return frozenset(self.leaves.values())
+        """The leaves that ops use."""
+        return frozenset(fqn for node, fqn in self.leaves.items() if node in self.used)
 
     @cached_property
     def used(self) -> dict[fx.Node, tuple[int, int]]:
@@ -193,6 +210,11 @@ class _Order:
             for is_before in (True, False)
         )
         return before, after
+
+    def find_places(self, shared: Sequence[Collection[str]]) -> dict[Any, int]:
+        """Return the places by how they split some sets of leaves; of equal splits that with the fewest bytes."""
+        by_bytes = sorted(self.places, key=self.bytes_across.__getitem__, reverse=True)
+        return {tuple(self.split(at, own) for own in shared): at for at in by_bytes}
 
     @cached_property
     def last_use(self) -> list[int]:

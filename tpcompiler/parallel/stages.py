@@ -52,7 +52,7 @@ def stage_programs(
 ) -> dict[str, StageProgram]:
     """Cut programs into stages, by name: `decode_0`, `decode_1`, or `stage_0` for a program without a name.
 
-    Programs that have a leaf of one name are cut alike: each leaf is in one stage of all.
+    Programs that share a cache, or most leaves, are cut alike: each leaf is in one stage of all.
 
     Args:
         limit: the most bytes that a rank may hold.
@@ -92,16 +92,25 @@ def stage_programs(
 
 
 def _groups(programs: Mapping[str, CanonicalProgram]) -> list[dict[str, CanonicalProgram]]:
-    """Return the programs that have leaves of one name, directly or by way of others."""
-    found: list[tuple[set[str], dict[str, CanonicalProgram]]] = []
+    """Return the programs that are cut alike: one writes what another takes (a cache), or they share most leaves.
+
+    The embedding alone, which an encoder shares with its decoder, leaves each to be cut where it is best.
+    """
+    written = {target for program in programs.values() for _, target in program.mutations()}
+    found: list[dict[str, set[str]]] = []  # the leaves that ops use, by program
     for name, program in programs.items():
-        leaves = {fqn for _, fqn in program.leaves()}
-        joined = {name: program}
-        for other in [each for each in found if each[0] & leaves]:
-            found.remove(other)
-            leaves, joined = leaves | other[0], {**other[1], **joined}
-        found.append((leaves, joined))
-    return [group for _, group in found]
+        joined = {name: {fqn for node, fqn in program.leaves() if node.users}}
+        own = joined[name]
+        for group in [each for each in found if any(_are_cut_alike(own, other, written) for other in each.values())]:
+            found.remove(group)
+            joined = {**group, **joined}
+        found.append(joined)
+    return [{name: programs[name] for name in group} for group in found]
+
+
+def _are_cut_alike(one: set[str], other: set[str], written: set[str]) -> bool:
+    shared = one & other
+    return bool(shared & written) or 2 * len(shared) > min(len(one), len(other))
 
 
 def _tree_text(name: str, spec: TreeSpec) -> str:
