@@ -27,6 +27,12 @@ UNEQUAL = [
         "a share is an integer of at least 1, as in 2:1:1",
     ),
     Row(
+        "shares of stages",
+        f"{CONVERT} --mesh pp=2:1,tp=2",
+        "the stages of pp=2:1,tp=2 have unequal shares",
+        "give their number, pp=2, and shares to tp",
+    ),
+    Row(
         "devices in another order",
         f"{PLAN} --devices 12GB,24GB",
         "the device 24GB may hold 24 GB, more than 12GB before it",

@@ -35,11 +35,13 @@ def mesh_of_stage(mesh: Mesh) -> Mesh:
     """Return the mesh of the ranks of one stage.
 
     Raises:
-        MeshError: the stages are not the first axis, or the only ones.
+        MeshError: the stages are not the first axis, or have shares: each takes what makes the slowest take least.
     """
     (first, _), *others = mesh.axes
     if first != PIPELINE:
         raise MeshError(f"the axis {PIPELINE!r} is not the first of the mesh {mesh}", help=f"write {PIPELINE}=2,tp=4")
+    if mesh.is_unequal([PIPELINE]):
+        raise MeshError(f"the stages of {mesh} have unequal shares", help="give their number, pp=2, and shares to tp")
     return mesh.along(axis for axis, _ in others) if others else Mesh.of({"tp": 1})
 
 
