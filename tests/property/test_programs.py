@@ -42,7 +42,8 @@ def test_the_programs_are_many_kinds_of_programs() -> None:
     assert counted > 4 * (tally.kinds["refused"] + tally.kinds["discarded"])
     assert len(tally.of["sharded"]) > 15
     assert set(tally.of["collectives"]) == {"all_gather", "all_reduce", "all_to_all", "reduce_scatter"}
-    assert {"tp=2", "tp=3", "tp=4", "dp=2,tp=2", "tp=2:1:1", "dp=2,tp=3:1"} <= set(tally.of["mesh"])
+    assert {"tp=2", "tp=3", "tp=4", "dp=2,tp=2"} <= set(tally.of["mesh"])
+    assert any(":" in mesh for mesh in tally.of["mesh"]), "no mesh of unequal shares was drawn"
     assert tally.of["programs"]["with collectives"] > 0.9 * counted
     assert tally.of["free sizes"]["0"] < 0.9 * counted
     assert {"colwise", "rowwise", "colwise_gather_output"} <= set(tally.of["plan"])
