@@ -16,7 +16,6 @@ from torch.export import export
 import tpcompiler
 from tests.launch import fork_ranks, run_ranks
 from tests.passes.stages import Call
-from tests.runtime.commands import call as call_command
 from tests.state.models import PLAN, Llama, call
 from tests.zoo.case import randomise
 from tests.zoo.index import CASES
@@ -35,7 +34,6 @@ from tpcompiler.runtime.records import StageRecord
 pytestmark = pytest.mark.slow
 MACHINE = "h100"  # whose kernels take time, which stages share
 MESH = {"pp": 2, "tp": 2}
-T5_PLAN = dict.fromkeys(("q", "k", "v", "wi"), "colwise") | dict.fromkeys(("o", "wo"), "rowwise")
 RUNS = [("llama", False), ("llama", True), ("gpt2", True), ("t5", True), ("mixtral", True)]
 
 
@@ -115,46 +113,6 @@ def test_generation_from_files_on_gloo(layout: Any, tmp_path: Path) -> None:
     for rank in range(4):
         for got, want in zip(torch.load(tmp_path / f"out.{rank}.made"), expected, strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * float(want.abs().max()))
-
-
-def test_an_encoder_and_its_decoder(tmp_path: Path) -> None:
-    """The tokens of `generate`: the encoder is cut where it is best, prefill and decode alike."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.T5Config(
-        vocab_size=96, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_decoder_layers=2, num_heads=4,
-        decoder_start_token_id=0, pad_token_id=0,
-    )  # fmt: skip
-    model = randomise(transformers.T5ForConditionalGeneration(config)).eval()
-    model.save_pretrained(tmp_path / "t5")
-    words = ("--prefill-decode", "--batch", 2, "--max-length", 16, "-o", tmp_path / "models")
-    assert call_command("export", tmp_path / "t5", *words).exit_code == 0
-    (tmp_path / "plan.yaml").write_text("".join(f'"**.{name}": {style}\n' for name, style in T5_PLAN.items()))
-    programs = [tmp_path / "models" / f"{name}.pt2" for name in ("encoder", "prefill", "decode")]
-    asked = ("--mesh", "pp=2,tp=2", "--plan", tmp_path / "plan.yaml", "--checkpoint", tmp_path / "t5")
-    made = call_command("convert", *programs, *asked, "-o", tmp_path / "out")
-    assert made.exit_code == 0, made.stderr
-    assert tpcompiler.open(tmp_path / "out").check().ok
-    source, mask = torch.arange(18).view(2, 9) + 1, torch.ones(2, 9, dtype=torch.int64)
-    with torch.no_grad():
-        tokens = model.generate(source, attention_mask=mask, max_new_tokens=5, min_new_tokens=5, do_sample=False)
-        vectors = model.get_encoder()(source, attention_mask=mask).last_hidden_state
-    assert len({*tokens[0].tolist()}) > 2
-
-    def step(at: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": tokens[:, at : at + 1], "cache_position": torch.tensor([at])}
-
-    prompt = {"input_ids": tokens[:, :2], "cache_position": torch.arange(2)}
-    calls = [
-        ("encoder", (), {"input_ids": source, "attention_mask": mask}),
-        ("prefill", (), {**prompt, "encoder_hidden_states": vectors, "attention_mask": mask}),
-        *(("decode", (), step(at)) for at in range(2, 5)),
-    ]
-    torch.save((calls, {}), tmp_path / "out.calls")
-    run_ranks(4, Path(__file__).parent / "worker.py", tmp_path, "out")
-    for rank in range(4):
-        made, *logits = torch.load(tmp_path / f"out.{rank}.made")
-        torch.testing.assert_close(made, vectors, rtol=0, atol=1e-5 * float(vectors.abs().max()))
-        assert torch.equal(torch.cat([each.argmax(-1) for each in logits], 1), tokens[:, 1:])
 
 
 def test_microbatches_have_buffers_each(tmp_path: Path) -> None:
