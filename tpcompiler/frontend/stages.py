@@ -40,7 +40,7 @@ VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """A part of a program as a program that takes and returns values by name.
 
     Attributes:
@@ -64,7 +64,7 @@ class Prices:
 
 def cut_stages(
     programs: Mapping[str, CanonicalProgram], count: int, prices: Prices, calls: Mapping[str, float]
-) -> dict[str, list[Stage]]:
+) -> dict[str, list[PipelineStage]]:
     """Cut programs of one model into `count` stages, each leaf in the same stage of all programs.
 
     Raises:
@@ -270,7 +270,7 @@ class _Order:
         leaves = ((node, edit.fake(node)) for node in self.used if node in self.leaves)
         return [(self.used[node], value.numel() * value.element_size()) for node, value in leaves]
 
-    def cut(self, places: Sequence[int]) -> list[Stage]:
+    def cut(self, places: Sequence[int]) -> list[PipelineStage]:
         """Cut the program at these places."""
         bounds = [0, *places, len(self.calls)]
         stages = {
@@ -278,10 +278,10 @@ class _Order:
             for stage, (start, stop) in enumerate(itertools.pairwise(bounds))
             for node in self.calls[start:stop]
         }
-        return [_Writer(self, stages, stage).written() for stage in range(len(places) + 1)]
+        return [_StageWriter(self, stages, stage).written() for stage in range(len(places) + 1)]
 
 
-class _Writer:
+class _StageWriter:
     """The program of one stage."""
 
     def __init__(self, order: _Order, stages: Mapping[fx.Node, int], stage: int) -> None:
@@ -290,7 +290,7 @@ class _Writer:
         self.own = [node for node in order.calls if stages[node] == stage]
         self.graph, self.env = fx.Graph(), dict[fx.Node, fx.Node]()
 
-    def written(self) -> Stage:
+    def written(self) -> PipelineStage:
         source = self.order.program.source
         kept, outputs = self._find_results()
         sent = {node.name: node for node in self.own if any(self.stages.get(u, 0) > self.stage for u in node.users)}
@@ -334,7 +334,7 @@ class _Writer:
         )
         _describe(program, [spec.arg.name for spec in specs if spec.kind is InputKind.USER_INPUT], list(returned))
         check_built(program)
-        return Stage(program, {node.name: self.stages[node] for node in received}, list(outputs))
+        return PipelineStage(program, {node.name: self.stages[node] for node in received}, list(outputs))
 
     def _copy(self, node: fx.Node) -> None:
         """Copy a node under its name, also if fx would change it, as `input`."""

@@ -55,7 +55,7 @@ def add_backward(program: ExportedProgram, kept: Collection[OpOverload], loss: s
     except Exception as error:  # whatever torch raises on the way
         raise ProgramError(f"torch cannot trace the backward: {reason(error)}") from error
     _refuse_bodies(joint)
-    return _Writer(program, joint, at).written()
+    return _JointWriter(program, joint, at).written()
 
 
 def _refuse_bodies(joint: fx.Graph) -> None:
@@ -90,7 +90,7 @@ def _is_loss(value: torch.Tensor) -> bool:
     return value.is_floating_point() and value.ndim == 0
 
 
-class _Writer:
+class _JointWriter:
     """Write a joint graph as an exported program with the inputs of the forward's."""
 
     def __init__(self, program: ExportedProgram, joint: fx.Graph, loss: int) -> None:
