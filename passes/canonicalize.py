@@ -17,6 +17,7 @@ from tpcompiler.errors import ProgramError, reason
 from tpcompiler.frontend.backwards import IN_SIMPLER_OPS
 from tpcompiler.frontend.decompose import NotSimple, decompose_calls
 from tpcompiler.frontend.draws_in_place import AS_DRAWN, refuse_dynamic_gaps
+from tpcompiler.frontend.layouts import allow_copies
 from tpcompiler.frontend.refused import refuse_calls, refuse_values
 from tpcompiler.frontend.spell_out import spell_out
 from tpcompiler.frontend.written_back import find_hidden_views, keep_old_values
@@ -71,6 +72,7 @@ def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
     for node in edit.calls(graph):
         if node.target is aten._assert_tensor_metadata.default:
             edit.erase(node)  # it asserts sizes that no shard has
+    allow_copies(graph)
     with no_new_guards(graph):
         _join_extrema(graph)
         _draw_whole(graph)

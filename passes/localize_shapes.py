@@ -73,7 +73,8 @@ def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
                     _make_empty(node, mark, program)
                 if call is not None and write_call(node) != call:
                     node.meta[PLACEMENT] = replace(placement_of(node), call=call)
-                _allow_copy(node)
+                if node.target in edit.VIEWS and not is_contiguous(edit.fake(edit.operands(node)[0])):
+                    edit.allow_copy(node)  # the global operand was dense
                 if mark is not None and isinstance(whole, torch.Tensor) and node.meta.get("unbacked_bindings"):
                     edit.record(node, _run_by_name(node, mark, program, mode))
                 else:
@@ -234,12 +235,6 @@ def _number(node: fx.Node, target: Any, *args: Any) -> fx.Node:
     size = edit.insert_before(node, target, args, "size")
     edit.record(size, target(*fx.node.map_arg(args, lambda n: edit.fake(n))))
     return size
-
-
-def _allow_copy(node: fx.Node) -> None:
-    """Replace a view by a reshape if the local operand is not dense, unlike the global one."""
-    if node.target is aten.view.default and not is_contiguous(edit.fake(edit.operands(node)[0])):
-        node.target = aten.reshape.default
 
 
 def _run(node: fx.Node, mode: FakeTensorMode, results: Results) -> Any:

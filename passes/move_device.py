@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from tpcompiler._torch import FakeTensorMode, OpOverload, aten, tree_map
+from tpcompiler._torch import FakeTensorMode, OpOverload, tree_map
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import change_bodies, read_bodies
 from tpcompiler.ir.local import fake_mode_of, key, no_new_guards
@@ -83,7 +83,7 @@ def _move_literals(device_type: str, node: fx.Node) -> None:
     if isinstance(node.target, OpOverload):
         _name_device(node, torch.device(device_type))
         if any(value.device.type != device_type for value in edit.outputs(node)):
-            _allow_copy(node)
+            edit.allow_copy(node)  # other kernels may lay out their results differently
 
 
 def _name_device(node: fx.Node, device: torch.device) -> None:
@@ -93,13 +93,6 @@ def _name_device(node: fx.Node, device: torch.device) -> None:
         if str(argument.type) in ("Device", "Optional[Device]"):
             if edit.bound(node)[argument.name] is not None or not edit.operands(node):
                 edit.set_argument(node, argument.name, device)
-
-
-def _allow_copy(node: fx.Node) -> None:
-    """Replace a view by a reshape, because another device's kernels may lay out their results differently."""
-    if node.target in (aten.view.default, aten._unsafe_view.default):
-        arguments = edit.arguments(node)
-        node.target, node.args, node.kwargs = aten.reshape.default, (arguments.self, arguments.size), {}
 
 
 def _move(device_type: str, mode: FakeTensorMode, cache: dict[Any, torch.Tensor], value: Any) -> Any:

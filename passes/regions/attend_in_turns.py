@@ -26,7 +26,7 @@ from tpcompiler.plan.styles import STYLES
 
 HEADS, STEPS, FEATURES = 1, 2, 3  # dims of queries, keys and values: [batch, heads, steps, features]
 ATTENTION = aten.scaled_dot_product_attention.default
-VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.flatten.using_ints)
+VIEWS = (*edit.VIEWS, aten.flatten.using_ints)
 
 
 def attend_in_turns(program: PlannedProgram, device_type: str = "cpu") -> PlannedProgram:

@@ -269,3 +269,20 @@ def test_a_look_up_of_all_positions_in_order_is_the_value() -> None:
     assert [op_name(first), op_name(edit.operands(first)[0])] == ["clone", "unsqueeze"]
     assert edit.shape(first) == (3, 1, 1, 3)
     assert [op_name(other) for other in others] == ["index", "index"]
+
+
+def normalize(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Batch norm over the features of tokens, as models of time series do; its kernel writes another layout than traced."""
+    normal = self.norm(self.up(x).transpose(1, 2)).transpose(1, 2)
+    return self.down(normal.reshape(-1, 8)).square().mean()
+
+
+@pytest.mark.parametrize("to_program", [export, tpcompiler.export_training])
+def test_a_view_of_a_layout_that_no_kernel_makes_may_copy(to_program: Any) -> None:
+    args = (torch.randn(4, 6, 8),)
+    parts = {"up": nn.Linear(8, 8), "norm": nn.BatchNorm1d(8), "down": nn.Linear(8, 8)}
+    program = to_program(Call(normalize, **parts).eval(), args)
+    program.module()(*args)
+    with pytest.raises(RuntimeError, match="view size is not compatible"):  # the control: torch's own canonical form
+        program.run_decompositions().module()(*args)
+    assert tpcompiler.parallelize(program, 2, {"up": "colwise", "down": "rowwise"}).verify(args).ok

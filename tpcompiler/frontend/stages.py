@@ -27,7 +27,7 @@ from torch.export.graph_signature import (
     TensorArgument,
 )
 
-from tpcompiler._torch import GRADIENT_KINDS, LEAF_KINDS, aten, check_built, sym_hint, symbols_of, tree_flatten
+from tpcompiler._torch import GRADIENT_KINDS, LEAF_KINDS, check_built, sym_hint, symbols_of, tree_flatten
 from tpcompiler.errors import MeshError, UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.draws import draws
@@ -36,7 +36,6 @@ from tpcompiler.ir.rebuilt import rebuilt
 
 SMALL = 1 << 16  # elements of a leaf with one dim that every stage may hold
 NEVER = float("inf")
-VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
 @dataclass(frozen=True)
@@ -313,8 +312,7 @@ class _StageWriter:
         for node in self.order.graph.nodes:
             if node.op in ("get_attr", "call_function") and node in needed:
                 self._copy(node)
-                if node.target in VIEWS:  # they may rely on the memory order of a kernel's fake result
-                    self.env[node].target = aten.reshape.default
+                edit.allow_copy(self.env[node])  # a view may rely on the memory order of a kernel's fake result
         results = [self.env[value] for value in ended]
         self.graph.output(tuple(results))
         kinds = [*((kind, name) for kind, name, _ in kept), *((OutputKind.USER_OUTPUT, None) for _ in returned)]

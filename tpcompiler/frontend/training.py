@@ -29,6 +29,7 @@ from tpcompiler._torch import (
     tree_unflatten,
 )
 from tpcompiler.errors import InputsError, ProgramError, UnsupportedError, reason
+from tpcompiler.frontend.layouts import allow_copies
 from tpcompiler.ir import edit
 from tpcompiler.ir.program import Program, tied
 from tpcompiler.ir.rebuilt import copy_signature, rebuilt
@@ -114,6 +115,7 @@ class _JointWriter:
                 stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
                 copied.meta["nn_module_stack"] = stack or {}
                 self.copies[node] = copied
+        allow_copies(self.graph)
         specs = self._write_outputs(output)
         signature = copy_signature(self.program.graph_signature)
         return self._described(rebuilt(self.program, self.graph, ExportGraphSignature(signature.input_specs, specs)))

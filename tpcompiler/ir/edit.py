@@ -16,6 +16,8 @@ from torch.fx.node import map_aggregate
 
 from tpcompiler._torch import copy_graph as copy_graph
 
+aten = torch.ops.aten
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 FRAME = re.compile(r'^[ \t]*File "?(?P<path>[^"\n]*)"?, line (?P<line>\d+)(?P<where>, in [^,\n]*)?', re.MULTILINE)
 BACKWARD = "tpcompiler_backward"  # on a call that only gradients need
 NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"  # torch.export's entry for an op outside of any module
@@ -129,6 +131,12 @@ def set_argument(node: fx.Node, name: str, value: Any) -> None:
                 node.update_arg(position, value)
             else:
                 node.update_kwarg(name, value)
+
+
+def allow_copy(node: fx.Node) -> None:
+    """Replace a view by a reshape, which takes an operand of any layout in memory."""
+    if node.target in VIEWS:
+        node.target, node.args, node.kwargs = aten.reshape.default, tuple(bound(node).values()), {}
 
 
 def inherit_meta(node: fx.Node, origin: fx.Node) -> None:

@@ -17,7 +17,6 @@ from tpcompiler.ir.static import computed_from_leaves
 from tpcompiler.ir.text import op_name
 from tpcompiler.solver.solution import Solution
 
-VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 CASTS = (aten._to_copy.default, aten.clone.default)
 KINDS = (
     "heads",
@@ -65,7 +64,7 @@ def _heads(found: Solution, program: PlannedProgram) -> Iterator[tuple[int, str]
     weights = computed_from_leaves(program.graph, dict(program.leaves()).keys())
     for node in edit.calls(program.graph):
         choice = found.choices.get(node)
-        if choice is None or node.target not in VIEWS or node in weights:
+        if choice is None or node.target not in edit.VIEWS or node in weights:
             continue
         whole, made = edit.shape(edit.operands(node)[0]), edit.shape(node)
         outer = list(zip(made, made[1:], choice.made[0].dims, strict=False))

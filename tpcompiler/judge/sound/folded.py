@@ -35,7 +35,6 @@ from tpcompiler.runtime.records import CallRecord
 
 LAYOUT = (aten.sym_size.int, aten.sym_numel.default, aten.sym_stride.int, aten.sym_storage_offset.default)
 # One op, except that some must copy: the layout of values in memory may differ between ranks.
-VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 Shardings = tuple[Sharding, ...]
 Results = dict[Any, Any]
 

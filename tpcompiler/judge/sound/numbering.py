@@ -12,7 +12,6 @@ from tpcompiler._torch import OpOverload
 from tpcompiler.ir import edit
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.sizes import statically_equal
-from tpcompiler.judge.sound.folded import VIEWS
 from tpcompiler.judge.sound.whole_text import body_text
 
 # Arguments that depend on the machine, and the text of an assertion, which names symbols and lines.
@@ -75,6 +74,6 @@ def call_of(node: fx.Node) -> tuple[str, list[Any]]:
     if not isinstance(node.target, OpOverload):
         return str(node.target), [*node.args, *node.kwargs.items()]
     bound = edit.bound(node)
-    if node.target in VIEWS:
+    if node.target in edit.VIEWS:
         return "view", list(bound.values())
     return str(node.target), [(name, value) for name, value in bound.items() if name not in OF_THE_PLACE]

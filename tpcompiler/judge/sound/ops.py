@@ -19,7 +19,7 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.judge.sound.counted import read_names
 from tpcompiler.judge.sound.drawn import DrawnSizes
-from tpcompiler.judge.sound.folded import LAYOUT, VIEWS, Folded, Shardings, reads_data
+from tpcompiler.judge.sound.folded import LAYOUT, Folded, Shardings, reads_data
 from tpcompiler.judge.sound.shares import local_shape, local_size
 from tpcompiler.judge.sound.unsound import Unsound
 from tpcompiler.rules.infer import Option, Refusal, follow, merge, pass_through, shardings
@@ -321,7 +321,7 @@ def _check_arguments(made: Folded, node: fx.Node, own: Mapping[str, list[Size | 
     if not isinstance(node.target, OpOverload):
         return
     theirs, mine = edit.bound(whole), edit.bound(node)
-    if node.target in VIEWS and whole.target in VIEWS:
+    if node.target in edit.VIEWS and whole.target in edit.VIEWS:
         mine = dict(zip(theirs, mine.values(), strict=True))  # reshape names its size `shape`
     elif node.target != whole.target:
         raise Unsound(node, f"calls {node.target} for a share of {whole.target}")

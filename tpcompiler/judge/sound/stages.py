@@ -14,7 +14,6 @@ from tpcompiler.judge.sound.unsound import Unsound
 from tpcompiler.runtime.records import StageRecord
 
 COPIES = (aten.clone.default, aten.alias.default)
-VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 Stages = Sequence[tuple[StageRecord, CanonicalProgram]]
 
 
@@ -95,9 +94,9 @@ def _original(node: fx.Node) -> fx.Node:
 
 def _operands(value: fx.Node, node: fx.Node, stage: int) -> list[tuple[fx.Node, fx.Node]]:
     """Return what two calls of one op take, in pairs."""
-    ops = {"view" if each.target in VIEWS else each.target for each in (value, node)}
+    ops = {"view" if each.target in edit.VIEWS else each.target for each in (value, node)}
     ours, theirs = (tree_flatten((each.args, each.kwargs))[0] for each in (value, node))
-    if value.target in VIEWS:  # one may write -1 for a size
+    if value.target in edit.VIEWS:  # one may write -1 for a size
         ours, theirs = map(_viewed, (value, node))
     if len(ops) > 1 or len(ours) != len(theirs) or not all(map(_are_alike, ours, theirs)):
         raise Unsound(None, f"{node.name!r} of stage {stage} is not {value.name!r} of the whole")

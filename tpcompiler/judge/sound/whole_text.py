@@ -14,7 +14,7 @@ from torch.export.graph_signature import ConstantArgument
 
 from tpcompiler._torch import OpOverload
 from tpcompiler.ir import edit
-from tpcompiler.judge.sound.folded import VIEWS, Folded, reads_data
+from tpcompiler.judge.sound.folded import Folded, reads_data
 
 
 def whole_text(made: Folded) -> list[str]:
@@ -95,7 +95,7 @@ def _call_text(whole: fx.Node) -> str:
         return str(value)
 
     words = [*map(shown, whole.args), *(f"{name}={shown(value)}" for name, value in whole.kwargs.items())]
-    return f"{VIEWS[0] if whole.target in VIEWS else whole.target}({', '.join(words)})"
+    return f"{edit.VIEWS[0] if whole.target in edit.VIEWS else whole.target}({', '.join(words)})"
 
 
 def body_text(node: fx.Node) -> str:
