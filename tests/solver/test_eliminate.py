@@ -1,17 +1,20 @@
-"""The least cost is the least: against every assignment, and against HiGHS."""
+"""The least cost is the least: against every assignment, and against an integer program."""
 
 from __future__ import annotations
 
 import itertools
 import math
 
+import networkx
 import numpy
 import pytest
-from scipy.optimize import LinearConstraint, milp
 
 from tpcompiler.errors import UnsupportedError
 from tpcompiler.solver import eliminate as solver
-from tpcompiler.solver.eliminate import Tables, eliminate
+from tpcompiler.solver import integer
+from tpcompiler.solver.eliminate import eliminate
+from tpcompiler.solver.integer import solve_integer_program
+from tpcompiler.solver.tables import Tables
 
 
 def random_tables(seed: int, most: int, never: float = 0.0) -> Tables:
@@ -29,18 +32,14 @@ def random_tables(seed: int, most: int, never: float = 0.0) -> Tables:
     return tables
 
 
-def cost(tables: Tables, values: list[int]) -> float:
-    return float(sum(table[tuple(values[v] for v in over)] for over, table in tables.factors))
-
-
 @pytest.mark.parametrize("never", [0.0, 0.3])
 @pytest.mark.parametrize("seed", range(40))
 def test_against_every_assignment(seed: int, never: float) -> None:
     tables = random_tables(seed, 7, never)
-    least = min(cost(tables, list(values)) for values in itertools.product(*map(range, tables.sizes)))
+    least = min(tables.cost(list(values)) for values in itertools.product(*map(range, tables.sizes)))
     found, values = eliminate(tables)
     assert found == least
-    assert cost(tables, values) == least
+    assert tables.cost(values) == least
 
 
 @pytest.mark.parametrize("never", [0.0, 0.3])
@@ -50,7 +49,7 @@ def test_without_dead_ends_the_least_is_the_same(seed: int, never: float, monkey
     tables = random_tables(seed, 7, never)
     found, values = solver.solve(tables)
     assert found == eliminate(tables)[0]
-    assert cost(tables, values) == found
+    assert tables.cost(values) == found
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -70,7 +69,7 @@ def test_layers_alike_share_tables(seed: int, monkeypatch: pytest.MonkeyPatch) -
     apart = Tables(0.0, tables.sizes, [(over, table.copy()) for over, table in tables.factors])
     assert solver.find_live_values(tables) == solver.find_live_values(apart)
     assert solver.solve(tables) == solver.solve(apart)
-    assert solver.solve(tables)[0] == min(cost(tables, [*v]) for v in itertools.product(range(3), repeat=7))
+    assert solver.solve(tables)[0] == min(tables.cost([*v]) for v in itertools.product(range(3), repeat=7))
 
 
 def test_dead_ends_are_dropped() -> None:
@@ -81,32 +80,45 @@ def test_dead_ends_are_dropped() -> None:
     assert solver.find_live_values(tables) == [[0], [0]]
 
 
-@pytest.mark.parametrize("seed", range(100, 110))
-def test_against_highs(seed: int) -> None:
-    """As an integer program: one indicator for each cell of a table, which agrees with those of its variables."""
-    tables = random_tables(seed, 14)
-    first = numpy.cumsum([0, *tables.sizes])
-    prices, rows, right = [0.0] * int(first[-1]), [], []
-    for v, size in enumerate(tables.sizes):
-        rows.append({int(first[v]) + at: 1.0 for at in range(size)})
-        right.append(1.0)
-    for over, table in tables.factors:
-        start = len(prices)
-        prices += table.ravel().tolist()
-        cells = list(numpy.ndindex(*table.shape))
-        for position, v in enumerate(over):
-            for at in range(tables.sizes[v]):
-                row = {start + number: 1.0 for number, cell in enumerate(cells) if cell[position] == at}
-                rows.append({**row, int(first[v]) + at: -1.0})
-                right.append(0.0)
-    matrix = numpy.zeros((len(rows), len(prices)))
-    for number, row in enumerate(rows):
-        matrix[number, list(row)] = list(row.values())
-    made = milp(
-        prices, constraints=LinearConstraint(matrix, right, right), integrality=numpy.ones(len(prices)), bounds=(0, 1)
-    )
-    assert made.success
-    assert eliminate(tables)[0] == pytest.approx(made.fun)
+@pytest.mark.parametrize("never", [0.0, 0.3])
+@pytest.mark.parametrize("seed", range(100, 120))
+def test_against_an_integer_program(seed: int, never: float) -> None:
+    tables = random_tables(seed, 14, never)
+    tables.constant = 3.0
+    found, values = solve_integer_program(tables)
+    assert found == eliminate(tables)[0]
+    assert math.isinf(found) or tables.cost(values) == found
+
+
+def test_prices_of_many_sizes() -> None:
+    """A byte decides between two assignments that both pay what is never worth it."""
+    tables = Tables()
+    first, second = tables.variable(2), tables.variable(2)
+    tables.price([first], numpy.array([1e16, 1e16]))
+    tables.price([first, second], numpy.array([[2e6, 3e6], [3e6, 1e6]]))
+    assert solve_integer_program(tables) == eliminate(tables) == (1e16 + 1e6, [1, 1])
+
+
+def test_what_is_too_large_to_eliminate_is_an_integer_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any two of 30 variables pay for being unequal; a table of all has a billion cells. The least is a minimum cut."""
+    rng, graph = numpy.random.default_rng(0), networkx.Graph()
+    tables = Tables(sizes=[2] * 30)
+    for one, other in itertools.combinations(range(30), 2):
+        apart = int(rng.integers(1, 9))
+        tables.price([one, other], apart * (1.0 - numpy.eye(2)))
+        graph.add_edge(one, other, capacity=apart)
+    for v in range(30):
+        own = rng.integers(0, 99, 2)
+        tables.price([v], own.astype(float))
+        graph.add_edge("zero", v, capacity=int(own[1]))
+        graph.add_edge(v, "one", capacity=int(own[0]))
+    with pytest.raises(UnsupportedError):
+        eliminate(tables)
+    found, values = solver.solve(tables)
+    assert found == tables.cost(values) == networkx.minimum_cut_value(graph, "zero", "one")
+    monkeypatch.setattr(integer, "MOST_CELLS", 100)
+    with pytest.raises(UnsupportedError, match="in 1,800 cells"):
+        solve_integer_program(tables)
 
 
 def test_of_equals_the_first() -> None:

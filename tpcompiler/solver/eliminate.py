@@ -5,52 +5,27 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
 
 from tpcompiler.errors import UnsupportedError
+from tpcompiler.solver.integer import solve_integer_program
+from tpcompiler.solver.tables import Tables
 from tpcompiler.terminal.progress import counted
 
 MOST_CELLS = 1 << 25  # of one table: 256 MiB
 TOO_SLOW = 1 << 20  # from which it is worth while to look for dead ends first
 
 
-@dataclass
-class Tables:
-    """Variables, of which each takes one of `sizes[v]` values, and what values together cost (infinite: not allowed).
-
-    `factors`: (variables, a table with one axis for each of them). `constant`: what all assignments cost.
-    """
-
-    constant: float = 0.0
-    sizes: list[int] = field(default_factory=list)
-    factors: list[tuple[tuple[int, ...], numpy.ndarray]] = field(default_factory=list)
-
-    def variable(self, size: int) -> int:
-        self.sizes.append(size)
-        return len(self.sizes) - 1
-
-    def price(self, variables: Sequence[int], table: numpy.ndarray) -> None:
-        """Add a table, or a constant; of a variable that the table names twice, the diagonal."""
-        if not variables:
-            self.constant += float(table)
-            return
-        if len(set(variables)) < len(variables):
-            assert len(variables) == 2
-            variables, table = variables[:1], numpy.diagonal(table)
-        assert table.shape == tuple(self.sizes[v] for v in variables)
-        self.factors.append((tuple(variables), table))
-
-
 def solve(tables: Tables) -> tuple[float, list[int]]:
-    """The least cost, and a value of every variable that gives it.
+    """Return the least cost, and a value of every variable that gives it.
 
-    By bucket elimination; where its tables grow too large, without the values that are dead ends.
+    By bucket elimination; where its tables grow too large, without the values that are dead ends; and where they still
+    do, as in unrolled loops, as an integer program.
 
     Raises:
-        UnsupportedError: a table with more than `MOST_CELLS` cells even so.
+        UnsupportedError: as `solve_integer_program`.
     """
     try:
         return eliminate(tables, TOO_SLOW)
@@ -64,7 +39,11 @@ def solve(tables: Tables) -> tuple[float, list[int]]:
             if known not in made:
                 made[known] = table[numpy.ix_(*own)]
             factors.append((variables, made[known]))
-        total, values = eliminate(Tables(tables.constant, [len(own) for own in kept], factors), MOST_CELLS)
+        live = Tables(tables.constant, [len(own) for own in kept], factors)
+        try:
+            total, values = eliminate(live, MOST_CELLS)
+        except UnsupportedError:
+            total, values = solve_integer_program(live)
         return total, [own[value] for own, value in zip(kept, values, strict=True)]
 
 

@@ -17,7 +17,7 @@ from torch import fx
 
 from tpcompiler._torch import aten, sym_hint
 from tpcompiler.cost.kernels import NO_KERNEL, Kernel, find_kernels
-from tpcompiler.cost.objective import Objective, local_bytes, local_work
+from tpcompiler.cost.objective import NO_SAMPLES, Objective, local_bytes, local_work
 from tpcompiler.ir import edit
 from tpcompiler.ir.backward import is_backward
 from tpcompiler.ir.constraints import Allowed, AnyStyle, Dims
@@ -29,9 +29,11 @@ from tpcompiler.ir.static import computed_from_leaves
 from tpcompiler.rules.features import feature_dims
 from tpcompiler.solver.changes import UNIT, find_common, in_units, price_changes
 from tpcompiler.solver.domain import Domain, find_domain, shardings_of_pin
-from tpcompiler.solver.eliminate import Tables, check_size
+from tpcompiler.solver.eliminate import check_size
 from tpcompiler.solver.leaf import Leaf
+from tpcompiler.solver.samples import find_samples
 from tpcompiler.solver.stage import Choice, Known, Stage
+from tpcompiler.solver.tables import Tables
 from tpcompiler.solver.together import combine_domains
 from tpcompiler.solver.ways import Ways
 from tpcompiler.terminal.progress import counted
@@ -91,6 +93,7 @@ class Problem:
     stage: Stage
     objective: Objective
     refused: float  # what it costs to gather a weight that the plan cuts
+    of_samples: Set[fx.Node]  # calls that work on samples
     tables: Tables = field(default_factory=Tables)
     domains: list[Domain] = field(default_factory=list)
     alone: list[list[Domain]] = field(default_factory=list)  # over each axis by itself: those of one axis
@@ -139,8 +142,9 @@ def pose(
     Args:
         before: what each leaf is over the axes before, by group.
     """
-    objective = objective._replace(samples=find_sample_axes(programs))
-    problem = Problem(programs, stage, objective, refused)
+    samples, of_samples = find_samples(programs)
+    objective = objective._replace(samples=samples)
+    problem = Problem(programs, stage, objective, refused, of_samples)
     problem.groups = _find_groups(programs)
     parts = stage.parts or (stage,)
     problem.alone = [
@@ -167,18 +171,6 @@ def pose(
 def find_program_kernels(graph: fx.Graph, objective: Objective, known: Known) -> dict[fx.Node, Kernel]:
     """Return each op's part in a kernel, as `find_kernels`, found once for each graph."""
     return known.once(("kernels", graph), partial(find_kernels, graph, objective.machine.fuses))
-
-
-def find_sample_axes(programs: Sequence[PlannedProgram]) -> frozenset[str]:
-    """Return the axes that cut inputs of programs with gradients, except one that cuts layers too."""
-    found = set[str]()
-    for program in programs:
-        if next(program.gradients(), None) is not None:
-            planned = {axis for own in program.planned.values() for axis in own.sharding.axes}
-            layers = {program.mesh.model_axis} if program.is_searched else planned & {program.mesh.model_axis}
-            inputs = (program.constraints[node.name].sharding.axes for node in program.user_inputs())
-            found |= {axis for axes in inputs for axis in axes} - layers
-    return frozenset(found)
 
 
 def _find_domains(problem: Problem, stage: Stage, before: Mapping[str, Sharding]) -> list[Domain]:
@@ -329,7 +321,7 @@ def _choices(problem: Problem, domain: Domain, node: fx.Node) -> Choices:
     ways = domain.ways[node]
     tensors = [*(edit.fake(o) for o in operands), *edit.outputs(node)]
     kernel = domain.kernels.get(node, NO_KERNEL)
-    known = "priced", ways, kernel, domain.weight
+    known = "priced", ways, kernel, domain.weight, node in problem.of_samples, problem.objective.samples
     price = partial(_priced, problem, node, ways, kernel, tensors, domain.weight)
     return problem.known.once(known, lambda: Choices.of(price()))
 
@@ -342,6 +334,9 @@ def _priced(
         values = list(zip(tensors, (*wants, *made), strict=True))
         seconds = objective.floor_seconds(kernel) + objective.tie_seconds(values, mesh)
         seconds += objective.work_seconds(kernel, local_work(node, ways.rule, option, mesh), values, mesh)
+        if node in problem.of_samples:
+            used = frozenset().union(*(sharding.axes for sharding in (*wants, *made)))
+            seconds += objective.samples.seconds_of_all(edit.outputs(node), used)
         seconds = weight * seconds + UNIT * len(option.through)  # of equals, the one that reduces first
         found.setdefault((wants, made), Choice(wants, made, seconds, option, ways.rule))
     return list(found.values())
@@ -451,7 +446,7 @@ def _price_changes(
 ) -> None:
     tensor, have, want = edit.fake(value), source.shardings, target.shardings
     refused = problem.refused / weight if is_weight else None
-    objective = problem.objective._replace(samples=frozenset()) if target.asked else problem.objective
+    objective = problem.objective._replace(samples=NO_SAMPLES) if target.asked else problem.objective
 
     def find() -> numpy.ndarray:
         prices = price_changes(have, want, tensor, problem.stage.mesh, objective, problem.stage.read, refused)
