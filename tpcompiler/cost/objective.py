@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from typing import NamedTuple
 
@@ -23,10 +23,6 @@ from tpcompiler.runtime.records import Optimizer
 STEP = 1e-12  # seconds: the choice with fewer collectives wins a tie
 TIE = 1e-3  # of the time to read a byte: the choice that holds or touches fewer bytes wins a tie
 LEAST = 2e-9  # seconds: to save few held bytes, a small matrix is worth an extra collective; a vector is not
-GATHERING = ("all_gather", "all_to_all")
-ALL_SAMPLES = (
-    1.0  # seconds to do all work on all samples: more than all else, and yet a price, where there is no choice
-)
 COPIES = {"slice": 3, "all_to_all": 4}  # ops of a step that copies (default 1); a slice also creates its indices
 VIEWS = 3  # around each copy, such as those of the ranks' dim that a gather adds, moves and merges
 
@@ -36,26 +32,6 @@ class Work(NamedTuple):
 
     flops: float = 0.0
     rows: float = 0.0
-
-
-class Samples(NamedTuple):
-    """Axes that cut the samples of programs with gradients, and how many numbers are computed from samples.
-
-    A rank that works on all samples, or gathers them, is never worth what it saves: the samples of the example are few,
-    and those of a training run are many. Its price is the share of these numbers in all that are computed.
-    """
-
-    axes: frozenset[str] = frozenset()
-    elements: int = 0
-
-    def seconds_of_all(self, values: Iterable[torch.Tensor], used: Collection[str]) -> float:
-        """Return the price of values that a rank has of all samples, for they are cut by the axes in `used` alone."""
-        if not (unused := len(self.axes.difference(used))):
-            return 0.0
-        return ALL_SAMPLES * unused * sum(sym_hint(value.numel()) for value in values) / max(self.elements, 1)
-
-
-NO_SAMPLES = Samples()
 
 
 class Objective(NamedTuple):
@@ -68,7 +44,6 @@ class Objective(NamedTuple):
     Attributes:
         held: seconds that a byte of weights is worth; a tiny value only breaks ties.
         calls: the weights of one call of each of several programs placed together; all 1 by default.
-        samples: those of programs with gradients, which are worth no gather.
         spread: ranks of omitted axes, over which everything counts as sharded for free: for a lower bound.
         optimizer: whose state ranks hold next to parameters with gradients.
     """
@@ -76,7 +51,6 @@ class Objective(NamedTuple):
     machine: Machine
     held: float
     calls: tuple[float, ...] = ()
-    samples: Samples = NO_SAMPLES
     spread: int = 1
     optimizer: Optimizer = "adamw"
 
@@ -100,8 +74,6 @@ class Objective(NamedTuple):
         """Return the seconds of a change of sharding: its collectives and its copies."""
         steps = steps_between(source, target, value.shape, value.element_size(), mesh, self.machine)
         sent = sum(self._step_seconds(step, mesh) + STEP for step in steps if step.kind not in FREE)
-        gathered = {axis for step in steps if step.kind in GATHERING for axis in step.axes}
-        sent += self.samples.seconds_of_all([value], self.samples.axes - gathered)
         return sent + self.copy_seconds(steps, value, mesh)
 
     def _step_seconds(self, step: Step, mesh: Mesh) -> float:

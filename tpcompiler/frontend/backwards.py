@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from tpcompiler._torch import OpOverload, aten
+from tpcompiler._torch import OpOverload, aten, sym_hint
 
 MEAN, MAX = 1, 2  # modes of a bag
 
@@ -27,8 +28,39 @@ def _convolution(grad: torch.Tensor, x: Any, weight: Any, bias_sizes: Any, *rest
 def _to_be_written(x: torch.Tensor, size: Any, stride: Any, **options: Any) -> Any:
     """Create the memory that a backward of writes fills; zeros, which ranks can create for their shards."""
     dtype, device = options.get("dtype") or x.dtype, options.get("device") or x.device
-    made = aten.full.default(size, 0, dtype=dtype, device=device)
+    order = sorted(range(len(size)), key=lambda dim: (-sym_hint(stride[dim]), dim))  # outermost first
+    made = aten.full.default([size[dim] for dim in order], 0, dtype=dtype, device=device)
+    made = made if order == sorted(order) else made.permute([order.index(dim) for dim in range(len(order))])
     return made if tuple(made.stride()) == tuple(stride) else NotImplemented
+
+
+def _as_it_lies(x: torch.Tensor, size: Any, stride: Any, storage_offset: Any = None) -> Any:
+    """Return the whole value in other sizes, which lies in memory as before."""
+    same = tuple(x.shape) == tuple(size) and _lie_alike(size, x.stride(), stride)
+    is_own = storage_offset in (None, x.storage_offset())
+    return x.view(size) if is_own and (same or _is_all_in_rows(x, size, stride)) else NotImplemented
+
+
+def _write_as_it_lies(x: torch.Tensor, new: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
+    """Return what is written over a whole value."""
+    is_own = storage_offset in (None, x.storage_offset())
+    return new.reshape(x.shape) if is_own and _is_all_in_rows(x, size, stride) else NotImplemented
+
+
+def _is_all_in_rows(x: torch.Tensor, size: Any, stride: Any) -> bool:
+    """Return True if sizes and strides give all numbers of a value that lies row-major."""
+    own, rows = (_row_major(sizes) for sizes in (x.shape, size))
+    is_all = math.prod(size) == math.prod(x.shape)
+    return is_all and _lie_alike(x.shape, x.stride(), own) and _lie_alike(size, stride, rows)
+
+
+def _row_major(size: Any) -> list[Any]:
+    return [math.prod(size[dim + 1 :]) for dim in range(len(size))]
+
+
+def _lie_alike(size: Any, one: Any, other: Any) -> bool:
+    """Return True if the strides are equal where they count: those of dims of size 1 do not."""
+    return all(a == b for count, a, b in zip(size, one, other, strict=True) if count != 1)
 
 
 def _weight_norm(grad: torch.Tensor, v: Any, g: Any, norms: Any, dim: int) -> Any:
@@ -98,6 +130,8 @@ def _masked_scatter(grad: torch.Tensor, mask: Any, sizes: Any) -> Any:
 IN_SIMPLER_OPS: Mapping[OpOverload, Callable[..., Any]] = {
     aten.convolution_backward.default: _convolution,
     aten.new_empty_strided.default: _to_be_written,
+    aten.as_strided.default: _as_it_lies,
+    aten.as_strided_scatter.default: _write_as_it_lies,
     aten._weight_norm_interface_backward.default: _weight_norm,
     aten._embedding_bag_backward.default: _bags,
     aten._embedding_bag_per_sample_weights_backward.default: _weights_of_bags,

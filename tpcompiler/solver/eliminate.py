@@ -32,14 +32,13 @@ def solve(tables: Tables) -> tuple[float, list[int]]:
     except UnsupportedError:
         kept = [*map(tuple, find_live_values(tables))]
         made: dict[Any, numpy.ndarray] = {}  # layers alike keep the very same tables
-        factors = list[tuple[tuple[int, ...], numpy.ndarray]]()
+        live = Tables(tables.constant, [len(own) for own in kept])
         for variables, table in tables.factors:
             own = tuple(kept[v] for v in variables)
             known = id(table), own
             if known not in made:
-                made[known] = table[numpy.ix_(*own)]
-            factors.append((variables, made[known]))
-        live = Tables(tables.constant, [len(own) for own in kept], factors)
+                made[known] = table[numpy.ix_(*own)].squeeze()  # an array has no more than 64 dims
+            live.price([v for v in variables if len(kept[v]) > 1], made[known])
         try:
             total, values = eliminate(live, MOST_CELLS)
         except UnsupportedError:

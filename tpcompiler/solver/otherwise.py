@@ -75,7 +75,7 @@ def _of_call(problem: Problem, call: fx.Node) -> Iterator[_Option]:
 def _of_leaf(problem: Problem, leaf: fx.Node) -> Iterator[_Option]:
     """Price a leaf without a plan entry by the shardings that its uses want, the same for all."""
     if (group := problem.groups[leaf]) in problem.leaves:
-        variable, shardings, _ = problem.leaves[group]
+        variable, shardings = problem.leaves[group]
         for at, sharding in enumerate(shardings):
             own = [] if variable is None else [(variable, [i == at for i in range(len(shardings))])]
             yield _Option((), (sharding,), own)

@@ -17,7 +17,7 @@ from torch import fx
 
 from tpcompiler._torch import aten, sym_hint
 from tpcompiler.cost.kernels import NO_KERNEL, Kernel, find_kernels
-from tpcompiler.cost.objective import NO_SAMPLES, Objective, local_bytes, local_work
+from tpcompiler.cost.objective import Objective, local_bytes, local_work
 from tpcompiler.ir import edit
 from tpcompiler.ir.backward import is_backward
 from tpcompiler.ir.constraints import Allowed, AnyStyle, Dims
@@ -31,7 +31,7 @@ from tpcompiler.solver.changes import UNIT, find_common, in_units, price_changes
 from tpcompiler.solver.domain import Domain, find_domain, shardings_of_pin
 from tpcompiler.solver.eliminate import check_size
 from tpcompiler.solver.leaf import Leaf
-from tpcompiler.solver.samples import find_samples
+from tpcompiler.solver.samples import Part, Samples, find_samples
 from tpcompiler.solver.stage import Choice, Known, Stage
 from tpcompiler.solver.tables import Tables
 from tpcompiler.solver.together import combine_domains
@@ -45,11 +45,10 @@ FREE = aten.sym_size.int  # it takes a value as it is
 
 
 class Values(NamedTuple):
-    """The possible shardings of a value: one per value of a variable, or a single one; `asked`: by the boundary."""
+    """The possible shardings of a value: one per value of a variable, or a single one."""
 
     variable: int | None
     shardings: tuple[Sharding, ...]
-    asked: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class Problem:
     stage: Stage
     objective: Objective
     refused: float  # what it costs to gather a weight that the plan cuts
-    of_samples: Set[fx.Node]  # calls that work on samples
+    samples: Samples
     tables: Tables = field(default_factory=Tables)
     domains: list[Domain] = field(default_factory=list)
     alone: list[list[Domain]] = field(default_factory=list)  # over each axis by itself: those of one axis
@@ -142,9 +141,8 @@ def pose(
     Args:
         before: what each leaf is over the axes before, by group.
     """
-    samples, of_samples = find_samples(programs)
-    objective = objective._replace(samples=samples)
-    problem = Problem(programs, stage, objective, refused, of_samples)
+    samples = stage.read.once(("samples", *map(id, programs)), partial(find_samples, programs))
+    problem = Problem(programs, stage, objective, refused, samples)
     problem.groups = _find_groups(programs)
     parts = stage.parts or (stage,)
     problem.alone = [
@@ -276,7 +274,6 @@ def _state(problem: Problem, domain: Domain) -> None:
             times = len({is_backward(user) for user in node.users})
             problem.resting[node] = Gathers(program.mesh.parts_of(request.axis), times)
         _add_leaf(problem, node, domain.leaves[node.name])
-    at_boundary = {node for node in program.output.all_input_nodes if node.target is pin}
     for node in program.user_inputs():
         problem.values[node] = Values(None, (stage.within(program.constraints[node.name].sharding, edit.fake(node)),))
     for node in counted(list(edit.calls(program.graph)), "pricing choices", "ops"):
@@ -290,7 +287,7 @@ def _state(problem: Problem, domain: Domain) -> None:
         for made, at in edit.results(node):
             problem.values[made] = Values(variable, choices.made[at])
         for index, operand in enumerate(domain.operands[node]):
-            wanted = Values(variable, choices.wants[index], node in at_boundary)
+            wanted = Values(variable, choices.wants[index])
             if operand in leaves and problem.groups[operand] not in problem.leaves:
                 _price_use(problem, operand, leaves[operand], wanted, domain.leaves[operand.name])
             elif operand in problem.values:
@@ -321,22 +318,27 @@ def _choices(problem: Problem, domain: Domain, node: fx.Node) -> Choices:
     ways = domain.ways[node]
     tensors = [*(edit.fake(o) for o in operands), *edit.outputs(node)]
     kernel = domain.kernels.get(node, NO_KERNEL)
-    known = "priced", ways, kernel, domain.weight, node in problem.of_samples, problem.objective.samples
-    price = partial(_priced, problem, node, ways, kernel, tensors, domain.weight)
+    parts = problem.samples.parts_of(node, operands)
+    known = "priced", ways, kernel, domain.weight, parts, problem.samples.axes
+    price = partial(_priced, problem, node, ways, kernel, tensors, domain.weight, parts)
     return problem.known.once(known, lambda: Choices.of(price()))
 
 
 def _priced(
-    problem: Problem, node: fx.Node, ways: Ways, kernel: Kernel, tensors: Sequence[torch.Tensor], weight: float
+    problem: Problem,
+    node: fx.Node,
+    ways: Ways,
+    kernel: Kernel,
+    tensors: Sequence[torch.Tensor],
+    weight: float,
+    parts: Sequence[Part],
 ) -> list[Choice]:
     mesh, found, objective = problem.stage.mesh, dict[Any, Choice](), problem.objective
     for option, wants, made in ways:
         values = list(zip(tensors, (*wants, *made), strict=True))
         seconds = objective.floor_seconds(kernel) + objective.tie_seconds(values, mesh)
         seconds += objective.work_seconds(kernel, local_work(node, ways.rule, option, mesh), values, mesh)
-        if node in problem.of_samples:
-            used = frozenset().union(*(sharding.axes for sharding in (*wants, *made)))
-            seconds += objective.samples.seconds_of_all(edit.outputs(node), used)
+        seconds += problem.samples.seconds(parts, (*wants, *made))
         seconds = weight * seconds + UNIT * len(option.through)  # of equals, the one that reduces first
         found.setdefault((wants, made), Choice(wants, made, seconds, option, ways.rule))
     return list(found.values())
@@ -446,11 +448,10 @@ def _price_changes(
 ) -> None:
     tensor, have, want = edit.fake(value), source.shardings, target.shardings
     refused = problem.refused / weight if is_weight else None
-    objective = problem.objective._replace(samples=NO_SAMPLES) if target.asked else problem.objective
 
     def find() -> numpy.ndarray:
-        prices = price_changes(have, want, tensor, problem.stage.mesh, objective, problem.stage.read, refused)
+        prices = price_changes(have, want, tensor, problem.stage.mesh, problem.objective, problem.stage.read, refused)
         return in_units(weight * prices)
 
-    known = have, want, key(value), is_weight, weight, objective.samples
+    known = have, want, key(value), is_weight, weight
     problem.price([source, target], problem.known.once(known, find))

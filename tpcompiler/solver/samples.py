@@ -1,15 +1,53 @@
-"""Samples of programs with gradients: the axes that cut them, and the calls that work on them."""
+"""The price of work on all samples, in programs with gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import fx
 
 from tpcompiler._torch import sym_hint
-from tpcompiler.cost.objective import Samples
 from tpcompiler.ir import edit
-from tpcompiler.ir.program import PlannedProgram
+from tpcompiler.ir.program import PlannedProgram, pin
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.rules.infer import is_one
+from tpcompiler.rules.registry import rule_of
+
+ALL_SAMPLES = 1.0  # seconds: of all work on all samples, more than all else, and yet a price where there is no choice
+
+
+class Part(NamedTuple):
+    """A value's share in all values of samples that are read and computed, and its dims of samples."""
+
+    share: float = 0.0
+    dims: tuple[int, ...] = ()
+
+
+class Samples(NamedTuple):
+    """Axes that cut samples, and the values of samples.
+
+    To have all samples on a rank is never worth what it saves: the samples of the example are few, and those of a
+    training run are many. Gradients of parameters have none.
+    """
+
+    axes: frozenset[str]
+    parts: dict[fx.Node, Part]
+
+    def parts_of(self, node: fx.Node, operands: Sequence[fx.Node]) -> tuple[Part, ...]:
+        """Return the parts of a call's operands and results."""
+        made = dict.fromkeys(range(len(edit.outputs(node))), Part())
+        made |= {at: self.parts.get(value, Part()) for value, at in edit.results(node)}
+        return (*(self.parts.get(operand, Part()) for operand in operands), *made.values())
+
+    def seconds(self, parts: Sequence[Part], shardings: Sequence[Sharding]) -> float:
+        """Return the price of a call's operands and results that the axes do not cut along samples."""
+        seconds = 0.0
+        for part, sharding in zip(parts, shardings, strict=True):
+            if part.dims:
+                cut = {axis for dim in part.dims for axis in sharding.dims[dim].axes}
+                seconds += ALL_SAMPLES * part.share * len(self.axes - cut)
+        return seconds
 
 
 def find_sample_axes(programs: Sequence[PlannedProgram]) -> frozenset[str]:
@@ -24,14 +62,32 @@ def find_sample_axes(programs: Sequence[PlannedProgram]) -> frozenset[str]:
     return frozenset(found)
 
 
-def find_samples(programs: Sequence[PlannedProgram]) -> tuple[Samples, Set[fx.Node]]:
-    """Return the axes of samples with the numbers computed from them, and the calls that compute these."""
-    axes, calls, elements = find_sample_axes(programs), set[fx.Node](), 0
+def find_samples(programs: Sequence[PlannedProgram]) -> Samples:
+    """Return the axes of samples, and the values with dims of them."""
+    axes, dims = find_sample_axes(programs), dict[fx.Node, tuple[int, ...]]()
     for program in programs if axes else ():
-        given = {n for n in program.user_inputs() if program.constraints[n.name].sharding.axes & axes}
-        for node in edit.calls(program.graph):
-            if not given.isdisjoint(node.all_input_nodes):
-                given.add(node)
-                calls.add(node)
-                elements += sum(sym_hint(value.numel()) for value in edit.outputs(node))
-    return Samples(axes, elements), calls
+        dims |= _find_dims(program, axes)
+    sizes = {value: float(sym_hint(edit.fake(value).numel())) for value in dims}
+    total = sum(size * (1 + len(value.users)) for value, size in sizes.items())
+    return Samples(axes, {value: Part(sizes[value] / total, own) for value, own in dims.items()})
+
+
+def _find_dims(program: PlannedProgram, axes: frozenset[str]) -> dict[fx.Node, tuple[int, ...]]:
+    """Return the dims that come of a dim of an input that the axes cut; of a dim that is taken apart, all parts."""
+    dims = dict[fx.Node, set[int]]()
+    for node in program.user_inputs():
+        cuts = program.constraints[node.name].sharding.dims
+        dims[node] = {at for at, cut in enumerate(cuts) if not axes.isdisjoint(cut.axes)}
+    for node in edit.calls(program.graph):
+        rule = rule_of(node)
+        if node.target is pin:
+            dims[node] = dims.get(edit.operands(node)[0], set())
+        if rule is None:
+            continue
+        pairs = zip(edit.operands(node), rule.pattern.inputs, strict=True)
+        samples = {factor for operand, term in pairs for at in dims.get(operand, ()) for factor in term[at]}
+        samples -= {factor for factor in samples if is_one(rule.extent[factor])}
+        for made, at in edit.results(node):
+            parts = enumerate(rule.pattern.outputs[at])
+            dims[made] = {place for place, dim in parts if not samples.isdisjoint(dim)}
+    return {value: tuple(sorted(own)) for value, own in dims.items() if own}
