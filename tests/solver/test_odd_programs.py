@@ -13,7 +13,7 @@ from torch.export import export
 
 import tpcompiler
 from tests.passes.test_shared_heads import Attention
-from tpcompiler.solver import eliminate
+from tpcompiler.solver import eliminate, integer
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 
@@ -81,9 +81,17 @@ def test_where_tables_grow_too_large_fewer_choices_are_looked_at(plan: str, monk
     assert not capped(free)
     monkeypatch.setattr(eliminate, "TOO_SLOW", 100)
     monkeypatch.setattr(eliminate, "MOST_CELLS", 100)
+    exact = tpcompiler.parallelize(program, 2, plan)  # as an integer program
+    assert not capped(exact)
+    assert sent(exact) == sent(free)
+    monkeypatch.setattr(integer, "MOST_CELLS", 100)
     made = tpcompiler.parallelize(program, 2, plan)
     assert capped(made)
     assert made.verify((x,)).ok
+
+
+def sent(made: tpcompiler.ParallelProgram) -> list[tuple[str, int]]:
+    return [(each.kind, each.wire_bytes) for each in made.collectives()]
 
 
 def capped(made: tpcompiler.ParallelProgram) -> bool:
