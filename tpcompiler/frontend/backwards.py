@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tpcompiler._torch import OpOverload, aten, sym_hint
+from tpcompiler.ir.sizes import statically_equal
 
 MEAN, MAX = 1, 2  # modes of a bag
 
@@ -31,12 +32,12 @@ def _to_be_written(x: torch.Tensor, size: Any, stride: Any, **options: Any) -> A
     order = sorted(range(len(size)), key=lambda dim: (-sym_hint(stride[dim]), dim))  # outermost first
     made = aten.full.default([size[dim] for dim in order], 0, dtype=dtype, device=device)
     made = made if order == sorted(order) else made.permute([order.index(dim) for dim in range(len(order))])
-    return made if tuple(made.stride()) == tuple(stride) else NotImplemented
+    return made if _are_equal(made.stride(), stride) else NotImplemented
 
 
 def _as_it_lies(x: torch.Tensor, size: Any, stride: Any, storage_offset: Any = None) -> Any:
     """Return the whole value in other sizes, which lies in memory as before."""
-    same = tuple(x.shape) == tuple(size) and _lie_alike(size, x.stride(), stride)
+    same = _are_equal(x.shape, size) and _lie_alike(size, x.stride(), stride)
     is_own = storage_offset in (None, x.storage_offset())
     return x.view(size) if is_own and (same or _is_all_in_rows(x, size, stride)) else NotImplemented
 
@@ -50,8 +51,12 @@ def _write_as_it_lies(x: torch.Tensor, new: Any, size: Any, stride: Any, storage
 def _is_all_in_rows(x: torch.Tensor, size: Any, stride: Any) -> bool:
     """Return True if sizes and strides give all numbers of a value that lies row-major."""
     own, rows = (_row_major(sizes) for sizes in (x.shape, size))
-    is_all = math.prod(size) == math.prod(x.shape)
+    is_all = statically_equal(math.prod(size), math.prod(x.shape))
     return is_all and _lie_alike(x.shape, x.stride(), own) and _lie_alike(size, stride, rows)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    return len(one) == len(other) and all(map(statically_equal, one, other))
 
 
 def _row_major(size: Any) -> list[Any]:
@@ -60,7 +65,8 @@ def _row_major(size: Any) -> list[Any]:
 
 def _lie_alike(size: Any, one: Any, other: Any) -> bool:
     """Return True if the strides are equal where they count: those of dims of size 1 do not."""
-    return all(a == b for count, a, b in zip(size, one, other, strict=True) if count != 1)
+    pairs = ((a, b) for count, a, b in zip(size, one, other, strict=True) if not statically_equal(count, 1))
+    return all(statically_equal(a, b) for a, b in pairs)
 
 
 def _weight_norm(grad: torch.Tensor, v: Any, g: Any, norms: Any, dim: int) -> Any:

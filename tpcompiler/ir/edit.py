@@ -14,9 +14,9 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputSpec
 from torch.fx.node import map_aggregate
 
+from tpcompiler._torch import aten
 from tpcompiler._torch import copy_graph as copy_graph
 
-aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 FRAME = re.compile(r'^[ \t]*File "?(?P<path>[^"\n]*)"?, line (?P<line>\d+)(?P<where>, in [^,\n]*)?', re.MULTILINE)
 BACKWARD = "tpcompiler_backward"  # on a call that only gradients need
