@@ -36,7 +36,7 @@ def _to_be_written(x: torch.Tensor, size: Any, stride: Any, **options: Any) -> A
 
 
 def _as_it_lies(x: torch.Tensor, size: Any, stride: Any, storage_offset: Any = None) -> Any:
-    """Return the whole value in other sizes, which lies in memory as before."""
+    """Return the whole value in other sizes, without a change in memory."""
     same = _are_equal(x.shape, size) and _lie_alike(size, x.stride(), stride)
     is_own = storage_offset in (None, x.storage_offset())
     return x.view(size) if is_own and (same or _is_all_in_rows(x, size, stride)) else NotImplemented

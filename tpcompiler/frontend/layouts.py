@@ -1,4 +1,4 @@
-"""Views of results that kernels lay out otherwise than a trace says."""
+"""Views of results whose layout in memory a trace does not know."""
 
 from __future__ import annotations
 
