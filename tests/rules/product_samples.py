@@ -55,21 +55,21 @@ PRODUCTS_2 = [
         small(16, 12),
         small(3, 12, 8),
         ENDS,
-        text="t! (k k_!), g! (k k_!) (n n_!), g! -> t! (n n_!)",
+        text="t (k k_!), g! (k k_!) (n n_!), g! -> t (n n_!)",
     ),
     call(
         aten._grouped_mm.default,
         small(3, 8, 16),
         small(16, 16),
         ENDS,
-        text="g! (m m_!) (k k_!), (k k_!) t!, g! -> (m m_!) t!",
+        text="g! (m m_!) (k k_!), (k k_!) (t t_!), g! -> (m m_!) (t t_!)",
     ),
     call(
         aten._grouped_mm.default,
         small(8, 16),
         small(16, 20),
         ENDS,
-        text="(m m_!) t!, t! (n n_!), g! -> g! (m m_!) (n n_!)",
+        text="(m m_!) (t t_!), (t t_!) (n n_!), g! -> g! (m m_!) (n n_!)",
     ),
 ]
 

@@ -66,6 +66,27 @@ def test_no_more_is_gathered_than_an_op_needs(forward: Callable[..., Any], gathe
 
 
 @pytest.mark.slow
+def test_sorted_tokens_are_shared_out() -> None:
+    """Of Mixtral's experts each rank of an axis of samples multiplies half of the rows: 2 x 12 tokens with 2 each."""
+    made = converted(CASES["mixtral"], MESH, trains=False)
+    products = [node for node in made.rank_program(0).graph.nodes if "grouped_mm" in str(node.target)]
+    assert len(products) == 2 * (2 + 2)  # in each of two layers, and backward
+    assert {node.args[0].meta["val"].shape[0] for node in products} == {2 * 12 * 2 // 2}
+    tokens = 2 * 12 * 64 * 4
+    sent = [
+        c for c in made.collectives() if ".layers.0.mlp" in c.module and c.axis == "dp" and c.payload_bytes >= tokens
+    ]
+    assert [(c.kind, c.payload_bytes // tokens) for c in sent] == [
+        ("all_gather", 1),
+        ("reduce_scatter", 1),
+        ("reduce_scatter", 2),  # backward, of both rows of a token
+        ("reduce_scatter", 1),
+    ]
+    assert made.verify().ok
+    assert made.check().ok
+
+
+@pytest.mark.slow
 def test_a_loop_of_many_values_is_searched_whole() -> None:
     """RWKV's recurrence is unrolled: choices that no elimination of variables finds."""
     made = converted(CASES["rwkv"], MESH)

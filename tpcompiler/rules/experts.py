@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from tpcompiler._torch import aten, define_op, find_op
+from tpcompiler._torch import OpOverload, aten, define_op, find_op
 from tpcompiler.ir import edit
 from tpcompiler.ir.dim_sharding import Size
 from tpcompiler.ir.sizes import sym_quotient
 from tpcompiler.rules.matmul import BILINEAR
-from tpcompiler.rules.notation import RuleText
+from tpcompiler.rules.notation import RuleText, ShardRange
 from tpcompiler.rules.registry import foreign_rule, op_rule
 
 
@@ -54,37 +55,53 @@ BY_BLOCK = define_op(
 )
 
 
+def _multiply_own_rows(
+    op: OpOverload, unit: int, left: Any, right: Any, ends: torch.Tensor, *args: Any, shard: ShardRange
+) -> Any:
+    """Compute the units of rows of all groups that this rank holds: the part of a group in them may be empty."""
+    own = (ends - shard.offset * unit).clamp(0, shard.size * unit)
+    return op(left, right, own.to(ends.dtype), *args)
+
+
 @op_rule(aten._grouped_mm.default, shards="nonempty")
 def grouped_mm(node: fx.Node) -> RuleText | None:
     """ "g m (k k_!), g (k k_!) (n n_!) -> g m (n n_!)": one product per group.
 
-    If a dim is the groups in a row, offsets give their ends, and the dim is whole: "t! .., g! .., g! -> t! ..". The
-    kernels need rows of whole 16 bytes, so m, k and n are sharded between multiples of that.
+    If a dim is the groups in a row, offsets give their ends: "t .., g! .., g! -> t ..". The kernels need rows of whole
+    16 bytes, so m, k and n are sharded between multiples of that, and so is t where it is the last dim of an operand.
     """
     left, right = (edit.fake(operand) for operand in edit.operands(node)[:2])
     if edit.arguments(node).bias is not None:
         return None
     unit = 16 // left.element_size()
     m, k, n = _in_units({"m": left.shape[-2], "k": left.shape[-1], "n": right.shape[-1]}, unit)
+    (t,) = _in_units({"t": right.shape[-1] if left.ndim == 3 else left.shape[-1]}, unit)
     text = {
         (3, 3): f"g {m} {k}, g {k} {n} -> g {m} {n}",
-        (2, 3): f"t! {k}, g! {k} {n}, g! -> t! {n}",
-        (3, 2): f"g! {m} {k}, {k} t!, g! -> {m} t!",
-        (2, 2): f"{m} t!, t! {n}, g! -> g! {m} {n}",
+        (2, 3): f"t {k}, g! {k} {n}, g! -> t {n}",
+        (3, 2): f"g! {m} {k}, {k} {t}, g! -> {m} {t}",
+        (2, 2): f"{m} {t}, {t} {n}, g! -> g! {m} {n}",
     }[left.ndim, right.ndim]
-    return RuleText(text, factors={"m_": unit, "k_": unit, "n_": unit}, linear=BILINEAR)
+    own_rows = partial(_multiply_own_rows, aten._grouped_mm.default, 1 if right.ndim == 3 else unit)
+    local = {} if left.ndim == right.ndim == 3 else {"t": own_rows}
+    units = {f"{factor}_": unit for factor in "mknt"}
+    return RuleText(text, factors=units, linear=BILINEAR, local=local)
 
 
 @foreign_rule("transformers.grouped_mm_fallback.default", shards="any")
 def looped_mm(node: fx.Node) -> RuleText:
-    """ "t! k, g! k n, g! -> t! n": transformers' fallback for torch's kernel; k and n may be sharded anywhere."""
-    return RuleText("t! k, g! k n, g! -> t! n", linear=BILINEAR)
+    """ "t k, g! k n, g! -> t n": transformers' fallback for torch's kernel; all but groups may be sharded anywhere."""
+    assert isinstance(node.target, OpOverload)
+    local = {"t": partial(_multiply_own_rows, node.target, 1)}
+    return RuleText("t k, g! k n, g! -> t n", linear=BILINEAR, local=local)
 
 
 @foreign_rule("transformers.grouped_mm_fallback_backward.default", shards="any")
 def looped_mm_backward(node: fx.Node) -> RuleText:
-    """ "t! k, g! k n, g!, t! n -> t! k {n}, g! k n": gradients of tokens and weights, linear in the result's."""
-    return RuleText("t! k, g! k n, g!, t! n -> t! k {n}, g! k n", linear=((3,),))
+    """ "t k, g! k n, g!, t n -> t k {n}, g! k n {t}": gradients of tokens and weights, linear in the result's."""
+    assert isinstance(node.target, OpOverload)
+    local = {"t": partial(_multiply_own_rows, node.target, 1)}
+    return RuleText("t k, g! k n, g!, t n -> t k {n}, g! k n {t}", linear=((3,),), local=local)
 
 
 @op_rule(BY_BLOCK, shards="nonempty")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -13,6 +13,7 @@ from tpcompiler.cost.kernels import Kernel, factors_of_product, is_attention
 from tpcompiler.ir import edit
 from tpcompiler.ir.backward import is_backward
 from tpcompiler.ir.constraints import Dims, Exactly, Over
+from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.program import PIN, PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.static import computed_from_leaves
@@ -21,6 +22,7 @@ from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.solver.leaf import Leaf
 from tpcompiler.solver.pieces import find_pieces
+from tpcompiler.solver.samples import NO_SAMPLES, Samples
 from tpcompiler.solver.stage import MOST_CHOICES, Stage
 from tpcompiler.solver.ways import (
     Limits,
@@ -46,6 +48,7 @@ class Domain:
         leaves: by placeholder name.
         weight: of a call of the program among those of others.
         comes_of: value -> the groups of the leaves with a style that its shards come from.
+        samples: the values of samples.
     """
 
     program: PlannedProgram
@@ -57,14 +60,18 @@ class Domain:
     kernels: Mapping[fx.Node, Kernel] = field(default_factory=dict)
     weight: float = 1.0
     comes_of: dict[fx.Node, frozenset[str]] = field(default_factory=dict)
+    samples: Samples = NO_SAMPLES
 
 
-def find_domain(program: PlannedProgram, stage: Stage, leaves: Mapping[str, Leaf]) -> Domain:
+def find_domain(
+    program: PlannedProgram, stage: Stage, leaves: Mapping[str, Leaf], samples: Samples = NO_SAMPLES
+) -> Domain:
     """Find the options of every op with a rule, over the axis of a stage.
 
     They are the op whole, those that take its operands as they may be, and those that make what its users want.
     """
     domain = Domain(program, stage, leaves, *stage.read.once(program.graph, partial(_read_calls, program.graph)))
+    domain.samples = samples
     if stage.is_searched:
         _find_all_ways(domain)
     else:
@@ -237,7 +244,7 @@ def _take_operands(domain: Domain, node: fx.Node) -> None:
     if node not in domain.ways:
         return
     stage, had, operands = domain.stage, domain.ways[node], domain.operands[node]
-    have = tuple(shardings_of(domain, operand) for operand in operands)
+    have = tuple((*(own := shardings_of(domain, value)), *_cut_again(domain, value, own)) for value in operands)
     domain.ways[node] = stage.known.once(("takes", had, have), partial(take_operands, stage, had, have))
     pairs = zip(operands, have, strict=True)
     behind = [domain.comes_of[o] for o, own in pairs if o in domain.comes_of and to_cut(stage, own)]
@@ -245,6 +252,14 @@ def _take_operands(domain: Domain, node: fx.Node) -> None:
         comes_of = behind[0] if len(behind) == 1 else frozenset().union(*behind)
         for made, _ in edit.results(node):
             domain.comes_of[made] = comes_of
+
+
+def _cut_again(domain: Domain, value: fx.Node, have: Sequence[Sharding]) -> Iterator[Sharding]:
+    """Yield a value of samples cut along them, such as sorted tokens, if what makes it has to have them whole."""
+    dims, axis = domain.samples.dims_of(value, domain.stage.axis), domain.stage.axis
+    if dims and not any(axis in sharding.dims[dim].axes for sharding in have for dim in dims):
+        whole = Sharding.replicated(edit.ndim(value))
+        yield domain.stage.within(whole.with_dim(dims[0], DimSharding.by(axis)), edit.fake(value))
 
 
 def _let_leaves_be_whole(domain: Domain, touched: Set[fx.Node]) -> None:

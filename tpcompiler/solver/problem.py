@@ -175,7 +175,9 @@ def _find_domains(problem: Problem, stage: Stage, before: Mapping[str, Sharding]
     leaves = _find_leaves(problem, stage, before)
     found: list[Domain] = []
     for _ in range(min(len(problem.programs), 2)):  # what one program makes of a leaf is a choice of the others
-        found = [find_domain(program, stage, leaves[at]) for at, program in enumerate(problem.programs)]
+        found = [
+            find_domain(program, stage, leaves[at], problem.samples) for at, program in enumerate(problem.programs)
+        ]
     return found
 
 

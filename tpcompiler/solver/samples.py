@@ -40,6 +40,10 @@ class Samples(NamedTuple):
         made |= {at: self.parts.get(value, Part()) for value, at in edit.results(node)}
         return (*(self.parts.get(operand, Part()) for operand in operands), *made.values())
 
+    def dims_of(self, value: fx.Node, axis: str) -> tuple[int, ...]:
+        """Return the dims of samples that an axis may cut."""
+        return self.parts[value].dims if axis in self.axes and value in self.parts else ()
+
     def seconds(self, parts: Sequence[Part], shardings: Sequence[Sharding]) -> float:
         """Return the price of a call's operands and results that the axes do not cut along samples."""
         seconds = 0.0
@@ -48,6 +52,9 @@ class Samples(NamedTuple):
                 cut = {axis for dim in part.dims for axis in sharding.dims[dim].axes}
                 seconds += ALL_SAMPLES * part.share * len(self.axes - cut)
         return seconds
+
+
+NO_SAMPLES = Samples(frozenset(), {})
 
 
 def find_sample_axes(programs: Sequence[PlannedProgram]) -> frozenset[str]:
