@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
 
 from torch import fx
 
@@ -12,9 +12,12 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.program import PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.rules.infer import is_one
+from tpcompiler.rules.notation import Dim, Rule
 from tpcompiler.rules.registry import rule_of
 
-ALL_SAMPLES = 1.0  # seconds: of all work on all samples, more than all else, and yet a price where there is no choice
+Side = Literal["all", "outer", "inner"]  # of a dim of several parts, those that are samples
+PARTS: Mapping[Side, slice] = {"all": slice(None), "outer": slice(1), "inner": slice(-1, None)}
+ALL_SAMPLES = 1e4  # seconds: of all work on all samples; more than all else, and yet a price where there is no choice
 
 
 class Part(NamedTuple):
@@ -80,21 +83,41 @@ def find_samples(programs: Sequence[PlannedProgram]) -> Samples:
 
 
 def _find_dims(program: PlannedProgram, axes: frozenset[str]) -> dict[fx.Node, tuple[int, ...]]:
-    """Return the dims that come of a dim of an input that the axes cut; of a dim that is taken apart, all parts."""
-    dims = dict[fx.Node, set[int]]()
+    """Return the dims that come of a dim of an input that the axes cut."""
+    dims = dict[fx.Node, dict[int, Side]]()
     for node in program.user_inputs():
         cuts = program.constraints[node.name].sharding.dims
-        dims[node] = {at for at, cut in enumerate(cuts) if not axes.isdisjoint(cut.axes)}
+        dims[node] = {at: "all" for at, cut in enumerate(cuts) if not axes.isdisjoint(cut.axes)}
     for node in edit.calls(program.graph):
         rule = rule_of(node)
         if node.target is pin:
-            dims[node] = dims.get(edit.operands(node)[0], set())
+            dims[node] = dims.get(edit.operands(node)[0], {})
         if rule is None:
             continue
-        pairs = zip(edit.operands(node), rule.pattern.inputs, strict=True)
-        samples = {factor for operand, term in pairs for at in dims.get(operand, ()) for factor in term[at]}
-        samples -= {factor for factor in samples if is_one(rule.extent[factor])}
+        samples = dict[str, Side]()
+        for operand, term in zip(edit.operands(node), rule.pattern.inputs, strict=True):
+            for at, side in dims.get(operand, {}).items():
+                samples |= _taken_apart(_long(rule, term[at]), side)
         for made, at in edit.results(node):
-            parts = enumerate(rule.pattern.outputs[at])
-            dims[made] = {place for place, dim in parts if not samples.isdisjoint(dim)}
+            parts = ((place, _long(rule, dim)) for place, dim in enumerate(rule.pattern.outputs[at]))
+            dims[made] = {place: _side(dim, samples) for place, dim in parts if not samples.keys().isdisjoint(dim)}
     return {value: tuple(sorted(own)) for value, own in dims.items() if own}
+
+
+def _long(rule: Rule, dim: Dim) -> list[str]:
+    return [factor for factor in dim if not is_one(rule.extent[factor])]
+
+
+def _taken_apart(parts: Sequence[str], side: Side) -> dict[str, Side]:
+    """Return the parts of a dim that are samples."""
+    return dict.fromkeys(parts, side) if len(parts) == 1 else dict.fromkeys(parts[PARTS[side]], "all")
+
+
+def _side(parts: Sequence[str], samples: Mapping[str, Side]) -> Side:
+    """Return which parts of a dim are samples; all, where it cannot be said."""
+    first, last = parts[0], parts[-1]
+    if first == last:
+        return samples[first]
+    if (first in samples) == (last in samples):
+        return "all"
+    return "outer" if first in samples else "inner"

@@ -14,6 +14,7 @@ from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.constraints import AsUsed
 from tpcompiler.ir.dim_sharding import DimSharding
+from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.solver.changes import UNIT
 from tpcompiler.solver.domain import Domain, find_shared_heads
@@ -59,6 +60,10 @@ def search(task: Task) -> Solution:
         UnsupportedError: as `eliminate.solve`; axes that are solved at once have too many choices together.
     """
     task.tally["searches"] += 1
+    return _search_in_turns(task)
+
+
+def _search_in_turns(task: Task) -> Solution:
     programs, objective, held, model = task.programs, task.objective, task.held, task.model_axes
     mesh, heads = programs[0].mesh, list[tuple[str, int, bool]]()
     found = Solution(programs, objective.machine, model=model, optimizer=objective.optimizer)
@@ -66,7 +71,7 @@ def search(task: Task) -> Solution:
     samples = [axis for axis in mesh.names if axis in find_sample_axes(programs)]  # a small batch has one dim for them
     rest = [axis for axis in mesh.names if axis not in (*samples, *model)]
     order = [*samples, *model, *rest]  # what the first cut, others reduce less of
-    turns = task.turns or tuple((axis,) for axis in order if mesh.degree(axis) > 1) or ((order[-1],),)
+    turns = task.turns or _in_turns(mesh, order)
     for at, turn in enumerate(turns):
         before = tuple(axis for each in turns[:at] for axis in each)
         for most in FEWER:
@@ -81,6 +86,8 @@ def search(task: Task) -> Solution:
             except UnsupportedError:
                 if stage.parts or held or most == FEWER[-1]:
                     raise
+        if values is None and samples and at and not task.turns:  # how samples are cut leaves no way to cut layers
+            return _search_in_turns(replace(task, turns=_in_turns(mesh, [*model, *rest, *samples])))
         if values is None and not stage.is_searched and held is None:
             problem = pose(programs, stage, objective, groups, REFUSED)
             values = _solved(problem)
@@ -95,6 +102,10 @@ def search(task: Task) -> Solution:
             for shared in sorted(find_shared_heads(domain))
         ]
     return replace(found, turns=tuple(solved), bound=found.seconds, heads=tuple(dict.fromkeys(heads)))
+
+
+def _in_turns(mesh: Mesh, order: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    return tuple((axis,) for axis in order if mesh.degree(axis) > 1) or ((order[-1],),)
 
 
 def _solved(problem: Problem) -> tuple[float, list[int]] | None:
