@@ -40,7 +40,7 @@ def contrast(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def sort_tokens(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """Rows in the order of their numbers, as of experts: the order is of all rows."""
+    """Rows in the order of their numbers, as of experts: of all rows in order each rank goes on with its share."""
     y = self.down(self.up(x).relu()).flatten(0, 1)
     order = self.router(y.detach())[:, 0].argsort()
     weight = torch.linspace(0, 1, y.shape[0])
@@ -49,7 +49,7 @@ def sort_tokens(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("forward", "gathered"),
-    [(write_tokens, []), (pool, []), (contrast, [4 * 8 * 4]), (sort_tokens, [4 * 6 * 4])],
+    [(write_tokens, []), (pool, []), (contrast, [4 * 8 * 4]), (sort_tokens, [4 * 6 * 4, 4 * 6 * 8 * 4])],
 )
 def test_no_more_is_gathered_than_an_op_needs(forward: Callable[..., Any], gathered: list[int]) -> None:
     """The bytes of each value that is gathered, of 4 samples, 6 tokens and 8 features."""
