@@ -425,8 +425,74 @@ BACKWARDS = [
         for p in (1.0, 2.0, 3.0)
     ),
     call(aten._pdist_backward.default, t(10), t(5, 6), 3.0, t(10).abs(), text="q!, n! k, q! -> n! k"),
-    call(aten.hardshrink_backward.default, t(4, 5), t(4, 5), 0.5, text="d0 d1, d0 d1 -> d0 d1"),
-    call(aten.softshrink_backward.default, t(4, 5), t(4, 5), 0.5, text="d0 d1, d0 d1 -> d0 d1"),
+    *(
+        call(op, t(4, 5), *given, text="d0 d1, d0 d1 -> d0 d1")
+        for op, given in {
+            aten.elu_backward.default: (0.5, 2.0, 1.5, False, t(4, 5)),
+            aten.gelu_backward.default: (t(4, 5),),
+            aten.hardshrink_backward.default: (t(4, 5), 0.5),
+            aten.hardsigmoid_backward.default: (3 * t(4, 5),),
+            aten.hardswish_backward.default: (3 * t(4, 5),),
+            aten.hardtanh_backward.default: (t(4, 5), -0.5, 0.5),
+            aten.leaky_relu_backward.default: (t(4, 5), 0.1, False),
+            aten.mish_backward.default: (t(4, 5),),
+            aten.sigmoid_backward.default: (t(4, 5).sigmoid(),),
+            aten.silu_backward.default: (t(4, 5),),
+            aten.softplus_backward.default: (t(4, 5), 2.0, 1.0),
+            aten.softshrink_backward.default: (t(4, 5), 0.5),
+            aten.tanh_backward.default: (t(4, 5).tanh(),),
+            aten.threshold_backward.default: (t(4, 5), 0.1),
+        }.items()
+    ),
+    *(
+        call(
+            aten.nll_loss_backward.default,
+            grad,
+            t(9, 5),
+            ids(9, below=5),
+            *(weight, reduction, ignored),
+            t().abs(),
+            text=f"{'n' * grad.ndim}, n c, n, {'c, ' * (weight is not None)} -> n c",
+        )
+        for grad, weight, reduction, ignored in (
+            (t(), None, 1, -100),
+            (t(), t(5), 2, 0),
+            (t(9), t(5), 0, 2),
+        )
+    ),
+    call(
+        aten.nll_loss2d_backward.default,
+        *(t(), t(4, 5, 2, 3), ids(4, 2, 3, below=5)),
+        *(None, 1, 3, t().abs()),
+        text=", n c s0 s1, n s0 s1,  -> n c s0 s1",
+    ),
+    call(
+        aten.embedding_dense_backward.default,
+        t(3, 4, 5),
+        ids(3, 4, below=7),
+        7,
+        -1,
+        False,
+        text="i0 i1 d, i0 i1 -> v d",
+    ),
+    call(aten.embedding_dense_backward.default, t(9, 5), ids(9, below=6), 6, 2, False, text="i0 d, i0 -> v d"),
+    call(aten.embedding_dense_backward.default, t(9, 5), ids(9, below=6), 6, 2, True, text="i0! d, i0! -> v! d"),
+    call(
+        aten._softmax_backward_data.default,
+        t(6, 4, 3),
+        t(6, 4, 3).softmax(1),
+        1,
+        torch.float32,
+        text="d0 d1! d2, d0 d1! d2 -> d0 d1! d2",
+    ),
+    call(
+        aten._log_softmax_backward_data.default,
+        t(4, 5),
+        t(4, 5).log_softmax(0),
+        0,
+        torch.float32,
+        text="d0! d1, d0! d1 -> d0! d1",
+    ),
     call(
         aten.rrelu_with_noise_backward.default,
         t(4, 5),
@@ -446,5 +512,5 @@ BACKWARDS = [
 UNCHECKED = {
     sample.target
     for sample in BACKWARDS
-    if re.search(r"_pool\dd(_with_indices)?_backward|replication_pad", str(sample))
+    if re.search(r"_pool\dd(_with_indices)?_backward|replication_pad|nll", str(sample))
 }

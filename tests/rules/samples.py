@@ -109,6 +109,7 @@ POINTWISE = [
     call(aten.gelu.default, t(6, 4), approximate="tanh", text="d0 d1 -> d0 d1"),
     call(aten.exp.default, t(), text="->"),
     call(aten.silu.default, t(5), text="d0 -> d0"),
+    call(aten.mish.default, t(5), text="d0 -> d0"),
     call(aten.pow.Tensor_Scalar, t(4, 1, 6), 2.0, text="d0 d1 d2 -> d0 d1 d2"),
     call(aten.add.Scalar, t(4, 5), 3.0, text="d0 d1 -> d0 d1"),
     call(aten.maximum.default, t(3, 5), t(5), text="d0 d1, d1 -> d0 d1"),

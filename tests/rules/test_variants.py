@@ -39,6 +39,8 @@ SAMPLES: dict[OpOverload, list[Any]] = {
     aten._safe_softmax.default: [(LINES, 1), (X, 0)],
     aten.log_softmax.int: [(X, 1), (TIES, 1)],
     aten._log_softmax.default: [(X, 1, False)],
+    aten._softmax_backward_data.default: [(X, X.sin().softmax(1), 1, X.dtype)],
+    aten._log_softmax_backward_data.default: [(X, X.sin().log_softmax(0), 0, X.dtype)],
     aten.layer_norm.default: [(X, [24], W, W.sin()), (X, [3, 24]), (X, [24], W)],
     aten.native_layer_norm.default: [(X, [24], W, None, 1e-3)],
     aten.rms_norm.default: [(X, [24], W, 1e-2), (X, [24])],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import fx
@@ -10,7 +12,7 @@ from torch import fx
 from tpcompiler._torch import aten
 from tpcompiler.ir import edit
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
-from tpcompiler.rules.notation import RuleText
+from tpcompiler.rules.notation import RuleText, ShardRange
 from tpcompiler.rules.pointwise import broadcast, is_one
 from tpcompiler.rules.pooling import equal_windows, windows
 from tpcompiler.rules.registry import op_rule
@@ -177,6 +179,41 @@ def grid_sampler_backward(node: fx.Node) -> RuleText:
     results = [f"n c {inside} {{{points}}}", f"n {points} x! {{c}}"]
     kept = results if args["output_mask"][0] else results[1:]  # that of the points is always computed
     return RuleText(f"n c {points}, n c {inside}, n {points} x! -> {', '.join(kept)}", linear=LINEAR)
+
+
+def _likelihoods_of_own_classes(
+    op: Any,
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: torch.Tensor,
+    *,
+    shard: ShardRange,
+) -> Any:
+    """Return the gradients of the classes that this shard has: -1 stands for one that is not among them."""
+    local = target - shard.offset
+    absent = (local < 0) | (local >= shard.size) | (target == ignore_index)
+    return op(grad, x, torch.where(absent, -1, local), weight, reduction, -1, total_weight)
+
+
+@op_rule(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default, shards="any")
+def likelihood_backward(node: fx.Node) -> RuleText:
+    """ ", n c, n, c,  -> n c": of each sample the gradient of one class."""
+    args, spots = edit.bound(node), [f"s{d}" for d in range(edit.ndim(node) - 2)]
+    samples = " ".join(["n", *spots] if edit.ndim(node) > 1 else [])
+    terms = {
+        "grad_output": samples if edit.ndim(args["grad_output"]) else "",
+        "self": " ".join([*samples.split()[:1], "c", *spots]),
+        "target": samples if edit.ndim(args["target"]) else "",
+        "weight": "c",
+        "total_weight": "",
+    }
+    given = ", ".join(term for name, term in terms.items() if edit.is_tensor(args[name]))
+    body = partial(_likelihoods_of_own_classes, node.target)
+    return RuleText(f"{given} -> {terms['self']}", linear=LINEAR, local={"c": body}, local_shards="any")
 
 
 @op_rule(aten._cdist_backward.default, shards="nonempty")

@@ -35,6 +35,38 @@ def embedding(node: fx.Node) -> RuleText:
     return RuleText(text, linear=((0,),), local={"v": _own_rows} if free else {}, positions={"v": (1, False)})
 
 
+def _gradients_of_own_rows(
+    grad: torch.Tensor,
+    indices: torch.Tensor,
+    num_weights: int,
+    padding_idx: int,
+    scale_grad_by_freq: bool,
+    *,
+    shard: ShardRange,
+) -> torch.Tensor:
+    """Sum the gradients of the rows that this shard of the table has."""
+    local = indices - shard.offset
+    absent = (local < 0) | (local >= shard.size) | (indices == padding_idx)
+    own, at = grad.masked_fill(absent.unsqueeze(-1), 0), torch.where(absent, 0, local)
+    rows: torch.Tensor = aten.embedding_dense_backward.default(own, at, shard.size, -1, scale_grad_by_freq)
+    return rows
+
+
+@op_rule(aten.embedding_dense_backward.default, shards="any")
+def embedding_backward(node: fx.Node) -> RuleText:
+    """ "i0 i1 d, i0 i1 -> v d": each look-up adds to a row of v, or a part by the number of all look-ups of the row."""
+    by_frequency = edit.bound(node)["scale_grad_by_freq"]
+    ids = [f"i{d}{'!' if by_frequency else ''}" for d in range(edit.ndim(edit.operands(node)[1]))]
+    free = can_look_up(node, 0) and not by_frequency
+    return RuleText(
+        f"{' '.join([*ids, 'd'])}, {' '.join(ids)} -> {'v' if free else 'v!'} d",
+        linear=((0,),),
+        local={"v": _gradients_of_own_rows} if free else {},
+        positions={"v": (1, False)} if free else {},
+        counts={"num_weights": (("v",),)},
+    )
+
+
 def _own_bags(
     look_up: OpOverload,
     table: torch.Tensor,

@@ -26,7 +26,14 @@ def broadcast(shape: Sequence[Size], names: Sequence[str], full: Sequence[Size])
 
 
 @pointwise_rule
-@op_rule(aten.copy.default, aten.full_like.default, aten.ones_like.default, shards="any")
+@op_rule(
+    aten.copy.default,
+    aten.full_like.default,
+    aten.mish.default,
+    aten.ones_like.default,
+    aten.silu.default,
+    shards="any",
+)
 def pointwise(node: fx.Node) -> str:
     """Operands broadcast from the right: "d0 d1, d1 -> d0 d1", "d0 1, d0 d1 -> d0 d1"."""
     results = edit.outputs(node)
@@ -53,9 +60,21 @@ def mul(node: fx.Node) -> RuleText:
     aten.div.Scalar,
     aten._conj.default,
     aten.conj_physical.default,
+    aten.elu_backward.default,
+    aten.gelu_backward.default,
     aten.hardshrink_backward.default,
-    aten.softshrink_backward.default,
+    aten.hardsigmoid_backward.default,
+    aten.hardswish_backward.default,
+    aten.hardtanh_backward.default,
+    aten.leaky_relu_backward.default,
+    aten.mish_backward.default,
     aten.rrelu_with_noise_backward.default,
+    aten.sigmoid_backward.default,
+    aten.silu_backward.default,
+    aten.softplus_backward.default,
+    aten.softshrink_backward.default,
+    aten.tanh_backward.default,
+    aten.threshold_backward.default,
     aten.zeros_like.default,
     shards="any",
 )

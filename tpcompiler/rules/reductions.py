@@ -123,6 +123,13 @@ def softmax(node: fx.Node) -> str:
     return f"{text} -> {text}"
 
 
+@op_rule(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default, shards="any")
+def softmax_backward(node: fx.Node) -> RuleText:
+    """ "d0 d1!, d0 d1! -> d0 d1!": linear in the gradient, as the forward's result is given."""
+    text = softmax(node)
+    return RuleText(f"{text.partition(' -> ')[0]}, {text}", linear=((0,),))
+
+
 @op_rule(
     aten.var.correction,
     aten.var_mean.correction,

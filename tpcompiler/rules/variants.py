@@ -53,6 +53,18 @@ def log_softmax_to_float(x: Tensor, dim: int, to_float: bool) -> Tensor:
     return log_softmax(x, dim, torch.float32 if to_float else None)
 
 
+@op_variant(aten._softmax_backward_data.default)
+def softmax_backward(grad: Tensor, result: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    wide, weighted = widen(result), widen(grad) * widen(result)
+    return (weighted - wide * weighted.sum([dim], True)).to(dtype)
+
+
+@op_variant(aten._log_softmax_backward_data.default)
+def log_softmax_backward(grad: Tensor, result: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    wide = widen(grad)
+    return (wide - widen(result).exp() * wide.sum([dim], True)).to(dtype)
+
+
 @op_variant(aten.scaled_dot_product_attention.default)
 def attention(
     q: Tensor,
