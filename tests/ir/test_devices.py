@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram, export
@@ -92,6 +93,16 @@ def test_an_op_that_one_kind_of_device_has() -> None:
         "  used at: test_devices.py:"
     )
     assert device_type_for(program, None) == device_type_for(program, "cuda") == "cuda"
+
+
+def test_a_backward_of_one_kind_of_device() -> None:
+    """The export of a forward may move to another device; that of a backward has chosen its kernels."""
+    attends = Call(lambda self, q: F.scaled_dot_product_attention(self.up(q), q, q).sum(), up=nn.Linear(8, 8))
+    given = (torch.ones(1, 2, 4, 8),)
+    assert device_type_for(canonicalize(export(attends, given)), "cuda") == "cuda"
+    said = refusal(tpcompiler.export_training(attends, given), "cuda")
+    assert "_for_cpu" in said
+    assert "help: export the model on cuda" in said
 
 
 def test_memory_that_is_read_as_it_lies() -> None:

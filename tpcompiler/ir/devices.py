@@ -71,9 +71,12 @@ def _refuse_ops_of_one_device(program: Program, wanted: str) -> None:
         if not isinstance(node.target, OpOverload) or all(v.device.type == wanted for v in edit.outputs(node)):
             continue
         if _OF_ONE_DEVICE.search(str(node.target)):
+            trains = any(program.gradients())
             raise UnsupportedError(
                 f"'{node.name}' ({node.target}) has no kernel on {wanted}",
-                help="convert the program as torch.export gives it, without run_decompositions()",
+                help=f"export the model on {wanted}: each device has a backward by itself"
+                if trains
+                else "convert the program as torch.export gives it, without run_decompositions()",
                 used_at=edit.source_line(node),
             )
         if node.target is aten.as_strided.default and not is_contiguous(edit.fake(edit.operands(node)[0])):
