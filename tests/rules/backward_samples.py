@@ -452,7 +452,7 @@ BACKWARDS = [
             ids(9, below=5),
             *(weight, reduction, ignored),
             t().abs(),
-            text=f"{'n' * grad.ndim}, n c, n, {'c, ' * (weight is not None)} -> n c",
+            text=f"{'n' * grad.ndim}, n c, n,{' c,' * (weight is not None)} -> n c",
         )
         for grad, weight, reduction, ignored in (
             (t(), None, 1, -100),
@@ -464,7 +464,7 @@ BACKWARDS = [
         aten.nll_loss2d_backward.default,
         *(t(), t(4, 5, 2, 3), ids(4, 2, 3, below=5)),
         *(None, 1, 3, t().abs()),
-        text=", n c s0 s1, n s0 s1,  -> n c s0 s1",
+        text=", n c s0 s1, n s0 s1, -> n c s0 s1",
     ),
     call(
         aten.embedding_dense_backward.default,

@@ -176,6 +176,7 @@ NOT_TRIED = {
     "tpcompiler.grouped_mm_by_block.default",  # likewise
     "aten.zeros_like.default",  # it reads no numbers, so none of a trial's show that they may be pending
     "aten._cdist_backward.default",  # with p = 1 it does not read the distances, so none of theirs show how they are cut
+    "aten.rrelu_with_noise_backward.default",  # likewise the noise, but in training
     "aten.squeeze.default",  # a shard of one row loses its dim: a text alone is no rule for it
     "aten.squeeze.dims",  # likewise
     "aten.slice_scatter.default",  # of a part that covers all: what is under it may be pending or not

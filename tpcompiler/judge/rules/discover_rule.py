@@ -167,6 +167,7 @@ class _RuleWriter:
         self.reduce = "sum"
         self.ways = ways
         self.addends = frozenset[int]()
+        self.summed: dict[int, list[str]] = {}  # by output, the factors that it alone sums over
 
     def rule(self) -> RuleText:
         reducing = [way for way in self.ways if _cuts(way.inputs) and _pending(way)]
@@ -180,7 +181,7 @@ class _RuleWriter:
         for way in reducing:
             if {i for i, p in enumerate(way.inputs) if isinstance(p, Partial)} == self.addends:
                 self._add(way)
-        words = [self._term(tensor) for tensor in range(len(self.shapes[0]))]
+        words = [f"{self._term(tensor)}{self._sum(tensor)}" for tensor in range(len(self.shapes[0]))]
         left = ", ".join("+" * (i in self.addends) + words[i] for i in range(self.inputs))
         text = _renamed(f"{left} -> {', '.join(words[self.inputs :])}")
         return RuleText(text, self._counted(text), reduce=self.reduce, linear=self._linear())
@@ -199,6 +200,9 @@ class _RuleWriter:
         if way.sizes:
             argument, entry = way.sizes
             self.sizes.setdefault(argument, {})[entry] = (self.inputs, _cuts(way.outputs)[0][1])
+        if _cuts(way.outputs):
+            for output in (i for i, placement in enumerate(way.outputs) if isinstance(placement, Partial)):
+                self.summed.setdefault(self.inputs + output, []).append(name)
 
     def _term(self, tensor: int) -> str:
         shape = self.shapes[0][tensor]
@@ -206,6 +210,9 @@ class _RuleWriter:
             "1" if size == 1 else self.factor.setdefault((tensor, dim), f"{next(self.names)}!")
             for dim, size in enumerate(shape)
         )
+
+    def _sum(self, tensor: int) -> str:
+        return f" {{{' '.join(self.summed[tensor])}}}" if tensor in self.summed else ""
 
     def _counted(self, text: str) -> dict[str, tuple[tuple[str, ...], ...]]:
         output = parse(text).outputs[0]
@@ -224,8 +231,8 @@ class _RuleWriter:
 
 
 def _pending(way: SoundWay) -> str:
-    """Return the reduction that is pending in all outputs; empty if they have none or differ."""
-    ops = {placement.reduce_op if isinstance(placement, Partial) else "" for placement in way.outputs}
+    """Return the reduction that is pending in all outputs that are not cut; empty if they have none or differ."""
+    ops = {p.reduce_op if isinstance(p, Partial) else "" for p in way.outputs if not isinstance(p, Shard)}
     return ops.pop() if len(ops) == 1 else ""
 
 
