@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import tpcompiler
-from tests.machines import WIRE
+from tests.machines import CALLS, WIRE
 from tests.zoo.case import OUTSIDE, Case
 from tests.zoo.each import judge_each
 from tests.zoo.index import CASES
@@ -60,12 +60,8 @@ FURTHER = {name: count for models in MORE.values() for name, count in models.ite
 
 # Models that gather more for their gradients than for their outputs, and why.
 WITH_FALLBACKS = {
-    "llama_1_kv": "one head of keys and values, whose gradient each rank has a term of",
-    "gpt_bigcode": "as llama_1_kv",
-    "falcon_7b": "as llama_1_kv",
+    "falcon_7b": "one head of keys and values, columns of which each rank has some; the plan cuts them with the queries",
     "stablelm_2": "a norm for each head, whose backward puts the heads together one by one",
-    "albert": "the backward of the activation of a layer that is used twice gathers its powers",
-    "canine": "the backward of attention in windows needs its products in two shardings",
 }
 
 
@@ -115,11 +111,11 @@ def counted(made: tpcompiler.ParallelProgram) -> Counter[tuple[str, str]]:
 def further_fallbacks(case: Case, mesh: dict[str, int]) -> Counter[str]:
     """By module, the bytes that only the program with gradients gathers as fallbacks, in evaluation mode.
 
-    On two machines: where only bytes count, a gather and a sum of as many bytes are equal; where calls have a latency, a
-    few bytes are sooner gathered than fewer summed.
+    On three machines: where only bytes count, a gather and a sum of as many bytes are equal; where calls have a latency,
+    a few bytes are sooner gathered than fewer summed.
     """
     more = Counter[str]()
-    for machine in (WIRE, "h100"):
+    for machine in (WIRE, CALLS, "h100"):
         whole, forward = (_fallbacks(converted(case, mesh, False, each, machine)) for each in (True, False))
         if not (more := whole - forward):
             break
@@ -127,9 +123,15 @@ def further_fallbacks(case: Case, mesh: dict[str, int]) -> Counter[str]:
 
 
 def _fallbacks(made: tpcompiler.ParallelProgram) -> Counter[str]:
+    """The bytes of gathers by module. One whose gradient is scattered is half of a sum: keys that all queries share are
+    columns, and their gradients would be summed if each rank had computed all keys.
+    """
     found = Counter[str]()
+    scattered = Counter((e.module, e.axis, e.wire_bytes) for e in made.collectives() if e.kind == "reduce_scatter")
     for each in made.collectives():
-        if each.why == "fallback":
+        if each.why == "fallback" and each.kind == "all_gather" and scattered[each.module, each.axis, each.wire_bytes]:
+            scattered[each.module, each.axis, each.wire_bytes] -= 1
+        elif each.why == "fallback":
             found[each.module] += each.wire_bytes
     return found
 
