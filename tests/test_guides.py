@@ -25,7 +25,7 @@ NEEDS = {
     "quantised": ["torchao", "transformers"],
     "moe": ["transformers"],
     "long-context": ["transformers"],
-    "training": ["transformers"],
+    "training": ["matplotlib", "transformers"],
 }
 COMMAND = "from tpcompiler.cli.commands import main\nmain()"
 SCRIPT = "import runpy, sys\nrunpy.run_path(sys.argv[1], run_name='__main__')"
