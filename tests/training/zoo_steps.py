@@ -14,7 +14,9 @@ def train(module: Any, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]
     `eps` is far above what rounding leaves of gradients that are zero by themselves, such as a bias of keys, which
     AdamW would otherwise scale up.
     """
-    optimizer, losses = torch.optim.AdamW(module.parameters(), lr=1e-3, eps=1e-6), []
+    parameters = list(module.parameters())
+    eps = 1e-6 if parameters[0].dtype == torch.float64 else 1e-4
+    optimizer, losses = torch.optim.AdamW(parameters, lr=1e-3, eps=eps), []
     for _ in range(3):
         optimizer.zero_grad()
         loss = module(**inputs)
