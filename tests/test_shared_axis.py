@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,15 +114,15 @@ def test_the_groups_of_a_part(apart: Path) -> None:
     assert program.check().ok
 
 
-def printed(model: Path, out: Path, other: Path) -> Iterator[bytes]:
-    """What each command prints, most as text and as JSON."""
+def printed(model: Path, out: Path, other: Path, forms: Iterable[Sequence[str]]) -> Iterator[bytes]:
+    """What each command prints, most in each of the forms."""
     page, plan = out.parent / "page.html", model.with_name("plan.yaml")
     sent = tpcompiler.open(out).collectives()
     both = [
         ["convert", model, "--tp", RANKS, "--plan", plan, "--dry-run"],
         ["inspect", out, "--rank", 1],
         ["explain", out],
-        *(["explain", out, MATRIX.format(which)] for which in "qk"),
+        ["explain", out, MATRIX.format("k")],
         ["explain", out, sent[1].node],
         ["verify", out, "--against", model],
         ["check", out, "--against", model],
@@ -135,7 +135,7 @@ def printed(model: Path, out: Path, other: Path) -> Iterator[bytes]:
         ["reshard", out, "--tp", RANKS, "-o", out.parent / "again", "--force"],
         ["diff", out, other, "--html", page],
     ]
-    for words in [*alone, *both, *([*words, "--json"] for words in both)]:
+    for words in [*alone, *([*words, *form] for words in both for form in forms)]:
         result = call(*words)
         assert result.exit_code == (1 if words[0] == "diff" else 0), (words, result.output)
         yield result.output.encode()
@@ -147,7 +147,7 @@ def searched(model: Path) -> Iterator[bytes]:
     for words in (
         ["convert", model, "--tp", RANKS, "--plan", "auto", "--dry-run"],
         ["plan", model, "--tp", RANKS],
-        ["plan", model, "--json"],
+        ["plan", model, "--tp", RANKS, "--json"],
     ):
         result = call(*words, "--machine", "ideal")
         assert result.exit_code == 0, (words, result.output)
@@ -166,7 +166,8 @@ def contents(folder: Path) -> Iterator[bytes]:
 @pytest.mark.parametrize("which", ["planned", "apart"])
 def test_no_output_names_a_part(which: str, model: Path, request: pytest.FixtureRequest) -> None:
     out, other = (request.getfixturevalue(name) for name in (which, "apart" if which == "planned" else "planned"))
-    found = [*printed(model, out, other), *contents(out), *contents(out.parent / "again")]
+    forms = [[], ["--json"]] if which == "planned" else [["--json"]]
+    found = [*printed(model, out, other, forms), *contents(out), *contents(out.parent / "again")]
     found += searched(model) if which == "planned" else ()
     found += [str(tpcompiler.open(out).rank_program(rank).graph).encode() for rank in range(RANKS)]
     assert [each[max(at.start() - 200, 0) : at.end() + 50] for each in found if (at := PART.search(each))] == []
