@@ -56,3 +56,17 @@ def test_the_named_commands_exist() -> None:
     assert sorted(set(listed)) == sorted(name for name, command in commands.commands.items() if not command.hidden)
     name = "register_process_group"
     assert f'{name}("{tpcompiler.Mesh.of(2).group_name(("tp",))}"' in RUN.read_text(encoding="utf-8")
+
+
+@needs_readme
+def test_the_named_files_exist() -> None:
+    pages = [README, *(ROOT / "docs").glob("*.md"), *(ROOT / "passes").glob("*.md")]
+    named = [
+        (page.name, path)
+        for page in pages
+        for path in re.findall(
+            r"`((?:docs|examples|passes|tests|tools|tpcompiler)/[\w/.*-]+)`", page.read_text(encoding="utf-8")
+        )
+    ]
+    assert len(named) > 20
+    assert [each for each in named if not [*ROOT.glob(each[1])]] == []

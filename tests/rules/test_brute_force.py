@@ -69,6 +69,10 @@ WRONG = {
     "a mean of means": (call(aten.mean.dim, t(5, 4), [0], text=""), RuleText("d0 d1 -> d1", reduce="avg")),
     "a sum of means": (call(aten.mean.dim, t(6, 4), [0], text=""), RuleText("d0 d1 -> d1")),
     "a sum of maxima": (call(aten.amax.default, t(6, 4), [0], text=""), RuleText("d0 d1 -> d1")),
+    "a sum of distances": (
+        call(aten.dist.default, t(6, 4), t(6, 4), text=""),
+        RuleText("d0 d1, d0 d1 ->"),
+    ),
     "a vocabulary without its offset": (
         call(aten.embedding.default, t(6, 4), ids(3, below=6), text=""),
         RuleText("v d, i0 -> i0 d"),

@@ -50,6 +50,7 @@ SAMPLES: dict[OpOverload, list[Any]] = {
     aten.var.correction: [((X, [1]), {"correction": 1}), ((X,), {"correction": 0}), ((X, [0], ), {"keepdim": True})],
     aten.var_mean.correction: [((X, [1]), {"correction": 2, "keepdim": True}), ((X, [0, 1]), {})],
     aten.linalg_vector_norm.default: [(X, 3, [1]), (X, 1.5), (X, 2, [0], True)],
+    aten.dist.default: [(X, X.cos()), (X, W, 3), (X.half(), W[:1].half(), 1.5)],
     aten.any.default: [(X > 2,), (torch.zeros(3, 4),)],
     aten.any.dim: [(X > 1, 1), (torch.tensor([[0, 3], [0, 0]], dtype=torch.uint8), 1, True)],
     aten.any.dims: [(X > 1, [0, 1])],

@@ -12,9 +12,10 @@ from torch import fx
 
 from tpcompiler._torch import aten
 from tpcompiler.ir import edit
+from tpcompiler.ir.dim_sharding import Size
 from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.rules.notation import RuleText, ShardRange
-from tpcompiler.rules.pointwise import is_one
+from tpcompiler.rules.pointwise import broadcast, common_shape
 from tpcompiler.rules.registry import op_rule
 from tpcompiler.rules.structure import at_dim, dims_text, find_slice
 
@@ -22,22 +23,7 @@ FIRST_AND_LAST = ((0, 2),)  # written values replace old ones, so a sum of share
 REDUCED = {"add": "sum", "amax": "max", "amin": "min"}  # a scatter's reduction -> the Partial that shards leave
 
 
-def broadcast(shape: Sequence[object], names: Sequence[str], full: Sequence[object]) -> str:
-    """Return the term of a tensor of `shape` that broadcasts into dims with these names and sizes."""
-    first = len(full) - len(shape)
-    return " ".join(
-        "1" if is_one(size) and not is_one(full[first + d]) else names[first + d] for d, size in enumerate(shape)
-    )
-
-
-def _common(shapes: Sequence[Sequence[object]]) -> list[object]:
-    """Return the shape that these shapes broadcast to."""
-    ndim = max(map(len, shapes))
-    aligned = [[1] * (ndim - len(shape)) + list(shape) for shape in shapes]
-    return [next((size for size in sizes if not is_one(size)), 1) for sizes in zip(*aligned, strict=True)]
-
-
-def _positions(node: fx.Node) -> tuple[list[str], list[str], list[str], list[str], list[object]] | None:
+def _positions(node: fx.Node) -> tuple[list[str], list[str], list[str], list[str], list[Size]] | None:
     """Return (dims of the tensor, dims of the result, terms of the index tensors, index dims, sizes of these)."""
     args = edit.arguments(node)
     shape = edit.shape(args.self)
@@ -45,7 +31,7 @@ def _positions(node: fx.Node) -> tuple[list[str], list[str], list[str], list[str
     values = [edit.fake(index) for _, index in tensors]
     if not tensors or any(v.dtype in (torch.bool, torch.uint8) for v in values):
         return None  # a mask selects a data-dependent number
-    sizes = _common([v.shape for v in values])
+    sizes = common_shape([v.shape for v in values])
     index_dims = [f"i{d}" for d in range(len(sizes))]
     indexed = [d for d, _ in tensors]
     dims = [f"d{d}{'!' if d in indexed else ''}" for d in range(len(shape))]

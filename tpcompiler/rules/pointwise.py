@@ -25,6 +25,13 @@ def broadcast(shape: Sequence[Size], names: Sequence[str], full: Sequence[Size])
     )
 
 
+def common_shape(shapes: Sequence[Sequence[Size]]) -> list[Size]:
+    """Return the shape that these shapes broadcast to."""
+    ndim = max(map(len, shapes))
+    aligned = [[1] * (ndim - len(shape)) + list(shape) for shape in shapes]
+    return [next((size for size in sizes if not is_one(size)), 1) for sizes in zip(*aligned, strict=True)]
+
+
 @pointwise_rule
 @op_rule(
     aten.copy.default,

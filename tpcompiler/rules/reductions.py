@@ -9,8 +9,8 @@ from torch import fx
 
 from tpcompiler._torch import aten
 from tpcompiler.ir import edit
-from tpcompiler.rules.indexing import broadcast
 from tpcompiler.rules.notation import RuleText, ShardRange
+from tpcompiler.rules.pointwise import broadcast, common_shape
 from tpcompiler.rules.registry import op_rule
 from tpcompiler.rules.structure import dims_text
 
@@ -99,6 +99,16 @@ def distances(node: fx.Node) -> RuleText:
         outer = edit.shape(operand)[:-2]
         terms.append(f"{broadcast(outer, batch, full[:-2])} {row} k{'' if reduce else '!'}")
     return RuleText(f"{', '.join(terms)} -> {' '.join(batch)} m n", reduce=reduce or "sum")
+
+
+@op_rule(aten.dist.default, shards="nonempty")
+def distance(node: fx.Node) -> RuleText:
+    """ "d0! d1!, d1! ->": the norm of the difference; operands broadcast, and all dims behave as in a norm."""
+    reduce = NORMS.get(edit.arguments(node).p)
+    shapes = [edit.shape(operand) for operand in edit.operands(node)]
+    full = common_shape(shapes)
+    names = [f"d{d}{'' if reduce else '!'}" for d in range(len(full))]
+    return RuleText(f"{', '.join(broadcast(shape, names, full) for shape in shapes)} ->", reduce=reduce or "sum")
 
 
 @op_rule(aten._pdist_forward.default, shards="any")

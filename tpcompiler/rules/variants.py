@@ -196,6 +196,11 @@ def vector_norm(
     return powers.sum(list(range(x.ndim)) if dim is None else list(dim), keepdim).pow(1 / ord).to(result_dtype)
 
 
+@op_variant(aten.dist.default)
+def distance(x: Tensor, other: Tensor, p: float = 2) -> Any:
+    return vector_norm(x - other, p)
+
+
 @op_variant(aten.any.default, aten.any.dim, aten.any.dims)
 def any_of(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
     """Reduce to a maximum of integers, which all backends support."""

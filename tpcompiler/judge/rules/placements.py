@@ -109,7 +109,8 @@ class _ShardedCall:
     ) -> list[tuple[Placement, ...]]:
         """Return the placements of the outputs under which the ranks' results join to the whole ones."""
         pairs = zip(operands, inputs, strict=True)
-        shares = [_shares(value, placement, self.degree, seed) for value, placement in pairs]
+        random = torch.Generator().manual_seed(seed)  # one for all: equal shares of two operands would cancel in x - y
+        shares = [_shares(value, placement, self.degree, random) for value, placement in pairs]
         try:
             parts = [self.run([share[rank] for share in shares], rewrite, rank) for rank in range(self.degree)]
         except Exception:  # ops raise anything for shards that they cannot take
@@ -151,16 +152,14 @@ def combinations(operands: Sequence[torch.Tensor], degree: int) -> Iterator[tupl
     yield from chosen
 
 
-def _shares(value: torch.Tensor, placement: Placement, degree: int, seed: int) -> list[torch.Tensor]:
+def _shares(value: torch.Tensor, placement: Placement, degree: int, random: torch.Generator) -> list[torch.Tensor]:
     """Return one share per rank. A pending sum is split at random, so that every rank has a part."""
     if isinstance(placement, Shard):
         pieces = [chunk(value.shape[placement.dim], degree, rank) for rank in range(degree)]
         return [value.narrow(placement.dim, *piece).contiguous() for piece in pieces]
     if isinstance(placement, Partial):
-        generator = torch.Generator(value.device).manual_seed(seed)
         others = [
-            torch.randn(value.shape, dtype=value.dtype, device=value.device, generator=generator)
-            for _ in range(degree - 1)
+            torch.randn(value.shape, dtype=value.dtype, generator=random).to(value.device) for _ in range(degree - 1)
         ]
         return [*others, value - sum(others, torch.zeros_like(value))]
     return [value] * degree
