@@ -15,9 +15,14 @@ QUOTES = {"long-context.md", "search.md"}  # pages that quote one figure, with i
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_subject_of_a_page_is_what_was_measured(page: str) -> None:
-    """If not: measure what changed by the command in the page's line, and where a person wrote the page, correct it and
-    run `python -m tools.measured PAGE PART`."""
-    assert faults(page, (DOCS / page).read_text(encoding="utf-8"), read().get(page, {})) == []
+    found = faults(page, (DOCS / page).read_text(encoding="utf-8"), read().get(page, {}))
+    assert not found, "\n".join(
+        [
+            *found,
+            "Measure what changed by the page's command, or `python -m tools.PART` where a part is a tool; where a person "
+            f"wrote the page, correct it, and run `python -m tools.measured {page} PART`.",
+        ]
+    )
 
 
 def test_every_page_with_a_date_is_recorded() -> None:

@@ -44,12 +44,23 @@ def test_a_shipped_machine(name: str) -> None:
     head = [line for line in (SHIPPED / f"{name}.yaml").read_text().splitlines() if line.startswith("#")]
     text = " ".join(head)
     sources = re.search(r"github\.com|[A-Za-z]+/[A-Za-z-]+#\d+", text), re.search(r"of 20\d\d-\d\d-\d\d|NCCL", text)
-    assert name == "ideal" or "not measured" in text or all(sources)
+    assert name == "ideal" or "not measured" in text or all(sources), (
+        "the comments lack a source, or its date or version"
+    )
     for kind in KINDS:
         times = [seconds(found, kind, 1 << power, 8) for power in range(9, 28)]
         assert times == sorted(times)
         assert seconds(found, kind, 1 << 20, 2) <= seconds(found, kind, 1 << 20, 8)
+        for ranks in (2, 4, 8):  # else links of one kind alone are those of another machine
+            assert seconds(found, kind, 1 << 24, ranks) <= 1.5 * seconds(found, "all_reduce", 1 << 24, ranks)
     assert (found.product > 0) == (name != "ideal")
+
+
+@pytest.mark.skipif(not GPU.exists(), reason="an installed wheel has no docs beside the tests")
+def test_the_page_lists_the_shipped_machines() -> None:
+    page = (GPU.parent / "machines.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert sorted(re.findall("`([^`]+)`", " ".join(rows))) == shipped_machines()
 
 
 # us by nccl-tests (NCCL 2.29.2 and 2.27.3, one node): small, middle and large messages, in bytes.
@@ -204,6 +215,12 @@ def test_products_of_narrow_operands_have_their_own_rates(tmp_path: Path) -> Non
 def test_a_base_is_what_a_file_leaves_out(tmp_path: Path) -> None:
     found, base = machine(tmp_path, "base: a100\nmemory: 4.0e+10\n"), read_machine("a100")
     assert (found.memory, found.flops, found.links) == (4e10, base.flops, base.links)
+    link = "latency: 1.0e-05, bandwidth: 2.0e+10"
+    for kind in KINDS:
+        for entry in (f"{{{link}}}", f"{{collective: {kind}, {link}}}"):  # of which the base has links for 8 ranks
+            found = machine(tmp_path, f"base: a100\nlinks: [{entry}]\n")
+            assert seconds(found, kind, 1 << 20, 8) == 1e-5 + wire_bytes(kind, 1 << 20, 8) / 2e10
+    assert seconds(found, KINDS[0], 1 << 20, 8) == seconds(base, KINDS[0], 1 << 20, 8)
     with pytest.raises(MachineError, match=r"base is 'a1000'\n  help: use one of a100, "):
         machine(tmp_path, "base: a1000\n")
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from msgspec import Meta
 
-from tpcompiler.cost.machine import Host, Link, Machine
+from tpcompiler.cost.machine import Host, Link, Links, Machine
 from tpcompiler.errors import MachineError
 from tpcompiler.runtime.records import Asked, CollectiveKind, Collectives, Record, read_record
 from tpcompiler.yaml_file import YamlError, compose, plain, read_small_text
@@ -109,7 +109,8 @@ def read_machine(given: str | os.PathLike[str] | None = None) -> Machine:
     """Return the machine of a YAML file, or of one that comes with the package, by name.
 
     By default the machine that the environment variable TPCOMPILER_MACHINE names, or else an H100. `base: NAME` in a
-    file fills in omitted entries from a machine of the package.
+    file fills in omitted entries from a machine of the package, and links of kinds and numbers of ranks that the file's
+    links do not cover.
 
     Raises:
         MachineError: there is no such file, it is no YAML or too large, or a number in it is missing or impossible.
@@ -128,7 +129,7 @@ def read_machine(given: str | os.PathLike[str] | None = None) -> Machine:
     if lacks := [name for name in REQUIRED if entry.base is None and getattr(entry, name) is None]:
         raise MachineError(f"machine {path} has no {lacks[0]}", help=f"begin with a copy of {SHIPPED / 'h100.yaml'}")
     fields = dict(vars(read_machine(entry.base))) if entry.base else {}
-    links = {**fields.get("links", {}), **_group(entry.links or ())}
+    links = _replace(fields.get("links", {}), _group(entry.links or ()))
     changed = {
         **{name: getattr(entry, name) for name in entry.__struct_fields__ if name in Machine.__dataclass_fields__},
         "fuses": entry.fuses and entry.fuses == "true",
@@ -179,7 +180,7 @@ def _read_data(path: Path, given: str | os.PathLike[str]) -> Any:
     raise MachineError(f"machine {str(given)!r}{line} cannot be read: {reason}", help=help)
 
 
-def _group(links: Sequence[LinkEntry]) -> dict[tuple[str, int], list[Link]]:
+def _group(links: Sequence[LinkEntry]) -> Links:
     """Return links by kind and ranks, in the file's order."""
     groups: dict[tuple[str, int], list[Link]] = {}
     for each in links:
@@ -187,6 +188,16 @@ def _group(links: Sequence[LinkEntry]) -> dict[tuple[str, int], list[Link]]:
             Link(each.latency, each.bandwidth, each.hop)
         )
     return groups
+
+
+def _replace(base: Links, own: Links) -> Links:
+    """Return the file's links, and those of its base that they do not cover: a link for all covers every one."""
+    kept = {
+        key: own.get(key, links)
+        for key, links in base.items()
+        if key in own or not any(kind in ("", key[0]) and ranks in (0, key[1]) for kind, ranks in own)
+    }
+    return {**kept, **own}
 
 
 def _value_at(data: Any, error: str) -> str:
