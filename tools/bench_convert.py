@@ -1,10 +1,11 @@
 """Time the whole conversion of a Llama of 8B shape, without weights, beside its own torch.export.
 
-    python -m tools.bench_convert --layers 32 --ranks 8 [--dynamic] [--save]
+    python -m tools.bench_convert --layers 32 --ranks 8 [--dynamic] [--save] [--train]
 
 Prints seconds per pass, and the ratio of all of it (`parallelize`, and every rank's program) to the export, which is
-measured in the same run; with --save, also of writing all ranks, check included. The graph is real; weights are fake
-tensors, of which none is ever held.
+measured in the same run; with --save, also of writing all ranks, check included. With --train the program has a loss
+and all gradients, and the export is `tpcompiler.export_training`. The graph is real; weights are fake tensors, of which
+none is ever held.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Timer:
         return made
 
 
-def export(layers: int, dynamic: bool) -> torch.export.ExportedProgram:
+def export(layers: int, dynamic: bool, train: bool = False) -> torch.export.ExportedProgram:
     shape = LlamaConfig(
         hidden_size=4096,
         intermediate_size=14336,
@@ -73,11 +74,14 @@ def export(layers: int, dynamic: bool) -> torch.export.ExportedProgram:
         use_cache=False,
     )
     with weightless():
-        model = LlamaForCausalLM(shape).eval()
+        model = LlamaForCausalLM(shape).train(train)
         ids = torch.zeros(2, 256, dtype=torch.int64)
-        sizes = {"input_ids": {0: Dim("batch"), 1: Dim("sequence")}} if dynamic else None
+        example = {"input_ids": ids, "labels": ids} if train else {"input_ids": ids}
+        sizes = {name: {0: Dim("batch"), 1: Dim("sequence")} for name in example} if dynamic else None
         with part("export"):
-            return torch.export.export(model, (), {"input_ids": ids}, dynamic_shapes=sizes, strict=False)
+            if train:
+                return tpcompiler.export_training(model, kwargs=example, dynamic_shapes=sizes)
+            return torch.export.export(model, (), example, dynamic_shapes=sizes, strict=False)
 
 
 def main() -> None:
@@ -86,8 +90,9 @@ def main() -> None:
     options.add_argument("--ranks", type=int, default=8)
     options.add_argument("--dynamic", action="store_true", help="dynamic batch and sequence")
     options.add_argument("--save", action="store_true", help="also write all ranks")
+    options.add_argument("--train", action="store_true", help="a program with loss and gradients")
     chosen = options.parse_args()
-    program = export(chosen.layers, chosen.dynamic)
+    program = export(chosen.layers, chosen.dynamic, chosen.train)
     started = time.perf_counter()
     with patch.object(Dump, "__call__", staticmethod(Timer())):
         made = tpcompiler.parallelize(program, chosen.ranks, PLAN)
