@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import io
 import re
 import shlex
@@ -89,7 +90,11 @@ def test_the_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             printed = run(language, block, session)
             continue
         shown = re.escape(block.strip()).replace(r"\.\.\.", ".*?")
-        assert re.fullmatch(shown, printed.strip(), re.DOTALL), printed
+        if not re.fullmatch(shown, printed.strip(), re.DOTALL):
+            lines = difflib.unified_diff(
+                block.split("\n"), printed.split("\n"), f"docs/{page}.md", "printed", lineterm=""
+            )
+            pytest.fail("\n".join(lines), pytrace=False)
         compared += 1
     assert compared
 

@@ -13,7 +13,7 @@ from rich.table import Table as RichTable
 from tpcompiler.errors import one_line, printable
 
 WIDTH_OF_TEXT = 160  # narrower tables would fold names that programs look for
-NUMBERS = ("count", "us", "share", "mean", "largest magnitude")  # columns of numbers
+NUMBERS = ("count", "us", "share", "mean", "largest magnitude")  # columns of numbers, whatever the table
 
 
 @dataclass(frozen=True)
