@@ -31,12 +31,12 @@ from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.runtime.inputs import flatten_inputs
 from tpcompiler.runtime.records import StageRecord
 
-pytestmark = pytest.mark.slow
 MACHINE = "h100"  # whose kernels take time, which stages share
 MESH = {"pp": 2, "tp": 2}
 RUNS = [("llama", False), ("llama", True), ("gpt2", True), ("t5", True), ("mixtral", True)]
 
 
+@pytest.mark.slow
 def test_models_from_files_on_gloo(tmp_path: Path) -> None:
     """The model's answer on all ranks, also those of the first stage."""
     calls = {}
@@ -81,6 +81,7 @@ def converted() -> ParallelProgram:
     return tpcompiler.parallelize(generating(), MESH, PLAN)
 
 
+@pytest.mark.slow
 def test_prefill_and_decode_have_each_leaf_in_one_stage() -> None:
     program = converted()
     assert [*program] == ["prefill_0", "prefill_1", "decode_0", "decode_1"]
@@ -98,6 +99,7 @@ def test_prefill_and_decode_have_each_leaf_in_one_stage() -> None:
     assert program.world_size == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ranks", "shared"])
 def test_generation_from_files_on_gloo(layout: Any, tmp_path: Path) -> None:
     """Logits of a prompt and two steps, over the caches that each stage keeps."""
@@ -115,6 +117,7 @@ def test_generation_from_files_on_gloo(layout: Any, tmp_path: Path) -> None:
             torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * float(want.abs().max()))
 
 
+@pytest.mark.slow
 def test_microbatches_have_buffers_each(tmp_path: Path) -> None:
     """Two sequences of a batch each: a prompt and two steps; the second sequence is another."""
     converted().save(tmp_path / "out")
@@ -135,6 +138,7 @@ def test_microbatches_have_buffers_each(tmp_path: Path) -> None:
                 torch.testing.assert_close(got.chunk(2)[at], want, rtol=0, atol=1e-4 * float(want.abs().max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "finding"),
     [
@@ -214,6 +218,7 @@ def test_stages_are_balanced_where_least_crosses() -> None:
         cut_stages({"model": program}, 2, replace(prices, limit=whole / 2 - 1), {})
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
     """Rank 3, of the last stage, ends before its call; the first stage waits for its outputs."""
     converted().save(tmp_path / "out")
@@ -246,7 +251,7 @@ def test_programs_that_are_not_cut(forward: Any, message: str) -> None:
         tpcompiler.parallelize(program, {"pp": 2, "tp": 1}, {})
 
 
-def test_a_tied_weight_is_in_the_stages_that_use_it() -> None:
+def test_a_tied_weight_is_in_the_stages_that_use_it(tmp_path: Path) -> None:
     """The first stage has the embedding alone, and its weight the head's name."""
 
     class Tied(nn.Module):
@@ -266,6 +271,8 @@ def test_a_tied_weight_is_in_the_stages_that_use_it() -> None:
     assert program["stage_0"].collectives()[0].kind == "all_reduce"
     assert program["stage_1"].collectives()[-1].kind == "all_gather"
     assert program.verify().ok
+    program.save(tmp_path / "out")
+    assert tpcompiler.open(tmp_path / "out").check().ok
 
 
 def test_gradients_are_not_cut() -> None:
