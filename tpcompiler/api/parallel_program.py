@@ -94,17 +94,11 @@ class ParallelProgram(Programs["ParallelProgram"]):
         Raises:
             InternalError: they are not sound.
         """
-        parts = {name: directory if is_single(self) else directory / name for name in self}
-        whole = {"": directory} if stages_by_whole(self._programs) else {}
-        for name, folder in {**parts, **whole}.items():
-            program = self._programs.get(name)
-            if program is None or isinstance(program, ConvertedProgram):
-                report = open(folder, trust=True).check(None if program is None else program.original())
-                if not report.ok:
-                    raise InternalError(
-                        f"the written programs are not sound: {report.findings[0]}",
-                        help="report this with the model and plan",
-                    )
+        made = {name: each.original() for name, each in self._programs.items() if isinstance(each, ConvertedProgram)}
+        if made and not (report := open(directory, trust=True)._check(made)).ok:
+            raise InternalError(
+                f"the written programs are not sound: {report.findings[0]}", help="report this with the model and plan"
+            )
 
     def verify(
         self,
@@ -169,10 +163,14 @@ class ParallelProgram(Programs["ParallelProgram"]):
         """
         if checkpoint is not None:
             original = self.only.fill(original or self.only.original(), checkpoint)
-        plain = original and with_plain_weights(original)
         if self._directory is not None:
             refuse_other_package(self._directory)
-        return check_artifact(self._programs, original=plain, prepare=on_cpu, canonical=canonicalize)
+        return self._check(dict.fromkeys(self, original) if original is not None else {})
+
+    def _check(self, originals: Mapping[str, ExportedProgram]) -> CheckReport:
+        """Check the programs, and their weights where the single-device program is given by name."""
+        plain = {name: with_plain_weights(original) for name, original in originals.items()}
+        return check_artifact(self._programs, originals=plain, prepare=on_cpu, canonical=canonicalize)
 
     def reshard(
         self,

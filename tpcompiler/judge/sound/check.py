@@ -63,11 +63,11 @@ class CheckReport(Record, Shown, frozen=True, omit_defaults=False):
 def check_artifact(
     artifact: Mapping[str, ArtifactProgram],
     *,
-    original: ExportedProgram | None = None,
+    originals: Mapping[str, ExportedProgram],
     prepare: Callable[[ExportedProgram], ExportedProgram],
     canonical: Callable[[ExportedProgram], CanonicalProgram],
 ) -> CheckReport:
-    """Check the programs of an artifact; `original` may belong to any of them.
+    """Check the programs of an artifact; with the single-device program of one, by name, also its weights.
 
     `prepare` turns a program for any device into one whose ops can be evaluated here. `canonical` brings the model in
     the artifact into the form that ranks fold to.
@@ -76,11 +76,12 @@ def check_artifact(
         ArtifactError: a file is missing, damaged or, without trust, could run code.
     """
     manifests = {name: program.manifest for name, program in artifact.items()}
+    models = {name: canonical(program.original()) for name, program in artifact.items() if program.has_original}
     programs, reports = {}, {}
     for name, program in artifact.items():
-        model = canonical(program.original()) if program.has_original else None
         programs[name] = read_ranks(program, prepare)
-        reports[name] = check_programs(programs[name], manifests[name], original, program.beside(), model)
+        model, siblings = models.get(name), program.beside()
+        reports[name] = check_programs(programs[name], manifests[name], originals.get(name), siblings, model)
     if len(artifact) == 1:
         return reports.popitem()[1]
     findings = [f"{name}: {finding}" for name, report in reports.items() for finding in report.findings]
@@ -92,20 +93,23 @@ def check_artifact(
             check_shared(programs, manifests)
         for stages in stages_by_whole(artifact).values():
             with _noting(findings, None):
-                handed += _count_handed_over(stages, canonical)
+                whole = stages[0].whole_program()
+                handed += _count_handed_over(stages, models, canonical(whole) if whole is not None else None)
     counts = sum((Counter(report.counts) for report in reports.values()), Counter())
     counts.update({"values handed over": handed} if handed else {})
-    return CheckReport(not findings, dict(counts), findings, original is not None)
+    return CheckReport(not findings, dict(counts), findings, bool(originals))
 
 
 def _count_handed_over(
-    stages: Sequence[ArtifactProgram], canonical: Callable[[ExportedProgram], CanonicalProgram]
+    stages: Sequence[ArtifactProgram], models: Mapping[str, CanonicalProgram], whole: CanonicalProgram | None
 ) -> int:
     """Check that the stages of a program are the whole that the first has; return the number of values between them."""
-    if (whole := stages[0].whole_program()) is None:
+    if whole is None:
         raise Unsound(None, f"{stages[0].title} lacks the program that was cut into stages")
-    parts = [(each.manifest.stage, canonical(each.original())) for each in stages]
-    return check_stages([(record, program) for record, program in parts if record], canonical(whole))
+    if lacking := [each.title for each in stages if each.name not in models]:
+        raise Unsound(None, f"{lacking[0]} lacks its single-device program")
+    parts = [(each.manifest.stage, models[each.name]) for each in stages]
+    return check_stages([(record, program) for record, program in parts if record], whole)
 
 
 def read_proved_model(
