@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import tpcompiler
 from tests.launch import run_ranks
 from tests.runtime.commands import call
 from tests.zoo.case import randomise
@@ -44,7 +43,6 @@ def convert(model: Any, plan: dict[str, str], programs: tuple[str, ...], folder:
     files = [folder / "models" / f"{name}.pt2" for name in programs]
     made = call("convert", *files, *asked, "-o", folder / "out")
     assert made.exit_code == 0, made.stderr
-    assert tpcompiler.open(folder / "out").check().ok
 
 
 def run(calls: list[Any], folder: Path) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -32,18 +33,19 @@ from tpcompiler.terminal.tables import Table
 REST = {"**": "shard_at_rest(dp)"}
 
 
-def converted(mesh: dict[str, int], plan: dict[str, str]) -> tuple[tpcompiler.ParallelProgram, Any, int]:
-    """A Llama, the arguments of a call, and the bytes of its parameters."""
+@cache
+def converted(ranks: int) -> tuple[tpcompiler.ParallelProgram, Any, int]:
+    """A Llama of which each rank holds a share, the arguments of a call, and the bytes of its parameters."""
     model, program, _, named = built("llama")
     outputs = {"outputs.logits": ROWS}
-    made = tpcompiler.parallelize(program, mesh, plan, inputs=dict.fromkeys(named, ROWS), outputs=outputs)
+    made = tpcompiler.parallelize(program, {"dp": ranks}, REST, inputs=dict.fromkeys(named, ROWS), outputs=outputs)
     return made, named, sum(each.numel() * 4 for each in model.parameters())
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bytes_of_what_a_rank_holds_and_sends(ranks: int) -> None:
     """An n-th of all parameters and gradients; two gathers of each (of the embedding one) and one scatter."""
-    made, named, total = converted({"dp": ranks}, REST)
+    made, named, total = converted(ranks)
     held = made.rank_program(0).state_dict.values()
     assert sum(each.numel() * 4 for each in held) * ranks == total
     embedding, sent = 64 * 32 * 4, Counter[str]()
@@ -57,7 +59,14 @@ def test_bytes_of_what_a_rank_holds_and_sends(ranks: int) -> None:
 
 def test_beside_layers_that_are_cut(tmp_path: Any) -> None:
     """Over tp the collectives of layers; of a weight that tp cuts, dp gathers the half that tp leaves."""
-    made, named, _ = converted({"dp": 2, "tp": 2}, {**PLAN, **REST})
+    _, program, _, named = built("llama")
+    made = tpcompiler.parallelize(
+        program,
+        {"dp": 2, "tp": 2},
+        {**PLAN, **REST},
+        inputs=dict.fromkeys(named, ROWS),
+        outputs={"outputs.logits": ROWS},
+    )
     kinds = Counter((each.kind, each.axis) for each in made.collectives())
     parameters = 2 * 9 + 3
     assert kinds == {
@@ -74,7 +83,7 @@ def test_beside_layers_that_are_cut(tmp_path: Any) -> None:
 
 def test_one_layer_ahead() -> None:
     """A gather starts when the one before it has been waited for: no more than one is under way."""
-    made, _, _ = converted({"dp": 2}, REST)
+    made, _, _ = converted(2)
     open_gathers, most = set(), 0
     for node in made.rank_program(0).graph.nodes:
         if edit.is_collective(node) and "all_gather" in str(node.target):
@@ -159,7 +168,7 @@ def test_memory_by_hand(optimizer: Any) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_report_and_the_doctor_tell_gradients_and_the_optimizer_s_state(ranks: int) -> None:
-    made, _, total = converted({"dp": ranks}, REST)
+    made, _, total = converted(ranks)
     told = summarize(made.manifest()).training
     assert told is not None
     assert (told.gradients, told.state) == (total, 2 * total)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -108,8 +109,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, Any, Any]] = {  # model, in
 }
 
 
+@cache
 def built(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, ExportedProgram, tuple[Any, ...], Any]:
-    """A model with random weights in training mode, its program with gradients, and the arguments of a call."""
+    """A model with random weights in training mode, its program with gradients, and the arguments of a call.
+
+    Who changes the model or the state of the program takes a dtype that no other test does.
+    """
     torch.manual_seed(0)
     make, args, loss, named = CASES[name]
     cast = lambda each: each.to(dtype) if each.is_floating_point() else each  # noqa: E731

@@ -39,11 +39,10 @@ def network(width: int = 32) -> Any:
     return Call(forward, layers=layers).double()
 
 
-def loaded(folder: Path, model: nn.Module, *args: torch.Tensor, how: Any = "min-cut", **kwargs: Any) -> Any:
-    """One rank's module, in a world of one."""
-    made = tpcompiler.parallelize(tpcompiler.export_training(model, args, **kwargs), 1, {})
-    made.save(folder / how, force=True)
-    return tpcompiler.load(folder / how, training=True, recompute=how)
+def loaded(folder: Path, model: nn.Module, *args: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
+    """One rank's module in a world of one, recomputing in each way."""
+    tpcompiler.parallelize(tpcompiler.export_training(model, args, **kwargs), 1, {}).save(folder / "out")
+    return {how: tpcompiler.load(folder / "out", training=True, recompute=how) for how in HOW}  # type: ignore[arg-type]
 
 
 def gradients(module: nn.Module) -> dict[str, Any]:
@@ -89,27 +88,26 @@ def test_no_collective_twice(rest: dict[str, str]) -> None:
     assert rest or saved["all"] < saved["min-cut"]  # of gathered parameters the products are saved, not these
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_micro_batches_in_flight(how: str, tmp_path: Path, group_of_one: None) -> None:
+def test_micro_batches_in_flight(tmp_path: Path, group_of_one: None) -> None:
     """Backwards in another order than the forwards; one that is scaled; a step in between is refused."""
     model, x = network(), torch.randn(2, 4, 32, dtype=torch.float64)
-    module = loaded(tmp_path, model, x[0], how=how)
-    losses = [module(each) for each in x]
-    (losses[1] * 3).backward()
-    losses[0].backward()
     (model(x[0]) + model(x[1]) * 3).backward()
-    torch.testing.assert_close(gradients(module), gradients(model), rtol=1e-12, atol=1e-14)
-    with pytest.raises(RuntimeError, match="had its backward before"):
+    for module in loaded(tmp_path, model, x[0]).values():
+        losses = [module(each) for each in x]
+        (losses[1] * 3).backward()
         losses[0].backward()
-    late = module(x[0])
-    torch.optim.SGD(module.parameters(), lr=1.0).step()
-    with pytest.raises(RuntimeError, match="parameters have changed"):
-        late.backward()
+        torch.testing.assert_close(gradients(module), gradients(model), rtol=1e-12, atol=1e-14)
+        with pytest.raises(RuntimeError, match="had its backward before"):
+            losses[0].backward()
+        late = module(x[0])
+        torch.optim.SGD(module.parameters(), lr=1.0).step()
+        with pytest.raises(RuntimeError, match="parameters have changed"):
+            late.backward()
 
 
 def test_sums_left_out_are_handed_out_later(tmp_path: Path, group_of_one: None) -> None:
     model, x = network(), torch.randn(3, 4, 32, dtype=torch.float64)
-    module = loaded(tmp_path, model, x[0])
+    module = loaded(tmp_path, model, x[0])["min-cut"]
     with module.no_sync():
         for each in x[:2]:
             module(each).backward()
@@ -151,7 +149,7 @@ def peak(step: Callable[[], Any]) -> int:
 def test_less_at_the_peak_than_at_once(tmp_path: Path, group_of_one: None) -> None:
     """Samples are many, so activations are most of it."""
     model, x = network(), torch.randn(512, 32, dtype=torch.float64)
-    modules = {how: loaded(tmp_path, model, x, how=how) for how in HOW}
+    modules = loaded(tmp_path, model, x)
     joint = modules["none"].exported_program.module()
     with torch.no_grad():
         most = {"at once": peak(lambda: joint(x))}
@@ -165,37 +163,37 @@ def test_less_at_the_peak_than_at_once(tmp_path: Path, group_of_one: None) -> No
     assert saved["min-cut"] <= 5 * 6 < 6 * 6 <= saved["none"]
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_buffers_that_are_written(how: str, tmp_path: Path, group_of_one: None) -> None:
+def test_buffers_that_are_written(tmp_path: Path, group_of_one: None) -> None:
     torch.manual_seed(0)
     model, x, labels = Images().double().train(), torch.randn(4, 3, 10, 10).double(), torch.tensor([0, 3, 1, 4])
-    module = loaded(tmp_path, model, x, how=how, loss=cross_entropy, targets={"labels": labels})
+    modules = loaded(tmp_path, model, x, loss=cross_entropy, targets={"labels": labels})
     for _ in range(2):
-        module(x, labels=labels)["loss"].backward()
         cross_entropy(model(x), labels).backward()
-    torch.testing.assert_close(gradients(module), gradients(model), rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(dict(module.named_buffers()), dict(model.named_buffers()))
+        for module in modules.values():
+            module(x, labels=labels)["loss"].backward()
+    for module in modules.values():
+        torch.testing.assert_close(gradients(module), gradients(model), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(dict(module.named_buffers()), dict(model.named_buffers()))
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_random_numbers_are_drawn_once(how: str, tmp_path: Path, group_of_one: None) -> None:
+def test_random_numbers_are_drawn_once(tmp_path: Path, group_of_one: None) -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return F.dropout(torch.tanh(self.up(x)), 0.5, training=True).square().sum()
 
     torch.manual_seed(0)
     model, x = Call(forward, up=nn.Linear(8, 8)).double(), torch.randn(4, 8, dtype=torch.float64)
-    module = loaded(tmp_path, model, x, how=how)
-    for each in (module, model):
+    modules = loaded(tmp_path, model, x)
+    for each in (*modules.values(), model):
         torch.manual_seed(1)
         each(x).backward()
-    torch.testing.assert_close(gradients(module), gradients(model))
+    for module in modules.values():
+        torch.testing.assert_close(gradients(module), gradients(model))
 
 
 def test_any_number_of_samples(tmp_path: Path, group_of_one: None) -> None:
     model = network()
     shapes = ({0: Dim("samples", min=2)},)
-    for how in HOW:
-        module = loaded(tmp_path, model, torch.randn(4, 32).double(), how=how, dynamic_shapes=shapes)
+    for module in loaded(tmp_path, model, torch.randn(4, 32).double(), dynamic_shapes=shapes).values():
         for samples in (3, 7):
             x = torch.randn(samples, 32, dtype=torch.float64)
             module.zero_grad()
