@@ -14,6 +14,7 @@ from torch import nn
 from torch.export import export
 
 import tpcompiler
+from tests.compared import single_device
 from tests.launch import fork_ranks, run_ranks
 from tests.passes.stages import Call
 from tests.state.models import PLAN, Llama, call
@@ -23,12 +24,9 @@ from tests.zoo.measure import exported
 from tpcompiler import MeshError, ParallelProgram, UnsupportedError
 from tpcompiler._torch import tree_flatten
 from tpcompiler.frontend.stages import Prices, cut_stages
-from tpcompiler.judge.compare.judge import FLOOR, SPREAD
-from tpcompiler.judge.compare.reference import run_single
 from tpcompiler.judge.sound.stages import check_stages
 from tpcompiler.judge.sound.unsound import Unsound
 from tpcompiler.passes.canonicalize import canonicalize
-from tpcompiler.runtime.inputs import flatten_inputs
 from tpcompiler.runtime.records import StageRecord
 
 MACHINE = "h100"  # whose kernels take time, which stages share
@@ -50,21 +48,12 @@ def test_models_from_files_on_gloo(tmp_path: Path) -> None:
         torch.save(([("", (), calls[folder])], {}), tmp_path / f"{folder}.calls")
     run_ranks(4, Path(__file__).parent / "worker.py", tmp_path, *calls)
     for (name, dynamic), folder in zip(RUNS, calls, strict=True):
-        expected, allowed = _single(exported(CASES[name], dynamic), calls[folder])
+        expected, allowed = single_device(exported(CASES[name], dynamic), calls[folder])
         for rank in range(4):
             (made,) = torch.load(tmp_path / f"{folder}.{rank}.made")
             got = [value for value in tree_flatten(made)[0] if isinstance(value, torch.Tensor)]
             for own, want, limit in zip(got, expected, allowed, strict=True):
                 assert (own - want).abs().max() / want.abs().max() <= limit, (folder, rank)
-
-
-def _single(program: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[float]]:
-    """What one device gives, and what the judge allows beside each output."""
-    flat = flatten_inputs(program, (), kwargs)
-    expected = [v for v in run_single(program, flat).outputs if isinstance(v, torch.Tensor)]
-    exact = [v for v in run_single(program, flat, torch.float64).outputs if isinstance(v, torch.Tensor)]
-    noise = [float((a.double() - b).abs().max() / b.abs().max()) for a, b in zip(expected, exact, strict=True)]
-    return expected, [max(SPREAD * n, FLOOR * torch.finfo(torch.float32).eps) for n in noise]
 
 
 PROMPT, *STEPS = call(2, 0, 4), call(2, 4, 1), call(2, 5, 1)

@@ -14,7 +14,7 @@ from torch import nn
 
 import tpcompiler
 from tests.passes.stages import Call
-from tests.training.test_gradients import PLAN, ROWS, Mlp, built, squares
+from tests.training.test_gradients import PLAN, ROWS, Mlp, built, squares, with_own_samples
 from tests.zoo.faults import collectives_of, without_collective
 from tpcompiler.api import conversions_of
 from tpcompiler.artifact.summary import summarize
@@ -36,10 +36,8 @@ REST = {"**": "shard_at_rest(dp)"}
 @cache
 def converted(ranks: int) -> tuple[tpcompiler.ParallelProgram, Any, int]:
     """A Llama of which each rank holds a share, the arguments of a call, and the bytes of its parameters."""
-    model, program, _, named = built("llama")
-    outputs = {"outputs.logits": ROWS}
-    made = tpcompiler.parallelize(program, {"dp": ranks}, REST, inputs=dict.fromkeys(named, ROWS), outputs=outputs)
-    return made, named, sum(each.numel() * 4 for each in model.parameters())
+    model, _, _, named = built("llama")
+    return with_own_samples({"dp": ranks}, REST), named, sum(each.numel() * 4 for each in model.parameters())
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -59,14 +57,7 @@ def test_bytes_of_what_a_rank_holds_and_sends(ranks: int) -> None:
 
 def test_beside_layers_that_are_cut(tmp_path: Any) -> None:
     """Over tp the collectives of layers; of a weight that tp cuts, dp gathers the half that tp leaves."""
-    _, program, _, named = built("llama")
-    made = tpcompiler.parallelize(
-        program,
-        {"dp": 2, "tp": 2},
-        {**PLAN, **REST},
-        inputs=dict.fromkeys(named, ROWS),
-        outputs={"outputs.logits": ROWS},
-    )
+    made, (*_, named) = with_own_samples({"dp": 2, "tp": 2}, {**PLAN, **REST}), built("llama")
     kinds = Counter((each.kind, each.axis) for each in made.collectives())
     parameters = 2 * 9 + 3
     assert kinds == {

@@ -125,6 +125,13 @@ def built(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Exp
     return model, tpcompiler.export_training(model, args, loss=loss, targets=named), args, named
 
 
+def with_own_samples(mesh: dict[str, int], plan: dict[str, str]) -> tpcompiler.ParallelProgram:
+    """The Llama, of which each rank along dp takes its own samples and returns their logits."""
+    _, program, _, named = built("llama")
+    inputs, outputs = dict.fromkeys(named, ROWS), {"outputs.logits": ROWS}
+    return tpcompiler.parallelize(program, mesh, plan, inputs=inputs, outputs=outputs)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_what_autograd_makes(name: str) -> None:
     model, program, args, named = built(name, torch.float64)

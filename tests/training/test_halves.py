@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tpcompiler
 from tests.passes.stages import Call
-from tests.training.test_gradients import PLAN, ROWS, Images, built, cross_entropy
+from tests.training.test_gradients import PLAN, Images, cross_entropy, with_own_samples
 from tests.training.test_steps import group_of_one as group_of_one
 from tpcompiler.checkpoint.halves import Halves
 from tpcompiler.errors import UnsupportedError
@@ -52,15 +52,7 @@ def gradients(module: nn.Module) -> dict[str, Any]:
 @pytest.mark.parametrize("rest", [{}, {"**": "shard_at_rest(dp)"}], ids=["whole over dp", "in shards"])
 def test_no_collective_twice(rest: dict[str, str]) -> None:
     """Each half has its own, in their order; what it saves is least if everything is recomputed."""
-    _, program, _, named = built("llama")
-    made = tpcompiler.parallelize(
-        program,
-        {"dp": 2, "tp": 2},
-        {**PLAN, **rest},
-        inputs=dict.fromkeys(named, ROWS),
-        outputs={"outputs.logits": ROWS},
-    )
-    rank = made.rank_program(0)
+    rank = with_own_samples({"dp": 2, "tp": 2}, {**PLAN, **rest}).rank_program(0)
     sent = [str(node.args) for node in rank.graph.nodes if edit.is_collective(node)]
     saved = {}
     for how in HOW:

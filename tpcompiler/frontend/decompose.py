@@ -383,11 +383,6 @@ def _span(value: torch.Tensor) -> tuple[int, int]:
     return int(value.storage_offset()), int(value.storage_offset() + reach)
 
 
-def _lazy_bits(value: Any) -> list[tuple[bool, bool]]:
-    """Return for each tensor if its readers still have to conjugate it, and to negate it."""
-    return [(v.is_conj(), v.is_neg()) for v in tree_flatten(value)[0] if isinstance(v, torch.Tensor)]
-
-
 def _has_fixed_sizes(value: Any) -> bool:
     """Return True for a tensor without symbolic sizes; a complex one may have bits that no shape shows."""
     return isinstance(value, torch.Tensor) and not value._has_symbolic_sizes_strides and not value.is_complex()
