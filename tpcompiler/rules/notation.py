@@ -160,9 +160,9 @@ class ShardRange:
         return cls(*shares[0], math.prod(fractions), tuple(frames))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rule:
-    """The rule of one node: the pattern, and the size of every factor."""
+    """The rule of one node, or of equal calls: the pattern, and the size of every factor."""
 
     pattern: Pattern
     extent: Mapping[str, Size]

@@ -94,7 +94,7 @@ def _find_all_ways(domain: Domain) -> None:
             own = _limits_without_plan(rule, {} if stage.gathers else tokens[node], many)
             limits = own if is_product else _limits_without_plan(rule, {}, many)
             base = stage.base(node)
-            known = "first", id(rule), stage.name(base), limits, own, bool(many)
+            known = "first", rule, stage.name(base), limits, own, bool(many)
             find = partial(_every_way, stage, rule, base, limits, own, bool(many))
             domain.ways[node] = stage.known.once(known, find)
     for node in counted([*domain.operands][::-1], "finding choices", "ops"):
@@ -125,7 +125,7 @@ def _find_planned_ways(domain: Domain) -> None:
     for node, rule in domain.rules.items():
         if rule is not None:
             base, limits = stage.base(node), _limits_with_plan(rule, node, domain.operands[node], touched, loose)
-            known = "first", id(rule), stage.name(base), limits
+            known = "first", rule, stage.name(base), limits
             domain.ways[node] = stage.known.once(known, partial(Ways.whole, stage, rule, base, limits, MOST_PLANNED))
     for node in domain.ways:
         _take_operands(domain, node)

@@ -105,7 +105,7 @@ class Problem:
     choices: dict[fx.Node, Choices] = field(default_factory=dict)
     variables: dict[fx.Node, int] = field(default_factory=dict)
     changes: list[tuple[fx.Node, Values, Values, bool, float]] = field(default_factory=list)
-    known: Known = field(default_factory=Known)  # what layers alike share
+    known: Known = field(default_factory=Known)  # what layers alike share, and problems over this axis
     held: set[str] = field(default_factory=set)  # weights whose bytes have a price
     resting: dict[fx.Node, Gathers] = field(default_factory=dict)  # leaves that are gathered for their uses
     capped: int = 0
@@ -143,6 +143,7 @@ def pose(
     """
     samples = stage.read.once(("samples", *map(id, programs)), partial(find_samples, programs))
     problem = Problem(programs, stage, objective, refused, samples)
+    problem.known = stage.known.once(("prices", objective[1:], refused), Known)  # `known` is of one machine
     problem.groups = _find_groups(programs)
     parts = stage.parts or (stage,)
     problem.alone = [
@@ -396,7 +397,7 @@ def _held_units(problem: Problem, node: fx.Node, shardings: Sequence[Sharding]) 
     return problem.known.once(known, lambda: in_units([price(local_bytes(value, each, mesh)) for each in shardings]))
 
 
-def _price_use(problem: Problem, leaf: fx.Node, fqn: str, wanted: Values, known: Leaf) -> None:
+def _price_use(problem: Problem, leaf: fx.Node, fqn: str, wanted: Values, placed: Leaf) -> None:
     """A leaf without a say is what its use wants, if its layer's style says so too. It is held once.
 
     A style that is kept to is one of the layer's weight, which its other leaves follow.
@@ -407,8 +408,8 @@ def _price_use(problem: Problem, leaf: fx.Node, fqn: str, wanted: Values, known:
     problem.held.add(group)
     is_fixed = stage.is_searched and layer is None and weight_of(fqn) == fqn and not edit.fake(leaf).is_floating_point()
     styles = None if layer is None else tuple(layer.styles.values())
-    follows = isinstance(known.within, Dims) and layer is None and layer_of(fqn) in problem.owners
-    allowed = tuple(follows or known.may_be(want, stage) for want in wanted.shardings)
+    follows = isinstance(placed.within, Dims) and layer is None and layer_of(fqn) in problem.owners
+    allowed = tuple(follows or placed.may_be(want, stage) for want in wanted.shardings)
 
     def find() -> numpy.ndarray:
         units = _held_units(problem, leaf, wanted.shardings) * (0 if is_held else 1)
@@ -420,8 +421,9 @@ def _price_use(problem: Problem, leaf: fx.Node, fqn: str, wanted: Values, known:
         fits = [[_is_cut(want.only(stage.axis), dim) for want in wanted.shardings] for dim in styles]
         return numpy.where(fits, units, NEVER)
 
-    units = problem.known.once(("use", key(leaf), wanted.shardings, is_held, is_fixed, styles, allowed), find)
-    problem.price([wanted] if layer is None else [Values(layer.variable, ()), wanted], units)
+    gathers = problem.resting.get(leaf)
+    known = "use", key(leaf), wanted.shardings, is_held, is_fixed, styles, allowed, gathers
+    problem.price([wanted] if layer is None else [Values(layer.variable, ()), wanted], problem.known.once(known, find))
 
 
 def _is_cut(sharding: Sharding, dim: int | None) -> bool:

@@ -22,7 +22,7 @@ from tpcompiler.solver.eliminate import TOO_SLOW, eliminate, solve
 from tpcompiler.solver.problem import FEATURES, NEVER, Problem, Values, pose
 from tpcompiler.solver.samples import find_sample_axes
 from tpcompiler.solver.solution import Layered, Place, Solution, join_places
-from tpcompiler.solver.stage import MOST_CHOICES, Choice, Stage
+from tpcompiler.solver.stage import MOST_CHOICES, Choice, Known, Stage
 from tpcompiler.solver.task import Task
 from tpcompiler.solver.variants import find_openings, find_places
 
@@ -49,8 +49,9 @@ def find_bound(task: Task, axes: Sequence[str]) -> float:
 
 
 def _stage_of(task: Task, axes: tuple[str, ...], before: Mapping[fx.Node, Choice], most: int) -> Stage:
-    rest = task.programs[0].rest if axes[-1] in task.model_axes else AsUsed()
-    return Stage(task.programs[0].mesh, axes, before, rest, task.known, most)
+    mesh, rest = task.programs[0].mesh, task.programs[0].rest if axes[-1] in task.model_axes else AsUsed()
+    known = task.known.once(("over", mesh, axes, rest, most), Known)
+    return Stage(mesh, axes, before, rest, task.known, most, known=known)
 
 
 def search(task: Task) -> Solution:

@@ -72,7 +72,8 @@ class Stage:
         """Over the axes of these at once."""
         last = parts[-1]
         axes, most = tuple(part.axis for part in parts), math.prod(part.most for part in parts)
-        return cls(last.mesh, axes, {}, last.rest, last.read, most, tuple(parts))
+        known = last.read.once(("together", *(part.what for part in parts)), Known)
+        return cls(last.mesh, axes, {}, last.rest, last.read, most, tuple(parts), known)
 
     @property
     def axis(self) -> str:
@@ -117,7 +118,7 @@ class Stage:
         """
         if len(self.axes) == 1:
             return candidates(rule, self.axis)
-        return self.known.once(("own", id(rule)), lambda: list(options(rule, self.mesh.along([self.axis]))))
+        return self.known.once(("own", rule), lambda: list(options(rule, self.mesh.along([self.axis]))))
 
     def both(self, rule: Rule, option: Option) -> Both | Refusal:
         def find() -> Both | Refusal:
@@ -127,7 +128,7 @@ class Stage:
             wants, made = (tuple(self.known.setdefault(each, each) for each in side) for side in found)
             return wants, made
 
-        return self.known.once((id(rule), self.name(option)), find)
+        return self.known.once((rule, self.name(option)), find)
 
     def extended(self, base: Option, more: Option) -> Option:
         """An option over the axis, inside of one over those before."""
@@ -138,10 +139,10 @@ class Stage:
 
     def follow(self, side: Side, rule: Rule, index: int, sharding: Sharding, base: Option) -> Option | Refusal:
         """Return the option that takes an operand ("in") or makes a result ("out") in a sharding."""
-        found = self.known.once((side, id(rule), index, sharding), lambda: self._following(side, rule, index, sharding))
+        found = self.known.once((side, rule, index, sharding), lambda: self._following(side, rule, index, sharding))
         if isinstance(found, Refusal) and len(self.axes) > 1:
             only = sharding.only(self.axis)
-            found = self.known.once((side, id(rule), index, only), lambda: self._following(side, rule, index, only))
+            found = self.known.once((side, rule, index, only), lambda: self._following(side, rule, index, only))
         if isinstance(found, Refusal) or len(self.axes) == 1:
             return found
         return found if self.is_inside(found, base, rule) else self.extended(base, restricted(found, self.axis))

@@ -69,7 +69,7 @@ class Task:
 
     Attributes:
         programs: they share their leaves.
-        known: results of earlier searches with the same objective.
+        known: results of earlier searches on the same machine.
         limit: the most bytes that a rank may hold.
         forms: other forms to try.
         model: the axes over which layers are cut; by default the mesh's.

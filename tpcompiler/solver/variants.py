@@ -39,10 +39,11 @@ def find_openings(domain: Domain) -> Iterator[tuple[fx.Node, int, Set[Place]]]:
         have = tuple((*shardings_of(domain, each), *more.get(each, ())) for each in domain.operands[node])
         made = list[tuple[Sharding, ...]]()  # if the call takes shares of an operand that it needs whole
         for index, each in enumerate(have if variant_of(node.target) is not None else ()):
-            term, cuts = ways.rule.pattern.inputs[index], to_cut(stage, each)
-            if any(isinstance(follow(ways.rule, term, cut, stage.mesh), Refusal) for cut in cuts):
+            cuts = tuple(to_cut(stage, each))
+            find = partial(_made_as_variant, ways.rule, index, cuts, stage.mesh)
+            if (as_variant := stage.known.once(("as variant", ways.rule, index, cuts), find)) is not None:
                 yield node, index, find_places(domain, node, index, cuts)
-                made += filter(None, (_made_as_variant(ways.rule, index, cut, stage.mesh) for cut in cuts))
+                made += as_variant
         if not more.keys().isdisjoint(domain.operands[node]):
             ways = stage.known.once(("takes", ways, have), partial(take_operands, stage, ways, have))
         for value, at in edit.results(node) if made or ways is not domain.ways[node] else ():
@@ -52,16 +53,20 @@ def find_openings(domain: Domain) -> Iterator[tuple[fx.Node, int, Set[Place]]]:
                 more[value] = new
 
 
-def _made_as_variant(rule: Rule, index: int, cut: Sharding, mesh: Mesh) -> tuple[Sharding, ...]:
-    """Return what an op would make if it took a share of the dims that it needs whole and makes too; empty if unknown.
+def _made_as_variant(rule: Rule, index: int, cuts: Sequence[Sharding], mesh: Mesh) -> list[tuple[Sharding, ...]] | None:
+    """Return what an op would make if it took a share of the dims that it needs whole and makes too, as far as known;
+    None if it takes the operand in all these shardings.
 
     Its variant makes the same, or sums to reduce.
     """
+    term = rule.pattern.inputs[index]
+    if not any(isinstance(follow(rule, term, cut, mesh), Refusal) for cut in cuts):
+        return None
     kept = {factor for term in rule.pattern.outputs for dim in term for factor in dim}
     free = replace(rule, pattern=replace(rule.pattern, whole=rule.pattern.whole - kept))
-    option = follow(free, rule.pattern.inputs[index], cut, mesh)
-    both = option if isinstance(option, Refusal) else shardings(free, option, mesh)
-    return () if isinstance(both, Refusal) else both[1]
+    options = (follow(free, term, cut, mesh) for cut in cuts)
+    every = (shardings(free, option, mesh) for option in options if not isinstance(option, Refusal))
+    return [both[1] for both in every if not isinstance(both, Refusal)]
 
 
 def find_places(domain: Domain, node: fx.Node, index: int, shardings: Sequence[Sharding]) -> Set[Place]:
