@@ -16,8 +16,6 @@ from tpcompiler.errors import ShardingError
 from tpcompiler.parallel import advice
 from tpcompiler.terminal.printed import format_bytes
 
-pytestmark = pytest.mark.slow
-
 CHANGE = (
     r"(?:change '([^']+)' from \w+ to (\w+)|pin '([^']+)' to (R)) \((?:each rank sends )?([\d.]+ k?B) (?:less|sent)"
 )

@@ -14,8 +14,6 @@ from tests.launch import called
 from tpcompiler import ParallelProgram
 from tpcompiler.api.aliases import verify_artifact
 
-pytestmark = pytest.mark.slow
-
 Given = dict[str, str]
 
 
@@ -134,6 +132,7 @@ def test_a_size_that_the_ranks_do_not_divide(programs: dict[str, ExportedProgram
         converted(programs["dynamic"], "outputs only", 2).verify(inputs(5, 4))
 
 
+@pytest.mark.slow
 def test_every_rank_gives_and_gets_its_own_rows(programs: dict[str, ExportedProgram], tmp_path: Path) -> None:
     """In real processes: batch-sharded inputs of two sizes, outputs sharded, whole, and a number."""
     converted(programs["dynamic"], "both inputs and the outputs", 2).save(tmp_path / "out")

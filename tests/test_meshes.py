@@ -25,8 +25,6 @@ from tpcompiler.ir.shares import cut, read_sharding
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 
-pytestmark = pytest.mark.slow
-
 PLAN = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise", "up": "colwise", "down": "rowwise"}
 X = torch.randn(4, 3, 16)
 BATCH: dict[str, Any] = {"inputs": {"x": {"dp": "S(0)"}}, "outputs": [{"dp": "S(0)"}]}
@@ -140,6 +138,7 @@ def test_uneven_and_empty_shards(inputs: dict[str, str], sizes: tuple[int, ...])
     assert report.ok, str(report)
 
 
+@pytest.mark.slow
 def test_real_processes_from_a_saved_artifact(tmp_path: Path) -> None:
     """Four processes, groups of two of them, and rank 3's part of the batch."""
     program = tpcompiler.parallelize(exported(), {"dp": 2, "tp": 2}, PLAN, **BATCH)

@@ -14,8 +14,6 @@ from tests.bad_input.models import PLAN, Net, X, exported
 from tpcompiler.errors import InputsError
 from tpcompiler.ir import edit
 
-pytestmark = pytest.mark.slow
-
 
 def cast(self: Any, x: torch.Tensor) -> torch.Tensor:
     h = self.up(x).to(torch.float64).to("cpu", torch.float32).type_as(x).to(x, copy=True)

@@ -16,8 +16,6 @@ from tpcompiler.api.aliases import verify_artifact
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 
-pytestmark = pytest.mark.slow
-
 X = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
 PLAN = {"up": "colwise", "down": "rowwise"}
 

@@ -18,8 +18,6 @@ from tpcompiler.ir.local import local_strides
 from tpcompiler.judge.compare.reference import run_single
 from tpcompiler.judge.compare.simulate import simulate
 
-pytestmark = pytest.mark.slow
-
 
 def meant(value: torch.Tensor, strides: Sequence[int]) -> list[int]:
     """The strides that say where elements lie: none of a tensor without elements, none of a dim of one element."""

@@ -15,8 +15,6 @@ import tpcompiler
 from tests.passes.stages import Call, placed
 from tpcompiler.ir.text import program_text
 
-pytestmark = pytest.mark.slow
-
 X = torch.randn(4, 8)
 A = {"**.a": "rowwise_split_input"}
 ROWS = {**A, "**.b": "rowwise_split_input"}
@@ -102,5 +100,24 @@ def test_integers_that_wrap_are_summed_up_first(dtype: torch.dtype) -> None:
     exported = torch.export.export(Call(lambda self, a, b: (a @ b).sum(0)), args)
     made = tpcompiler.parallelize(exported, 2, {}, inputs=["S(1)", "S(0)"], outputs=["R"])
     assert [c.kind for c in made.collectives()] == ["all_reduce"]
+    report = made.verify(args)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize(
+    ("forward", "dtype", "payload"),
+    [
+        (lambda self, a, b: (a @ b).real, torch.complex64, 4 * 6 * 4),
+        (lambda self, a, b: (a @ b).sum(0, dtype=torch.float32), torch.bfloat16, 6 * 4),
+    ],
+    ids=["complex", "narrow"],
+)
+def test_floats_are_summed_up_in_another_dtype(forward: Any, dtype: torch.dtype, payload: int) -> None:
+    """Pending floats pass into what has fewer bytes: their shares do not wrap."""
+    args = torch.randn(4, 8, dtype=dtype), torch.randn(8, 6, dtype=dtype)
+    made = tpcompiler.parallelize(
+        torch.export.export(Call(forward), args), 2, {}, inputs=["S(1)", "S(0)"], outputs=["R"]
+    )
+    assert [(c.kind, c.payload_bytes) for c in made.collectives()] == [("all_reduce", payload)]
     report = made.verify(args)
     assert report.ok, report

@@ -7,8 +7,6 @@ import re
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from tests.soundness import boundary_changes, changes
 from tests.trust.damage import CHANGES
 from tests.trust.subjects import subject
@@ -16,8 +14,6 @@ from tpcompiler.judge.sound.check import check_programs
 
 assert boundary_changes  # they register their cases
 assert changes
-pytestmark = pytest.mark.slow
-
 FOUND = Path(__file__).parent / "findings.txt"
 
 

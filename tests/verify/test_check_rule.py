@@ -13,8 +13,6 @@ from tests.rules.sample import t
 from tpcompiler.errors import RuleError
 from tpcompiler.rules.registry import _RULES
 
-pytestmark = pytest.mark.slow
-
 
 @torch.library.custom_op("toycheck::centre", mutates_args=())
 def centre(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

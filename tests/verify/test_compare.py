@@ -22,7 +22,6 @@ from tpcompiler.judge.compare.compare import VerifyReport
 from tpcompiler.judge.compare.judge import FLOOR, SPREAD
 from tpcompiler.parallel.compared import layout_of, shardings_of
 
-pytestmark = pytest.mark.slow
 MACHINE = CALLS
 
 aten = torch.ops.aten
