@@ -71,7 +71,7 @@ fx.wrap("pin")
 fx.wrap("reshard")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
     """A graph and the single-device program that it came from."""
 
@@ -143,7 +143,7 @@ class CanonicalProgram(Program):
     """A functional program without higher-order wrappers and metadata assertions."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PlannedProgram(Program):
     """A program with its plan resolved: constraints on leaves and inputs, `pin` nodes on values.
 
@@ -191,7 +191,7 @@ def relax(
     return replace(program, constraints={name: own for name, own in constraints.items() if own is not None})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PlacedProgram(Program):
     """One program for all ranks: a NodePlacement on every node, a `reshard` at every change of sharding, no `pin`."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import fx
@@ -52,8 +53,10 @@ def price_otherwise(found: Solution, value: fx.Node, objective: Objective) -> li
         options.extend((problem.stage.axes, option) for option in each)
         yield from ()
 
+    task = Task(found.programs, objective, model=found.model, turns=turns)
+
     def solve(held: Held) -> Solution:
-        return search(Task(found.programs, objective, model=found.model, held=held, turns=turns))
+        return search(replace(task, held=held))
 
     def holding(axes: tuple[str, ...], option: _Option) -> Held:
         return lambda problem: option.held if problem.stage.axes == axes else ()

@@ -141,7 +141,7 @@ def pose(
     Args:
         before: what each leaf is over the axes before, by group.
     """
-    samples = stage.read.once(("samples", *map(id, programs)), partial(find_samples, programs))
+    samples = stage.read.once(("samples", *programs), partial(find_samples, programs))
     problem = Problem(programs, stage, objective, refused, samples)
     problem.known = stage.known.once(("prices", objective[1:], refused), Known)  # `known` is of one machine
     problem.groups = _find_groups(programs)
@@ -149,7 +149,7 @@ def pose(
     problem.alone = [
         _find_domains(problem, part, before)
         if part.before
-        else part.read.once((*part.what, *map(id, programs)), partial(_find_domains, problem, part, before))
+        else part.read.once((*part.what, *programs), partial(_find_domains, problem, part, before))
         for part in parts
     ]
     problem.domains = combine_domains(stage, problem.alone) if stage.parts else problem.alone[0]

@@ -243,7 +243,7 @@ def find_conflict(task: Task, best: Solution, again: Again) -> Solution:
 
     def fails_with(entries: Sequence[str]) -> bool:
         fewer = [relax(program, lambda own: own.asked_by not in entries) for program in task.programs]
-        return math.isinf(again(replace(task, programs=fewer, known=Known(), limit=None, forms=None)).seconds)
+        return math.isinf(again(replace(task, programs=fewer, limit=None, forms=None)).seconds)
 
     kept = list(dict.fromkeys(own.asked_by for program in task.programs for own in program.planned.values()))
     for entry in counted(kept[:MOST_ENTRIES], "looking for what conflicts", "entries"):
