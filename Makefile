@@ -39,7 +39,7 @@ test: export TPCOMPILER_DURATIONS := $(or $(TPCOMPILER_DURATIONS),$(if $(PYTEST_
 test: venv  ## Run all tests, except most pages of the documentation
 	$(BIN)/$(PYTEST) -m "not guide" $(PYTEST_ARGS)
 
-test-fast: venv  ## Run the fast tests: no real models, no launched processes
+test-fast: venv  ## Run the fast tests: no real models, few launched processes
 	$(BIN)/$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 check: venv  ## Lint, formatting, types (of tools too) and import directions

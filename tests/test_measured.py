@@ -50,7 +50,6 @@ def test_they_agree_where_it_runs(out: Path) -> None:
     )
 
 
-@pytest.mark.slow
 def test_the_command_line(out: Path, tmp_path: Path) -> None:
     inputs = tmp_path / "in.safetensors"
     save_file({"x": torch.ones(3, 9, 8), "other": torch.ones(2, 5, 8)}, inputs)
