@@ -11,15 +11,22 @@ import zipfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch._export.serde import serialize
+from torch.export import Dim
 
 import tpcompiler
 from tests.launch import fork_code
+from tests.passes.stages import Call
 from tests.runtime.models import PLAN, Mlp, export_mlp, mlp_inputs
-from tpcompiler._torch import save_program
+from tpcompiler._torch import save_program, tree_flatten
 from tpcompiler.errors import ArtifactError
+from tpcompiler.ir import edit
+from tpcompiler.ir.local import fake_mode_of
 from tpcompiler.runtime import expressions
 from tpcompiler.runtime.model_file import import_modules, read_model
 
@@ -59,6 +66,36 @@ def test_what_is_written_in_less_time_is_what_torch_writes(tmp_path: Path) -> No
 def _entries(path: Path) -> dict[str, bytes]:
     with zipfile.ZipFile(path) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_what_is_read_in_less_time_is_what_torch_reads(tmp_path: Path) -> None:
+    """With sizes that are sums and products of dynamic ones, half floats, strides, and a parameter."""
+    batch, length = Dim("batch", max=64), Dim("length", min=2)
+    module = Call(
+        lambda self, x, y: (torch.cat([x, y], 1).transpose(0, 1).half(), self.up(x).flatten(0, 1), x.sum() * 0.5 + 1),
+        up=nn.Linear(6, 4),
+    )
+    example = torch.randn(3, 5, 6), torch.randn(3, 2, 6)
+    sizes = {0: batch, 1: length}
+    program = torch.export.export(module, example, dynamic_shapes={"x": sizes, "y": {0: batch, 1: Dim("more")}})
+    torch.export.save(program, tmp_path / "model.pt2")
+    reader = vars(serialize.GraphModuleDeserializer).copy()
+    theirs, ours = torch.export.load(tmp_path / "model.pt2"), read_model(tmp_path / "model.pt2")
+    assert str(ours) == str(theirs)
+    assert ours.range_constraints == theirs.range_constraints
+    for own, other in zip(ours.graph.nodes, theirs.graph.nodes, strict=True):
+        assert _layouts(own.meta.get("val")) == _layouts(other.meta.get("val"))
+    assert {value.fake_mode for node in ours.graph.nodes for value in edit.outputs(node)} == {fake_mode_of(ours.graph)}
+    assert vars(serialize.GraphModuleDeserializer) == reader
+
+
+def _layouts(value: Any) -> list[str]:
+    kinds = "dtype", "device", "requires_grad", "is_leaf"
+    return [
+        f"{list(each.shape)} {each.stride()} {[getattr(each, kind) for kind in kinds]}"
+        for each in tree_flatten(value)[0]
+        if isinstance(each, torch.Tensor)
+    ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU can read this file")

@@ -24,7 +24,6 @@ from tpcompiler._torch.decompose import (
 from tpcompiler._torch.files import (
     archive_stream,
     is_registered_class,
-    quick_files,
     read_archive_state,
     record_reader,
     save_program,
@@ -82,6 +81,7 @@ from tpcompiler._torch.programs import (
     with_graph,
     with_state,
 )
+from tpcompiler._torch.quick_files import quick_files
 from tpcompiler._torch.sizes import (
     divided_range,
     divided_sizes,

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
-import typing
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import IO, Any, cast
 
 import torch
-from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree
 
+from tpcompiler._torch.quick_files import quick_files
 from tpcompiler.errors import ArtifactError, reason
 
 
@@ -31,65 +26,6 @@ def record_reader(file: IO[bytes] | io.RawIOBase) -> Any:
 def is_registered_class(name: str) -> bool:
     """Return True if a program's file may name this class in its tree of inputs or outputs."""
     return name in vars(_pytree)["SERIALIZED_TYPE_TO_PYTHON_TYPE"]
-
-
-@contextlib.contextmanager
-def quick_files() -> Iterator[None]:
-    """Speed up reading and writing of programs in this block, and read programs that torch writes and does not read.
-
-    torch evaluates the type hints of a node's class for each node that it reads, a sixth of a load's time; it parses
-    each dynamic size, and calls an op under a mode for each value, half of the time with dynamic sizes. It also brings
-    a copy of the program into a canonical form and discards it, half of a save's time. Its reader gives no value to a
-    call of a graph that returns nothing (a `no_grad` block that only writes a buffer), and its verifier wants one.
-    """
-    from torch._export.serde import schema, serialize
-
-    reader: Any = serialize.GraphModuleDeserializer
-    read_outputs, read_size = reader.deserialize_outputs, reader.deserialize_sym_int
-    read_value = reader.deserialize_tensor_meta
-    sizes: dict[tuple[ShapeEnv, str, Any], Any] = {}
-
-    def read_no_outputs(self: Any, node: Any, made: torch.fx.Node) -> None:
-        read_outputs(self, node, made)
-        if not node.outputs and isinstance(made.target, HigherOrderOperator):
-            made.meta["val"] = ()
-
-    def read_size_once(self: Any, size: Any) -> Any:
-        if size.type != "as_expr":
-            return read_size(self, size)
-        hint = size.value.hint
-        known = self.shape_env, size.value.expr_str, hint and hint.value
-        if known not in sizes:
-            sizes[known] = read_size(self, size)
-        return sizes[known]
-
-    def read_layout(self: Any, value: Any) -> Any:
-        device = serialize.deserialize_device(value.device)
-        if device.type == "meta" or value.requires_grad:
-            return read_value(self, value)
-        shape, strides = (tuple(map(self.deserialize_sym_int, each)) for each in (value.sizes, value.strides))
-        dtype = vars(serialize)["_SERIALIZE_TO_TORCH_DTYPE"][value.dtype]
-        with self.shape_env.suppress_guards():
-            layout = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-        return FakeTensor(self.fake_tensor_mode, layout, device)
-
-    hints = functools.cache(functools.partial(typing.get_type_hints, globalns=vars(schema)))
-    names: dict[str, Any] = {
-        "typing": SimpleNamespace(**vars(typing) | {"get_type_hints": lambda kind, globalns=None: hints(kind)}),
-        "canonicalize": lambda program, constants=None: program,
-    }
-    before = {name: vars(serialize)[name] for name in names if name in vars(serialize)}
-    for name in before:
-        setattr(serialize, name, names[name])
-    reader.deserialize_outputs, reader.deserialize_sym_int = read_no_outputs, read_size_once
-    reader.deserialize_tensor_meta = read_layout
-    try:
-        yield
-    finally:
-        reader.deserialize_outputs, reader.deserialize_sym_int = read_outputs, read_size
-        reader.deserialize_tensor_meta = read_value
-        for name, value in before.items():
-            setattr(serialize, name, value)
 
 
 class _Stream(io.RawIOBase):

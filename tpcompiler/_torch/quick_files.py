@@ -1,0 +1,100 @@
+"""Faster parts of torch's reader and writer of programs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import typing
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+
+@contextlib.contextmanager
+def quick_files() -> Iterator[None]:
+    """Speed up reading and writing of programs in this block, and read programs that torch writes and does not read.
+
+    Of the time of a load, torch spends a sixth on the type hints of each node's class, a sixth on looking for the class
+    of each number and text and, with dynamic sizes, half on parsing each of them and on an op for each value. Half of a
+    save's time is a copy of the program in a canonical form, which is discarded.
+    """
+    from torch._export.serde import schema, serialize
+
+    reader = serialize.GraphModuleDeserializer
+    hints = functools.cache(functools.partial(typing.get_type_hints, globalns=vars(schema)))
+    hinting = SimpleNamespace(**vars(typing) | {"get_type_hints": lambda kind, globalns=None: hints(kind)})
+    quick: list[tuple[Any, str, Callable[[Any], Any]]] = [
+        (serialize, "typing", lambda typing: hinting),
+        (serialize, "canonicalize", lambda copy: lambda program, constants=None: program),
+        (serialize, "_dict_to_dataclass", _reading_plain_data),
+        (reader, "deserialize_outputs", _reading_no_outputs),
+        (reader, "deserialize_sym_int", _reading_sizes_once),
+        (reader, "deserialize_tensor_meta", _reading_layouts),
+    ]
+    quick = [each for each in quick if each[1] in vars(each[0])]  # these names are torch's own
+    before = [(owner, name, vars(owner)[name]) for owner, name, _ in quick]
+    for owner, name, make in quick:
+        setattr(owner, name, make(vars(owner)[name]))
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def _reading_plain_data(read: Callable[..., Any]) -> Callable[..., Any]:
+    def read_data(kind: Any, data: Any) -> Any:
+        return data if type(data) is str or kind in (int, bool) else read(kind, data)
+
+    return read_data
+
+
+def _reading_no_outputs(read: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a value to a call of a graph that returns nothing, such as a `no_grad` block that only writes a buffer.
+
+    torch gives it none, and its verifier wants one.
+    """
+
+    def read_outputs(self: Any, node: Any, made: torch.fx.Node) -> None:
+        read(self, node, made)
+        if not node.outputs and isinstance(made.target, HigherOrderOperator):
+            made.meta["val"] = ()
+
+    return read_outputs
+
+
+def _reading_sizes_once(read: Callable[..., Any]) -> Callable[..., Any]:
+    known: dict[tuple[ShapeEnv, str, Any], Any] = {}
+
+    def read_size(self: Any, size: Any) -> Any:
+        if size.type != "as_expr":
+            return read(self, size)
+        hint = size.value.hint
+        name = self.shape_env, size.value.expr_str, hint and hint.value
+        if name not in known:
+            known[name] = read(self, size)
+        return known[name]
+
+    return read_size
+
+
+def _reading_layouts(read: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a value from its layout, without the mode that calls ops on values without memory."""
+    from torch._export.serde import serialize
+
+    def read_value(self: Any, value: Any) -> Any:
+        device = serialize.deserialize_device(value.device)
+        if device.type == "meta" or value.requires_grad:
+            return read(self, value)
+        shape, strides = (tuple(map(self.deserialize_sym_int, each)) for each in (value.sizes, value.strides))
+        dtype = vars(serialize)["_SERIALIZE_TO_TORCH_DTYPE"][value.dtype]
+        with self.shape_env.suppress_guards():
+            layout = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        return FakeTensor(self.fake_tensor_mode, layout, device)
+
+    return read_value
