@@ -33,6 +33,15 @@ def machine(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a module keeps for its tests ends with it: of a large heap, each look for garbage takes seconds."""
+    yield
+    for each in vars(request.module).values():
+        if getattr(each, "__module__", "") == request.module.__name__ and hasattr(each, "cache_clear"):
+            each.cache_clear()
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model in a file: `export_mlp`."""
