@@ -69,10 +69,14 @@ def _entries(path: Path) -> dict[str, bytes]:
 
 
 def test_what_is_read_in_less_time_is_what_torch_reads(tmp_path: Path) -> None:
-    """With sizes that are sums and products of dynamic ones, half floats, strides, and a parameter."""
+    """With sizes that are sums and products of dynamic ones, half floats, strides, a parameter, and infinity."""
     batch, length = Dim("batch", max=64), Dim("length", min=2)
     module = Call(
-        lambda self, x, y: (torch.cat([x, y], 1).transpose(0, 1).half(), self.up(x).flatten(0, 1), x.sum() * 0.5 + 1),
+        lambda self, x, y: (
+            torch.cat([x, y], 1).transpose(0, 1).half(),
+            self.up(x).flatten(0, 1),
+            x.masked_fill(x > 0.5, -torch.inf),
+        ),
         up=nn.Linear(6, 4),
     )
     example = torch.randn(3, 5, 6), torch.randn(3, 2, 6)
@@ -85,6 +89,8 @@ def test_what_is_read_in_less_time_is_what_torch_reads(tmp_path: Path) -> None:
     assert ours.range_constraints == theirs.range_constraints
     for own, other in zip(ours.graph.nodes, theirs.graph.nodes, strict=True):
         assert _layouts(own.meta.get("val")) == _layouts(other.meta.get("val"))
+        constants, of_theirs = (tree_flatten((node.args, node.kwargs))[0] for node in (own, other))
+        assert [*map(type, constants)] == [*map(type, of_theirs)]
     assert {value.fake_mode for node in ours.graph.nodes for value in edit.outputs(node)} == {fake_mode_of(ours.graph)}
     assert vars(serialize.GraphModuleDeserializer) == reader
 

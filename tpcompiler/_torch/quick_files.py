@@ -49,7 +49,7 @@ def quick_files() -> Iterator[None]:
 
 def _reading_plain_data(read: Callable[..., Any]) -> Callable[..., Any]:
     def read_data(kind: Any, data: Any) -> Any:
-        return data if type(data) is str or kind in (int, bool) else read(kind, data)
+        return data if kind in (str, int, bool) else read(kind, data)  # an infinite float is a text
 
     return read_data
 
