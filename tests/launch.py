@@ -148,6 +148,7 @@ def _become(
     """Of a fork: become the script's interpreter."""
     for stream, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    os.environ.clear()  # the server has that of the test which started it
     os.environ.update(environment)
     os.chdir(cwd)
     warnings.simplefilter("ignore")
