@@ -26,7 +26,7 @@ from tpcompiler.rules.index_range import Ranges, is_needed, position_checks, wit
 from tpcompiler.rules.infer import Option
 from tpcompiler.rules.notation import Rule
 from tpcompiler.runtime.records import Why
-from tpcompiler.solver.problem import FREE
+from tpcompiler.solver.pose import FREE
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.stage import Choice
 

@@ -15,7 +15,8 @@ from torch.export.graph_signature import InputKind
 from tpcompiler._torch import FakeTensor, OpOverload, aten, decomposed, decomposing
 from tpcompiler.errors import ProgramError, reason
 from tpcompiler.frontend.backwards import IN_SIMPLER_OPS
-from tpcompiler.frontend.decompose import NotSimple, decompose_calls
+from tpcompiler.frontend.call_body import NotSimple
+from tpcompiler.frontend.decompose import decompose_calls
 from tpcompiler.frontend.draws_in_place import AS_DRAWN, refuse_dynamic_gaps
 from tpcompiler.frontend.layouts import allow_copies
 from tpcompiler.frontend.refused import refuse_calls, refuse_values

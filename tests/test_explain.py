@@ -30,9 +30,10 @@ from tpcompiler.ir.constraints import AnyStyle
 from tpcompiler.ir.program import PlacedProgram, PlannedProgram
 from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize
+from tpcompiler.solver.changes import UNIT
 from tpcompiler.solver.drive import PLACING, solve
 from tpcompiler.solver.otherwise import price_otherwise
-from tpcompiler.solver.problem import UNIT, pose
+from tpcompiler.solver.pose import pose
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.stage import Stage
 from tpcompiler.solver.task import Task

@@ -17,7 +17,8 @@ import tpcompiler
 from tests.passes.stages import Call
 from tpcompiler._torch import decomposing
 from tpcompiler.errors import ProgramError
-from tpcompiler.frontend.decompose import NotSimple, _Simplifier, decompose_calls
+from tpcompiler.frontend.call_body import NotSimple
+from tpcompiler.frontend.decompose import _Simplifier, decompose_calls
 from tpcompiler.frontend.spell_out import spell_out
 from tpcompiler.frontend.written_back import keep_old_values
 from tpcompiler.ir import edit

@@ -26,7 +26,8 @@ from tpcompiler.parallel.pipeline import plan_program
 from tpcompiler.solver import together
 from tpcompiler.solver.domain import shardings_of_pin
 from tpcompiler.solver.drive import PLACING, solve
-from tpcompiler.solver.problem import Problem, pose
+from tpcompiler.solver.pose import pose
+from tpcompiler.solver.problem import Problem
 from tpcompiler.solver.search import search
 from tpcompiler.solver.solution import Turns
 from tpcompiler.solver.stage import Stage

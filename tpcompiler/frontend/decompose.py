@@ -16,7 +16,6 @@ from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, Tens
 from tpcompiler._torch import (
     WRAPPERS,
     FakeTensor,
-    FakeTensorMode,
     HigherOrderOperator,
     OpOverload,
     all_tensors,
@@ -27,9 +26,9 @@ from tpcompiler._torch import (
     enable_python_dispatcher,
     functional_op,
     stays_whole,
-    trace_ops,
     tree_flatten,
 )
+from tpcompiler.frontend.call_body import Bodies, NotSimple
 from tpcompiler.frontend.written_back import hidden_bases, memory_of, updates_statistics, without_memory, writes
 from tpcompiler.ir import edit
 from tpcompiler.ir.draws import DROPOUTS
@@ -43,10 +42,6 @@ SCATTERS = {  # views, and the ops that put a part back, with the same arguments
     aten.slice.Tensor: aten.slice_scatter.default,
 }
 DENSE = (torch.Tensor, torch.nn.Parameter, FakeTensor)
-
-
-class NotSimple(Exception):
-    """A program that torch has to trace as a whole."""
 
 
 def decompose_calls(program: ExportedProgram, how: Mapping[Any, Any], table: Mapping[Any, Any]) -> ExportedProgram:
@@ -77,7 +72,7 @@ class _Simplifier:
     def __init__(self, program: ExportedProgram, how: Mapping[Any, Any], table: Mapping[Any, Any]) -> None:
         self.program, self.how, self.table = program, how, table
         self.graph, self.mode = fx.Graph(), fake_mode_of(program.graph)
-        self.bodies: dict[Any, fx.Graph] = {}
+        self.bodies = Bodies(self.mode, table)
         self.sizes: dict[Any, fx.Node] = {}
         self.results: dict[Any, Any] = {}
         self.seen: dict[Any, Any] = {}  # the shapes of results, by call
@@ -258,7 +253,7 @@ class _Simplifier:
                 return self.keep(node, aten._local_scalar_dense.default, env)
             raise NotSimple(node.name)  # a new trace would rename data-dependent sizes
         inputs = node.all_input_nodes
-        body = self.body(node, op, [env[used] for used in inputs])
+        body = self.bodies.find(node, op, [env[used] for used in inputs])
         copies: Values = dict(
             zip((n for n in body.nodes if n.op == "placeholder"), (env[i] for i in inputs), strict=True)
         )
@@ -328,16 +323,6 @@ class _Simplifier:
             self.sizes[size] = created
         return created
 
-    def body(self, node: fx.Node, op: Any, operands: list[fx.Node]) -> fx.Graph:
-        """Return the decomposition of a call, shared by calls whose arguments have the same layout."""
-        number = {used: at for at, used in enumerate(node.all_input_nodes)}
-        args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda used: ("node", number[used]))
-        call = op, key(args), key(operands)
-        if call not in self.bodies:
-            values = [edit.fake(each) for each in operands]
-            self.bodies[call] = _trace_call(node, op, values, self.mode, self.table)
-        return self.bodies[call]
-
 
 def _drops_nothing(node: fx.Node) -> bool:
     args = edit.arguments(node)
@@ -390,30 +375,3 @@ def _has_fixed_sizes(value: Any) -> bool:
 
 def _shapes(value: Any) -> Any:
     return [key((v.dtype, *v.shape)) for v in tree_flatten(value)[0] if isinstance(v, torch.Tensor)]
-
-
-def _trace_call(node: fx.Node, op: Any, values: list[Any], mode: FakeTensorMode, table: Mapping[Any, Any]) -> fx.Graph:
-    inputs = node.all_input_nodes
-    if any(isinstance(v, torch.Tensor) and (v.is_conj() or v.is_neg()) for v in values):
-        raise NotSimple(node.name)
-
-    def body(*values: Any) -> Any:
-        values_of = dict(zip(inputs, values, strict=True))
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda used: values_of[used])
-        return op(*args, **kwargs)
-
-    with mode, torch.no_grad(), enable_python_dispatcher():
-        own = [  # a tracer identifies its inputs as objects
-            torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
-            if isinstance(v, torch.Tensor)
-            else v
-            for v in values
-        ]
-        graph = trace_ops(body, *own, table=table)
-    for inner in graph.nodes:
-        is_op = isinstance(inner.target, OpOverload)
-        if inner.op == "get_attr" or (inner.op == "call_function" and is_op and inner.target._schema.is_mutable):
-            raise NotSimple(node.name)
-        if isinstance(inner.target, HigherOrderOperator) or (is_op and updates_statistics(inner)):
-            raise NotSimple(node.name)
-    return graph

@@ -21,7 +21,7 @@ from tpcompiler.ir.program import PlannedProgram, relax
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.split_axis import keeps_shares, on_split_axis
 from tpcompiler.solver.memory import measure_memory
-from tpcompiler.solver.problem import find_program_kernels
+from tpcompiler.solver.pose import find_program_kernels
 from tpcompiler.solver.search import find_bound, search
 from tpcompiler.solver.solution import Openings, Solution, Turns, join_places
 from tpcompiler.solver.stage import Known

@@ -19,7 +19,8 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.solver.changes import UNIT
 from tpcompiler.solver.domain import Domain, find_shared_heads
 from tpcompiler.solver.eliminate import TOO_SLOW, eliminate, solve
-from tpcompiler.solver.problem import FEATURES, NEVER, Problem, Values, pose
+from tpcompiler.solver.pose import pose
+from tpcompiler.solver.problem import FEATURES, NEVER, Problem, Values
 from tpcompiler.solver.samples import find_sample_axes
 from tpcompiler.solver.solution import Layered, Place, Solution, join_places
 from tpcompiler.solver.stage import MOST_CHOICES, Choice, Known, Stage

@@ -1,0 +1,227 @@
+"""State the placements of programs as a problem: what every op may do, and what all of it costs."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence, Set
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+from torch import fx
+
+from tpcompiler._torch import aten, sym_hint
+from tpcompiler.cost.kernels import NO_KERNEL, Kernel, find_kernels
+from tpcompiler.cost.objective import Objective, local_work
+from tpcompiler.ir import edit
+from tpcompiler.ir.backward import is_backward
+from tpcompiler.ir.constraints import AnyStyle
+from tpcompiler.ir.local import key
+from tpcompiler.ir.program import PlannedProgram, pin
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.static import computed_from_leaves
+from tpcompiler.solver.changes import UNIT, find_common, in_units, price_changes
+from tpcompiler.solver.domain import Domain, find_domain, shardings_of_pin
+from tpcompiler.solver.eliminate import check_size
+from tpcompiler.solver.problem import NEVER, Choices, Gathers, Problem, Values
+from tpcompiler.solver.samples import Part, find_samples
+from tpcompiler.solver.stage import Choice, Known, Stage
+from tpcompiler.solver.together import combine_domains
+from tpcompiler.solver.ways import Ways
+from tpcompiler.solver.weights import add_layers, add_leaf, find_groups, find_leaves, price_use
+from tpcompiler.terminal.progress import counted
+
+MANY, FEW = 4, 3  # users, from which these are fewer, for tables over such values grow with every one of them
+FREE = aten.sym_size.int  # it takes a value as it is
+
+
+def pose(
+    programs: Sequence[PlannedProgram],
+    stage: Stage,
+    objective: Objective,
+    before: Mapping[str, Sharding],
+    refused: float = NEVER,
+) -> Problem:
+    """State the placements of programs that share their leaves, over the axis of a stage, as one problem.
+
+    A variable for each op that may be cut: which of its rule's factors, or what passes through. One for each leaf that
+    a style leaves open or that is written. One for each value with several users: what it is turned into for all of
+    them. Without a plan one for each layer: `colwise`, `rowwise` or whole. Prices: changes of sharding, each op's
+    roofline, and the bytes of weights that a rank holds. What the plan says of leaves and values holds, and no weight
+    is gathered.
+
+    Args:
+        before: what each leaf is over the axes before, by group.
+    """
+    samples = stage.read.once(("samples", *programs), partial(find_samples, programs))
+    problem = Problem(programs, stage, objective, refused, samples)
+    problem.known = stage.known.once(("prices", objective[1:], refused), Known)  # `known` is of one machine
+    problem.groups = find_groups(programs)
+    parts = stage.parts or (stage,)
+    problem.alone = [
+        _find_domains(problem, part, before)
+        if part.before
+        else part.read.once((*part.what, *programs), partial(_find_domains, problem, part, before))
+        for part in parts
+    ]
+    problem.domains = combine_domains(stage, problem.alone) if stage.parts else problem.alone[0]
+    for at, domain in enumerate(problem.domains):
+        domain.weight = objective.weight(at)
+        domain.kernels = find_program_kernels(domain.program.graph, objective, stage.read)
+    if stage.rest == AnyStyle():
+        add_layers(problem)
+    for domain in problem.domains:
+        _state(problem, domain)
+    if stage.parts:
+        check_size(problem.tables, [(source.variable, to.variable) for _, source, to, *_ in problem.changes])
+    for change in problem.changes:
+        _price_changes(problem, *change)
+    return problem
+
+
+def find_program_kernels(graph: fx.Graph, objective: Objective, known: Known) -> dict[fx.Node, Kernel]:
+    """Return each op's part in a kernel, as `find_kernels`, found once for each graph."""
+    return known.once(("kernels", graph), partial(find_kernels, graph, objective.machine.fuses))
+
+
+def _find_domains(problem: Problem, stage: Stage, before: Mapping[str, Sharding]) -> list[Domain]:
+    leaves = find_leaves(problem, stage, before)
+    found: list[Domain] = []
+    for _ in range(min(len(problem.programs), 2)):  # what one program makes of a leaf is a choice of the others
+        found = [
+            find_domain(program, stage, leaves[at], problem.samples) for at, program in enumerate(problem.programs)
+        ]
+    return found
+
+
+def _state(problem: Problem, domain: Domain) -> None:
+    """Add what a program chooses and pays."""
+    program, stage = domain.program, problem.stage
+    leaves = dict(program.leaves())
+    static = computed_from_leaves(program.graph, leaves.keys())
+    unmoved = _find_unmoved(domain, static)
+    uses: dict[fx.Node, list[Values]] = {}
+    problem.capped += sum(ways.is_capped for ways in domain.ways.values())
+    for node in leaves:
+        if (request := program.resting.get(node.name)) is not None:
+            times = len({is_backward(user) for user in node.users})
+            problem.resting[node] = Gathers(program.mesh.parts_of(request.axis), times)
+        add_leaf(problem, node, domain.leaves[node.name])
+    for node in program.user_inputs():
+        problem.values[node] = Values(None, (stage.within(program.constraints[node.name].sharding, edit.fake(node)),))
+    for node in counted(list(edit.calls(program.graph)), "pricing choices", "ops"):
+        if node.target in (FREE, operator.getitem):
+            continue
+        choices = problem.choices[node] = _choices(problem, domain, node)
+        variable = None
+        if len(choices.each) > 1:
+            variable = problem.variables[node] = problem.tables.variable(len(choices.each))
+        problem.price([Values(variable, ())], choices.units)
+        for made, at in edit.results(node):
+            problem.values[made] = Values(variable, choices.made[at])
+        for index, operand in enumerate(domain.operands[node]):
+            wanted = Values(variable, choices.wants[index])
+            if operand in leaves and problem.groups[operand] not in problem.leaves:
+                price_use(problem, operand, leaves[operand], wanted, domain.leaves[operand.name])
+            elif operand in problem.values:
+                uses.setdefault(operand, []).append(wanted)
+    names = {fqn: node for node, fqn in leaves.items()} | {node.name: node for node in program.user_inputs()}
+    for value, name in program.followers():
+        if value in problem.values:
+            uses.setdefault(value, []).append(_at_rest(problem.values[names[name]], names[name], program, stage))
+    for value, wanted_by in uses.items():
+        _find_changes(problem, value, wanted_by, value in unmoved, domain.weight)
+
+
+def _at_rest(leaf: Values, node: fx.Node, program: PlannedProgram, stage: Stage) -> Values:
+    """Return the shardings of a gradient: those in which ranks hold its leaf."""
+    request = program.resting.get(node.name)
+    if request is None or request.axis not in stage.axes:
+        return leaf
+    return leaf._replace(shardings=tuple(program.at_rest(node, used) for used in leaf.shardings))
+
+
+def _choices(problem: Problem, domain: Domain, node: fx.Node) -> Choices:
+    operands = domain.operands[node]
+    if node.target is pin:
+        return Choices.of([Choice((each,), (each,), 0.0) for each in shardings_of_pin(domain, node)])
+    if node not in domain.ways:
+        whole = tuple(Sharding.replicated(edit.ndim(o)) for o in operands)
+        return Choices.of([Choice(whole, tuple(Sharding.replicated(v.ndim) for v in edit.outputs(node)), 0.0)])
+    ways = domain.ways[node]
+    tensors = [*(edit.fake(o) for o in operands), *edit.outputs(node)]
+    kernel = domain.kernels.get(node, NO_KERNEL)
+    parts = problem.samples.parts_of(node, operands)
+    known = "priced", ways, kernel, domain.weight, parts, problem.samples.axes
+    price = partial(_priced, problem, node, ways, kernel, tensors, domain.weight, parts)
+    return problem.known.once(known, lambda: Choices.of(price()))
+
+
+def _priced(
+    problem: Problem,
+    node: fx.Node,
+    ways: Ways,
+    kernel: Kernel,
+    tensors: Sequence[torch.Tensor],
+    weight: float,
+    parts: Sequence[Part],
+) -> list[Choice]:
+    mesh, found, objective = problem.stage.mesh, dict[Any, Choice](), problem.objective
+    for option, wants, made in ways:
+        values = list(zip(tensors, (*wants, *made), strict=True))
+        seconds = objective.floor_seconds(kernel) + objective.tie_seconds(values, mesh)
+        seconds += objective.work_seconds(kernel, local_work(node, ways.rule, option, mesh), values, mesh)
+        seconds += problem.samples.seconds(parts, (*wants, *made))
+        seconds = weight * seconds + UNIT * len(option.through)  # of equals, the one that reduces first
+        found.setdefault((wants, made), Choice(wants, made, seconds, option, ways.rule))
+    return list(found.values())
+
+
+def _find_unmoved(domain: Domain, static: Set[fx.Node]) -> Set[fx.Node]:
+    """Return the values that may not be gathered: all that is computed from leaves, or with a plan the leaves that it
+    names, and values of their size that are computed from them, such as floats of a quantised weight.
+    """
+    if domain.stage.is_searched:
+        return set() if domain.stage.gathers else static
+    found = {node for node, _ in domain.program.leaves() if domain.leaves[node.name].is_fixed}
+    for node, rule in domain.rules.items():
+        weights = [operand for operand in domain.operands[node] if operand in found]
+        is_whole = edit.is_tensor(node) and all(_numbers(node) >= _numbers(weight) for weight in weights)
+        if weights and ((rule is not None and rule.relayout) or (node in static and is_whole)):
+            found.add(node)
+    return found
+
+
+def _numbers(value: fx.Node) -> int:
+    return sym_hint(edit.fake(value).numel())
+
+
+def _find_changes(problem: Problem, value: fx.Node, uses: Sequence[Values], is_weight: bool, weight: float) -> None:
+    """Its changes into what its users want; for several users once into what suits them best, and for each the rest."""
+    made = problem.values[value]
+    if len(uses) > 1 and not is_weight:
+        wanted = tuple(use.shardings for use in uses)
+        many = FEW ** len(problem.stage.own) if len(uses) >= MANY else math.inf
+        find = partial(find_common, made.shardings, wanted, int(min(many, problem.stage.most)))
+        domain, more = problem.known.once(("settled", made.shardings, wanted), find)
+        problem.capped += more
+        settled = problem.settled[value] = problem.variable(domain)
+        problem.changes.append((value, made, settled, is_weight, weight))
+        made = settled
+    problem.changes += [(value, made, use, is_weight, weight) for use in uses]
+
+
+def _price_changes(
+    problem: Problem, value: fx.Node, source: Values, target: Values, is_weight: bool, weight: float
+) -> None:
+    tensor, have, want = edit.fake(value), source.shardings, target.shardings
+    refused = problem.refused / weight if is_weight else None
+
+    def find() -> numpy.ndarray:
+        prices = price_changes(have, want, tensor, problem.stage.mesh, problem.objective, problem.stage.read, refused)
+        return in_units(weight * prices)
+
+    known = have, want, key(value), is_weight, weight
+    problem.price([source, target], problem.known.once(known, find))

@@ -1,0 +1,175 @@
+"""Add weights to a problem: what each may be by its constraint, its layer's style and its uses, and what it costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from operator import itemgetter
+from typing import Any
+
+import numpy
+from torch import fx
+
+from tpcompiler._torch import sym_hint
+from tpcompiler.cost.objective import local_bytes
+from tpcompiler.ir import edit
+from tpcompiler.ir.constraints import Allowed, Dims
+from tpcompiler.ir.local import key
+from tpcompiler.ir.names import layer_of, weight_of
+from tpcompiler.ir.program import PlannedProgram, tied
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.static import computed_from_leaves
+from tpcompiler.rules.features import feature_dims
+from tpcompiler.solver.changes import in_units
+from tpcompiler.solver.leaf import Leaf
+from tpcompiler.solver.problem import NEVER, Layer, Problem, Values
+from tpcompiler.solver.stage import Stage
+
+
+def find_groups(programs: Sequence[PlannedProgram]) -> dict[fx.Node, str]:
+    """Return the leaf behind each placeholder; tied names and programs share them."""
+    first: dict[str, str] = {}
+    groups: dict[fx.Node, str] = {}
+    for program in programs:
+        names, first_of = {node.name: fqn for node, fqn in program.leaves()}, tied(program)
+        for node, fqn in program.leaves():
+            groups[node] = first.setdefault(fqn, first.get(names[first_of[node.name]], names[first_of[node.name]]))
+    return groups
+
+
+def find_leaves(problem: Problem, stage: Stage, before: Mapping[str, Sharding]) -> list[dict[str, Leaf]]:
+    """Return each program's leaves by the names of their placeholders."""
+    allowed: dict[str, Allowed] = {}
+    leading, graded = set[str](), set[str]()
+    for program in problem.programs:
+        followed, with_gradient = {n for _, n in program.followers()}, {n for _, n in program.gradients()}
+        for node, fqn in program.leaves():
+            group, constraint = problem.groups[node], program.constraints.get(node.name)
+            if constraint is not None and constraint.request is not None:
+                allowed.setdefault(group, constraint.allowed)
+            if fqn in followed:
+                leading.add(group)
+            if fqn in with_gradient:
+                graded.add(group)
+    made: dict[str, Leaf] = {}
+    for node, group in problem.groups.items():
+        if group not in made:
+            known, value = before.get(group, Sharding.replicated(edit.ndim(node))), edit.fake(node)
+            asked = allowed.get(group, stage.rest)
+            made[group] = Leaf(group, asked, group in leading, known, value, group in graded)
+            made[group].start(stage)
+    return [{node.name: made[problem.groups[node]] for node, _ in program.leaves()} for program in problem.programs]
+
+
+def add_layers(problem: Problem) -> None:
+    """Add a layer for each module whose weight no plan names, with the styles that its uses show.
+
+    Where a module has several weights, or its weight several dims of features, the dims of each weight.
+    """
+    for domain in problem.domains:
+        program, leaves = domain.program, dict(domain.program.leaves())
+        static = computed_from_leaves(program.graph, leaves.keys())
+        largest: dict[str, tuple[int, fx.Node]] = {}  # part of each weight: the scales of a quantised one follow it
+        for node, fqn in leaves.items():
+            value, weight = edit.fake(node), weight_of(fqn)
+            if value.ndim > 1 and problem.groups[node] == fqn:
+                largest[weight] = max(largest.get(weight, (0, node)), (value.numel(), node), key=itemgetter(0))
+        weights = {
+            node: fqn
+            for _, node in largest.values()
+            if (fqn := leaves[node]) not in problem.layers and _has_style(domain.leaves[node.name])
+            if layer_of(fqn)
+        }
+        owned = Counter(map(layer_of, weights.values()))
+        for node, fqn in weights.items():
+            owner = layer_of(fqn)
+            nodes = [other for other in leaves if problem.groups[other] == fqn]
+            sides = {
+                "colwise": feature_dims(nodes, "out", static, owner),
+                "rowwise": feature_dims(nodes, "in", static, owner),
+            }
+            if any(sides.values()):
+                styles = _styles_of(edit.fake(node), sides, problem.stage, owned[owner] == 1)
+                name = owner if "replicate" in styles else weight_of(fqn)
+                problem.owners.add(owner)
+                problem.layers[fqn] = Layer(name, problem.tables.variable(len(styles)), styles)
+
+
+def _has_style(leaf: Leaf) -> bool:
+    """Return True if a style of its layer may place a leaf: no constraint does, and no value that is written to it."""
+    return not leaf.shardings or (leaf.has_gradient and not leaf.is_fixed)
+
+
+def _styles_of(value: Any, sides: Mapping[str, Set[int]], stage: Stage, is_alone: bool) -> dict[str, int | None]:
+    degree = stage.mesh.degree(stage.axis)
+    large = [dim for dim, size in enumerate(value.shape) if sym_hint(size) >= degree]
+    if is_alone and all(len(dims) <= 1 for dims in sides.values()):
+        return {**{style: dim for style, dims in sides.items() for dim in dims if dim in large}, "replicate": None}
+    return {**{f"S({dim})": dim for dim in large}, "R": None}
+
+
+def add_leaf(problem: Problem, node: fx.Node, leaf: Leaf) -> None:
+    """Add a leaf that has a say: a variable for what it may be, and the price of holding it so."""
+    if leaf.group not in problem.leaves and leaf.shardings:
+        values = problem.leaves[leaf.group] = problem.variable(tuple(leaf.shardings))
+        problem.price([values], _held_units(problem, node, values.shardings))
+        if leaf.within is not None:
+            allowed = [leaf.may_be(sharding, problem.stage) for sharding in values.shardings]
+            problem.price([values], numpy.where(allowed, 0.0, NEVER))
+        if (layer := problem.layers.get(leaf.group)) is not None:
+            cuts = [own.only(problem.stage.axis) for own in values.shardings]
+            fits = [[_is_cut(cut, dim) for cut in cuts] for dim in layer.styles.values()]
+            problem.price([Values(layer.variable, ()), values], numpy.where(fits, 0.0, NEVER))
+    if leaf.group in problem.leaves:
+        problem.values[node] = problem.leaves[leaf.group]
+
+
+def price_use(problem: Problem, leaf: fx.Node, fqn: str, wanted: Values, placed: Leaf) -> None:
+    """Price a use of a leaf without a say: it is what the use wants, if its layer's style says so too. It is held once.
+
+    A style that is kept to is one of the layer's weight, which its other leaves follow.
+    """
+    group, stage = problem.groups[leaf], problem.stage
+    layer = problem.layers.get(group)
+    is_held = group in problem.held
+    problem.held.add(group)
+    is_fixed = stage.is_searched and layer is None and weight_of(fqn) == fqn and not edit.fake(leaf).is_floating_point()
+    styles = None if layer is None else tuple(layer.styles.values())
+    follows = isinstance(placed.within, Dims) and layer is None and layer_of(fqn) in problem.owners
+    allowed = tuple(follows or placed.may_be(want, stage) for want in wanted.shardings)
+
+    def find() -> numpy.ndarray:
+        units = _held_units(problem, leaf, wanted.shardings) * (0 if is_held else 1)
+        units = numpy.where(allowed, units, NEVER)
+        if is_fixed:
+            units = numpy.where([want.is_replicated for want in wanted.shardings], 0.0, NEVER)
+        if styles is None:
+            return units
+        fits = [[_is_cut(want.only(stage.axis), dim) for want in wanted.shardings] for dim in styles]
+        return numpy.where(fits, units, NEVER)
+
+    gathers = problem.resting.get(leaf)
+    known = "use", key(leaf), wanted.shardings, is_held, is_fixed, styles, allowed, gathers
+    problem.price([wanted] if layer is None else [Values(layer.variable, ()), wanted], problem.known.once(known, find))
+
+
+def _held_units(problem: Problem, node: fx.Node, shardings: Sequence[Sharding]) -> numpy.ndarray:
+    """Return the price of a leaf in each of these shardings: of its bytes, and at rest of gathering it for its uses."""
+    value, mesh, objective = edit.fake(node), problem.stage.mesh, problem.objective
+    gathers = problem.resting.get(node)
+
+    def price(count: int) -> float:
+        if gathers is None:
+            return objective.held_seconds(count)
+        held = count / mesh.size(gathers.axes)
+        sent = objective.machine.collective_seconds("all_gather", gathers.axes, count - held, mesh)
+        return objective.held_seconds(held) + gathers.times * sent / objective.spread
+
+    known = "held", key(node), shardings, gathers
+    return problem.known.once(known, lambda: in_units([price(local_bytes(value, each, mesh)) for each in shardings]))
+
+
+def _is_cut(sharding: Sharding, dim: int | None) -> bool:
+    """True if a sharding shards this dim only, or no dim."""
+    dims = [] if dim is None else [dim]
+    return [at for at, how in enumerate(sharding.dims) if how.axes] == dims and not sharding.partial
