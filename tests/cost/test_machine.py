@@ -12,7 +12,7 @@ import torch
 from tpcompiler.cost.collective import KINDS, wire_bytes
 from tpcompiler.cost.kernels import Kernel
 from tpcompiler.cost.machine import Link, Machine
-from tpcompiler.cost.machine_file import SHIPPED, read_machine, shipped_machines
+from tpcompiler.cost.machine_file import SHIPPED, MachineEntry, read_machine, shipped_machines
 from tpcompiler.cost.objective import Objective, Work
 from tpcompiler.errors import MachineError
 from tpcompiler.ir.mesh import Mesh
@@ -61,6 +61,21 @@ def test_the_page_lists_the_shipped_machines() -> None:
     page = (GPU.parent / "machines.md").read_text(encoding="utf-8")
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     assert sorted(re.findall("`([^`]+)`", " ".join(rows))) == shipped_machines()
+
+
+@pytest.mark.skipif(not GPU.exists(), reason="an installed wheel has no docs beside the tests")
+def test_the_files_of_the_page_are_machines(tmp_path: Path) -> None:
+    """The whole form names every entry, and the data sheet's links replace those of its base."""
+    page = (GPU.parent / "machines.md").read_text(encoding="utf-8")
+    whole, sheet = re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert {line.partition(":")[0] for line in whole.splitlines() if line[0] not in " -"} == {
+        *MachineEntry.__struct_fields__
+    } - {"collectives"}
+    assert machine(tmp_path, whole).fuses is False
+    found, base = machine(tmp_path, sheet), read_machine("l40s")
+    assert (found.product, found.attention, found.other) == (base.product, base.attention, base.other)
+    assert found.links == {("", 0): [Link(1e-5, 1.3e10, 1.4e-6)]}
+    assert found.ranks_per_node == 8
 
 
 # us by nccl-tests (NCCL 2.29.2 and 2.27.3, one node): small, middle and large messages, in bytes.
