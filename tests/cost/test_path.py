@@ -63,8 +63,12 @@ def torch_wire_bytes(source: Sharding, target: Sharding, mesh: Mesh, *, searched
         now[step.mesh_dim] = step.src_dst_placements[1]
         kind = kind_of(step)
         if kind is not None:
-            payload = local_bytes(now, mesh) if kind == "all_gather" else before
-            total += wire_bytes(kind, payload, mesh.axes[step.mesh_dim][1])
+            degree = mesh.axes[step.mesh_dim][1]
+            padded = {
+                "all_gather": before * degree,
+                "reduce_scatter": local_bytes(now, mesh) * degree,
+            }  # to even shards
+            total += wire_bytes(kind, padded.get(kind, before), degree)
     assert tuple(now) == target.placements(mesh)
     return total
 
@@ -182,14 +186,16 @@ SLOW = {("all_to_all", 0): [Link(1e-3, 4e11)]}
 
 
 def test_axes_that_are_cut_together_are_gathered_together() -> None:
-    """97 rows over 2 x 4 ranks, of which the first hold 13; the order of the axes does not matter.
+    """96 rows over 2 x 4 ranks; the order of the axes does not matter.
 
-    One gather sends 7/8 of the 97 x 8 floats. Nodes of four ranks take two where that is faster: 3/4 of the 49 rows of a
-    node on its own link, and half of all rows between the nodes.
+    One gather sends 7/8 of the 96 x 8 floats. Nodes of four ranks take two where that is faster: 3/4 of the 48 rows of a
+    node on its own link, and half of all rows between the nodes. Of 97 rows one gather sends 7 shares of 13, and two
+    send 3 of 13 and one of 49.
     """
-    rows, wide = (97, 8), (97, 100_000)
-    assert 97 * 8 * 4 * 7 // 8 == 2716
-    assert (49 * 100_000 * 4 * 3 // 4, 97 * 100_000 * 4 // 2) == (14_700_000, 19_400_000)
+    rows, wide = (96, 8), (96, 100_000)
+    assert 96 * 8 * 4 * 7 // 8 == 2688
+    assert (48 * 100_000 * 4 * 3 // 4, 96 * 100_000 * 4 // 2) == (14_400_000, 19_200_000)
+    assert (3 * 13 * 8 * 4, 49 * 8 * 4) == (1248, 1568)
     assert_expected_inline(
         "".join(
             described(*ends, shape=rows)
@@ -201,20 +207,23 @@ def test_axes_that_are_cut_together_are_gathered_together() -> None:
             ]
         )
         + described("[S(0), S(0)]", "[R, R]", shape=rows, machine=NODES)
-        + described("[S(0), S(0)]", "[R, R]", shape=wide, machine=NODES),
+        + described("[S(0), S(0)]", "[R, R]", shape=wide, machine=NODES)
+        + described("[S(0), S(0)]", "[R, R]", shape=(97, 8)),
         """\
 S(0)S(0)->RR
-    all_gather over dp.tp (2716)
+    all_gather over dp.tp (2688)
 S(0)S(0)->RR
-    all_gather over dp.tp (2716)
+    all_gather over dp.tp (2688)
 P(sum)P(sum)->S(0)S(0)
-    reduce_scatter over dp.tp (2716)
+    reduce_scatter over dp.tp (2688)
 S(0)S(1)->RR
-    all_gather over dp.tp (2716)
+    all_gather over dp.tp (2688)
 S(0)S(0)->RR
-    all_gather over dp.tp (2716)
+    all_gather over dp.tp (2688)
 S(0)S(0)->S(0)R->RR
-    all_gather over tp (14700000), all_gather over dp (19400000)
+    all_gather over tp (14400000), all_gather over dp (19200000)
+S(0)S(0)->S(0)R->RR
+    all_gather over tp (1248), all_gather over dp (1568)
 """,
     )
 

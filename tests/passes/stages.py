@@ -100,13 +100,13 @@ def planned(
     args: tuple[Any, ...],
     plan: Mapping[str, object] = {},
     *,
-    degree: int = 2,
+    degree: int | list[int] = 2,
     inputs: Given = None,
     outputs: Given = None,
     dynamic_shapes: Any = None,
 ) -> PlannedProgram:
     program = canonical(module, args, dynamic_shapes)
-    return apply_plan(program, Plan.of(plan), Mesh((("tp", degree),)), _specs(inputs), _specs(outputs))
+    return apply_plan(program, Plan.of(plan), Mesh.of({"tp": degree}), _specs(inputs), _specs(outputs))
 
 
 def _specs(given: Given) -> Any:

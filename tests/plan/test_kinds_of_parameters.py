@@ -134,3 +134,14 @@ def test_a_packed_style_of_a_layer_that_has_more_than_what_is_packed() -> None:
     program = tpcompiler.parallelize(export(randomise(attention), (X,)), 2, plan)
     assert program.verify((X,)).ok
     assert placed(program)["inner.in_proj_weight"] == "S(0, block 8)"
+    assert placed(program)["inner.out_proj.weight"] == "S(1)"  # which torch's attention uses itself
+
+
+def test_a_layer_whose_parent_uses_its_weight() -> None:
+    """Torch's attention reads the weight of its last layer itself, and does not call the layer."""
+    attention = Call(lambda self, x: self.inner(x, x, x, need_weights=False)[0], inner=nn.MultiheadAttention(8, 4))
+    plan = {"inner": "packed_colwise", "inner.out_proj": "rowwise"}
+    program = tpcompiler.parallelize(export(randomise(attention), (X,)), 2, plan)
+    assert program.verify((X,)).ok
+    assert placed(program)["inner.out_proj.weight"] == "S(1)"
+    assert [each.kind for each in program.collectives()] == ["all_reduce"]

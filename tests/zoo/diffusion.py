@@ -134,6 +134,7 @@ UNET = Case(
         "**.down": "rowwise",
         "shrink": "colwise_gather_output",
         "grow": "colwise_gather_output",
+        "conv_out": {"inputs": ["R"]},  # or else a batch that the ranks divide is cut for the last norm
     },
     # The second convolution, to which a short cut is added before the sum; attention to itself, to the text, the MLP.
     layers=(

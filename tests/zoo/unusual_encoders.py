@@ -149,6 +149,7 @@ SQUEEZEBERT = encoder(
     "Model",
     {
         **TABLE,
+        "embeddings": {"outputs": ["R"]},  # or else tokens that the ranks divide are cut for the first norm
         "**.query": "colwise",
         "**.key": "colwise",
         "**.value": "colwise",

@@ -145,12 +145,15 @@ def _steps(
 
     def step(kind: Kind, axes: tuple[str, ...], state_after: Sharding) -> Step:
         size = sent_itemsize(pending.get(axes[0], ""), itemsize)
-        moved = (state_after if kind == "all_gather" else state).local_bytes(shape, size, mesh)
         if kind in FREE:
             return Step(kind, axes, state, state_after, 0)
-        if mesh.is_unequal(axes) and kind in ("all_gather", "reduce_scatter"):  # padded to the largest share
-            parts = state if kind == "all_gather" else state_after
-            moved = parts.local_bytes(shape, size, mesh) * mesh.size(axes)
+        if kind in ("all_gather", "reduce_scatter"):  # of shares that are padded to the largest
+            shares = state if kind == "all_gather" else state_after
+            moved = shares.local_bytes(shape, size, mesh) * mesh.size(axes)
+        elif kind == "all_to_all" and any(cut.parts for cut in state_after.dims):  # what stays whole goes to every rank
+            moved = _exchanged(state, state_after, axes, shape, mesh) * size
+        else:
+            moved = state.local_bytes(shape, size, mesh)
         in_rows = kind in ("all_gather", "reduce_scatter") and len(axes) > 1
         copied = moved if in_rows and _reorders(state, state_after, shape, mesh) else 0
         return Step(kind, axes, state, state_after, wire_bytes(kind, moved, mesh.size(axes)), copied)
@@ -160,11 +163,12 @@ def _steps(
             continue
         if axes[0] in pending:
             rest = Sharding(state.dims, tuple((a, op) for a, op in state.partial if a not in axes))
-            yield step("all_reduce", axes, rest)
-            for state_after in _grow(rest, axes, dims, target, shape, mesh, dynamic):
-                yield step("reduce_scatter", axes, state_after)
-            if (scattered := _grow_apart(rest, axes, target, shape, mesh, dynamic)) is not None:
-                yield step("reduce_scatter", axes, scattered)
+            yield (whole := step("all_reduce", axes, rest))
+            near = _grow(rest, axes, dims, target, shape, mesh, dynamic)
+            for state_after in itertools.chain(near, _grow_apart(rest, axes, target, shape, mesh, dynamic)):
+                scattered = step("reduce_scatter", axes, state_after)
+                if scattered.wire_bytes < whole.wire_bytes:  # or else a slice of the sum does
+                    yield scattered
         elif not state.axes.isdisjoint(axes):
             if (spanning := _into_spans(state, axes, target, dynamic)) is not None:
                 yield _exchange(state, spanning, axes, shape, itemsize, mesh)
@@ -208,6 +212,13 @@ def _exchange(
     row = math.prod(_with(state, dim, DimSharding()).local_shape(shape, mesh, mesh.coordinate(0))) // max(shape[dim], 1)
     most = max([*map(sum, lacks), *map(sum, zip(*lacks, strict=True))])
     return Step("all_to_all" if most else "slice", axes, state, after, most * row * itemsize)
+
+
+def _exchanged(state: Sharding, after: Sharding, axes: Sequence[str], shape: Sequence[int], mesh: Mesh) -> int:
+    """Return the number of elements that the first rank has for all of its group."""
+    have, ranks = state.local_shape(shape, mesh, mesh.coordinate(0)), mesh.groups(axes)[0]
+    wanted = (after.local_shape(shape, mesh, mesh.coordinate(rank)) for rank in ranks)
+    return sum(math.prod(map(min, have, want)) for want in wanted)
 
 
 def spans_of(cut: DimSharding, size: int, mesh: Mesh) -> Iterator[range]:
@@ -272,19 +283,19 @@ def _grow_apart(
     shape: Sequence[int],
     mesh: Mesh,
     dynamic: frozenset[int],
-) -> Sharding | None:
-    """Return the state with two or more dims sharded by these axes too, as in the target."""
+) -> Iterator[Sharding]:
+    """Yield the state with two or more dims sharded by these axes too, as in the target, if one collective can."""
     own = _by_dim(target, axes)
     if len(own) < 2 or sum(map(len, own.values())) < len(axes):
-        return None
+        return
     for dim, inner in own.items():
         cut = _toward(state.dims[dim], target.dims[dim], inner, shape[dim], mesh)
         if cut is None or not (
             cut.parts or _is_joint(cut, len(state.dims[dim].axes), shape[dim], mesh, dim in dynamic)
         ):
-            return None
+            return
         state = _with(state, dim, cut)
-    return state
+    yield state
 
 
 def _by_dim(state: Sharding, axes: tuple[str, ...]) -> dict[int, tuple[str, ...]]:
