@@ -172,7 +172,7 @@ def names_of(program: CanonicalProgram, *, used: bool = False) -> list[str]:
 def _runs_elsewhere(name: str, owned: Mapping[str, Mapping[str, fx.Node]], assigned: Collection[str]) -> bool:
     """Return True if only other planned layers use a layer's leaves, as a stage's embedding a head's tied weight.
 
-    Not one that it lies in, which may use them itself: torch's attention does so with its last layer's.
+    A layer that contains this one does not count: torch's attention uses the weight of its output projection itself.
     """
     users = [user for node in owned.get(name, {}).values() for user in node.users]
     return bool(users) and all(

@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+import threading
 import warnings
 import zipfile
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ import tpcompiler
 from tests.launch import fork_code
 from tests.passes.stages import Call
 from tests.runtime.models import PLAN, Mlp, export_mlp, mlp_inputs
-from tpcompiler._torch import save_program, tree_flatten
+from tpcompiler._torch import quick_files, save_program, tree_flatten
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import fake_mode_of
@@ -93,6 +94,36 @@ def test_what_is_read_in_less_time_is_what_torch_reads(tmp_path: Path) -> None:
         assert [*map(type, constants)] == [*map(type, of_theirs)]
     assert {value.fake_mode for node in ours.graph.nodes for value in edit.outputs(node)} == {fake_mode_of(ours.graph)}
     assert vars(serialize.GraphModuleDeserializer) == reader
+
+
+def test_what_a_difference_of_sizes_says_is_noted(tmp_path: Path) -> None:
+    """Who divides one of the sizes has to know that it may not exceed the other."""
+    module = Call(lambda self, x, y: (x[y.shape[0] :] * 2, y))
+    example, sizes = (torch.randn(12, 8), torch.randn(4, 3)), ({0: Dim.AUTO}, {0: Dim.AUTO})
+    torch.export.save(torch.export.export(module, example, dynamic_shapes=sizes), tmp_path / "model.pt2")
+    theirs, ours = (
+        [str(guard.expr) for guard in fake_mode_of(read(tmp_path / "model.pt2").graph).shape_env.guards]  # type: ignore[union-attr]
+        for read in (torch.export.load, read_model)
+    )
+    assert ours == theirs
+    assert len(ours) == 2
+
+
+def test_threads_take_turns() -> None:
+    """Or else the last to leave puts back what the first replaced, and torch's reader is never its own again."""
+    own, inside = vars(serialize)["canonicalize"], threading.Event()
+
+    def enter() -> None:
+        with quick_files():
+            inside.set()
+
+    other = threading.Thread(target=enter)
+    with quick_files():
+        other.start()
+        assert not inside.wait(0.2)
+    other.join(30)
+    assert inside.is_set()
+    assert vars(serialize)["canonicalize"] is own
 
 
 def _layouts(value: Any) -> list[str]:

@@ -85,6 +85,7 @@ from tpcompiler._torch.quick_files import quick_files
 from tpcompiler._torch.sizes import (
     divided_range,
     divided_sizes,
+    example_sizes,
     read_size,
     shape_facts,
     size_range,

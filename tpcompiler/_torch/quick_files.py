@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import typing
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -14,6 +15,8 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+_LOCK = threading.RLock()
+
 
 @contextlib.contextmanager
 def quick_files() -> Iterator[None]:
@@ -22,6 +25,8 @@ def quick_files() -> Iterator[None]:
     Of the time of a load, torch spends a sixth on the type hints of each node's class, a sixth on looking for the class
     of each number and text and, with dynamic sizes, half on parsing each of them and on an op for each value. Half of a
     save's time is a copy of the program in a canonical form, which is discarded.
+
+    Threads take turns: what one replaced, another would put back for good.
     """
     from torch._export.serde import schema, serialize
 
@@ -37,14 +42,15 @@ def quick_files() -> Iterator[None]:
         (reader, "deserialize_tensor_meta", _reading_layouts),
     ]
     quick = [each for each in quick if each[1] in vars(each[0])]  # these names are torch's own
-    before = [(owner, name, vars(owner)[name]) for owner, name, _ in quick]
-    for owner, name, make in quick:
-        setattr(owner, name, make(vars(owner)[name]))
-    try:
-        yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
+    with _LOCK:
+        before = [(owner, name, vars(owner)[name]) for owner, name, _ in quick]
+        for owner, name, make in quick:
+            setattr(owner, name, make(vars(owner)[name]))
+        try:
+            yield
+        finally:
+            for owner, name, value in before:
+                setattr(owner, name, value)
 
 
 def _reading_plain_data(read: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,7 +99,9 @@ def _reading_layouts(read: Callable[..., Any]) -> Callable[..., Any]:
             return read(self, value)
         shape, strides = (tuple(map(self.deserialize_sym_int, each)) for each in (value.sizes, value.strides))
         dtype = vars(serialize)["_SERIALIZE_TO_TORCH_DTYPE"][value.dtype]
-        with self.shape_env.suppress_guards():
+        # Sizes such as differences may be negative: torch notes that these are not.
+        plain = all(size.node.expr.is_nonnegative for size in shape if isinstance(size, torch.SymInt))
+        with self.shape_env.suppress_guards() if plain else contextlib.nullcontext():
             layout = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
         return FakeTensor(self.fake_tensor_mode, layout, device)
 

@@ -74,7 +74,7 @@ def _examples(
     torch makes a size of 1 static. If rounding violates a guard of the export, such as one size not exceeding another,
     all sizes are scaled by a common factor instead.
     """
-    sizes_of = {symbol: int(size) for symbol, size in _hints(env).items()}
+    sizes_of = example_sizes(env)
     sizes_of |= {symbol: sym_hint(env.create_symintnode(symbol, hint=None)) for symbol in parts}
     rounded = sizes_of | {s: max(-(-sizes_of[s] // count), 2) * count for s, count in parts.items()}
     rounded |= {
@@ -86,6 +86,11 @@ def _examples(
     times *= 2 if any(sizes_of[s] * times == count for s, count in parts.items()) else 1
     scaled = {s: size * times for s, size in sizes_of.items()}
     return rounded if any(s in scaled and scaled[s] > sizes.upper for s, sizes in ranges.items()) else scaled
+
+
+def example_sizes(env: Any) -> dict[sympy.Symbol, int]:
+    """Return the size in the export's example for every symbol that has one; torch notes those of differences too."""
+    return {symbol: int(size) for symbol, size in _hints(env).items() if symbol.is_Symbol}
 
 
 def _hints(env: Any) -> dict[sympy.Symbol, sympy.Integer]:

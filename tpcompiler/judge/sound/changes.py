@@ -93,11 +93,11 @@ class ChangeRunner:
         another.
         """
         for left in reversed(range(DRAWS)):
-            sizes = self._draw(DrawnSizes(before.chosen, fits=left == 0))
+            sizes = self._draw(DrawnSizes(before.chosen, left == 0, 0 < left <= DRAWS // 2))
             try:
                 if left and math.prod(self._shape(regions)) > MANY:
                     fits = left <= DRAWS // 2
-                    sizes = self._draw(DrawnSizes(before.chosen, fits, *(LONGER if fits else SHORT)))
+                    sizes = self._draw(DrawnSizes(before.chosen, fits, False, *(LONGER if fits else SHORT)))
                 self._run(regions)
             except Unsound as error:
                 if left and sizes.chosen and isinstance(error, DoesNotRun):
@@ -152,6 +152,8 @@ def change_shape(made: Folded, nodes: Iterable[fx.Node], region: ProgramRegion) 
     """
     last = region.nodes[-1]
     shape = [made.plain(size) for size in edit.outputs(made.whole[last])[0].shape]
+    if any(size < 0 for size in shape):
+        raise DoesNotRun(last, f"has no value of shape {shape}")
     ends = made.paths[last][0], made.paths[last][-1]
     cut = {at for sharding in ends for at, by in enumerate(sharding.dims) if by.axes}
     for node in nodes:

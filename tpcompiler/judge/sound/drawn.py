@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tpcompiler._torch import example_sizes
 from tpcompiler.judge.sound.unsound import DoesNotRun
 
 LEAST, SPREAD = 24, 48  # few divisions bring 24 to 0
@@ -24,7 +25,8 @@ class DrawnSizes:
 
     Nobody can derive the numbers from the files and write a program that is right for them alone. They differ from
     those of the previous trial. With `fits`, which meets facts about sizes that an export may have found, they are
-    multiples of many numbers if possible, else as large as possible.
+    multiples of many numbers if possible, else as large as possible. With `scaled` they are those of the example times
+    one number, as where one size may not exceed another.
 
     Attributes:
         least, spread: the smallest number to draw, and the width of the range.
@@ -32,13 +34,20 @@ class DrawnSizes:
 
     before: Mapping[str, int] = field(default_factory=dict)
     fits: bool = False
+    scaled: bool = False
     least: int = LEAST
     spread: int = SPREAD
     chosen: dict[str, int] = field(default_factory=dict)
+    times: int = 0  # the example's sizes, once the first is drawn
 
-    def of(self, symbol: Any, known: Any) -> int:
+    def of(self, symbol: Any, known: Any, example: int | None = None) -> int:
         """Return the number for a symbol, in the range that the program states."""
         name = str(symbol)
+        if self.scaled and example and name not in self.chosen:
+            fewest = -(-self.least // example)
+            self.times = self.times or random.SystemRandom().randint(fewest, 2 * fewest)
+            size = self.times * example
+            self.chosen[name] = size if known is None or size in known else example
         if name not in self.chosen:
             least = int(known.lower) if known is not None else 0
             low = max(least, self.least)
@@ -60,9 +69,11 @@ class DrawnSizes:
         """
         if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return value
-        expr = value.node.expr
+        expr, examples = value.node.expr, example_sizes(value.node.shape_env)
         try:
-            result = expr.xreplace({symbol: self.of(symbol, ranges.get(symbol)) for symbol in expr.free_symbols})
+            result = expr.xreplace(
+                {symbol: self.of(symbol, ranges.get(symbol), examples.get(symbol)) for symbol in expr.free_symbols}
+            )
         except ZeroDivisionError as error:
             raise DoesNotRun(None, f"there is no size {expr}") from error
         kinds: list[tuple[type, type]] = [(torch.SymInt, int), (torch.SymFloat, float), (torch.SymBool, bool)]

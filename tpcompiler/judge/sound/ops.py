@@ -109,8 +109,8 @@ def _check_value(made: Folded, node: fx.Node) -> bool:
 
 def _holds_at_numbers(made: Folded, node: fx.Node, args: Any, kwargs: Any) -> bool:
     """Return True if the call has its recorded results with numbers for sizes: torch cannot compare all symbols."""
-    for _ in range(DRAWS):
-        made.sizes = DrawnSizes(made.sizes.chosen, fits=True)
+    for draw in range(DRAWS):
+        made.sizes = DrawnSizes(made.sizes.chosen, fits=True, scaled=draw >= DRAWS // 2)
         try:
             with FakeTensorMode(), torch.no_grad(), enable_python_dispatcher():
                 given = tree_map(lambda value: _in_numbers(value, made), (args, kwargs))
