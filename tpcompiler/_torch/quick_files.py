@@ -81,7 +81,7 @@ def _reading_sizes_once(read: Callable[..., Any]) -> Callable[..., Any]:
         if size.type != "as_expr":
             return read(self, size)
         hint = size.value.hint
-        name = self.shape_env, size.value.expr_str, hint and hint.value
+        name = self.shape_env, size.value.expr_str, hint and (hint.type, hint.value)
         if name not in known:
             known[name] = read(self, size)
         return known[name]
