@@ -93,11 +93,12 @@ class ChangeRunner:
         another.
         """
         for left in reversed(range(DRAWS)):
-            sizes = self._draw(DrawnSizes(before.chosen, left == 0, 0 < left <= DRAWS // 2))
+            sizes = self._draw(DrawnSizes(before.chosen, fits=left == 0, scaled=0 < left <= DRAWS // 2))
             try:
                 if left and math.prod(self._shape(regions)) > MANY:
                     fits = left <= DRAWS // 2
-                    sizes = self._draw(DrawnSizes(before.chosen, fits, False, *(LONGER if fits else SHORT)))
+                    least, spread = LONGER if fits else SHORT
+                    sizes = self._draw(DrawnSizes(before.chosen, fits, least=least, spread=spread))
                 self._run(regions)
             except Unsound as error:
                 if left and sizes.chosen and isinstance(error, DoesNotRun):

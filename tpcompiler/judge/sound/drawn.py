@@ -30,6 +30,7 @@ class DrawnSizes:
 
     Attributes:
         least, spread: the smallest number to draw, and the width of the range.
+        times: what the example's sizes are scaled by, drawn with the first.
     """
 
     before: Mapping[str, int] = field(default_factory=dict)
@@ -38,7 +39,7 @@ class DrawnSizes:
     least: int = LEAST
     spread: int = SPREAD
     chosen: dict[str, int] = field(default_factory=dict)
-    times: int = 0  # the example's sizes, once the first is drawn
+    times: int = 0
 
     def of(self, symbol: Any, known: Any, example: int | None = None) -> int:
         """Return the number for a symbol, in the range that the program states."""
@@ -69,7 +70,7 @@ class DrawnSizes:
         """
         if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return value
-        expr, examples = value.node.expr, example_sizes(value.node.shape_env)
+        expr, examples = value.node.expr, example_sizes(value.node.shape_env) if self.scaled else {}
         try:
             result = expr.xreplace(
                 {symbol: self.of(symbol, ranges.get(symbol), examples.get(symbol)) for symbol in expr.free_symbols}

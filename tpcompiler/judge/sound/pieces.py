@@ -105,7 +105,7 @@ class Pieces:
         self, ours: list[fx.Node], theirs: list[fx.Node], stops: set[int], far: bool, predicates: Mapping[int, bool]
     ) -> str | None:
         for left in reversed(range(DRAWS)):
-            self.made.sizes = DrawnSizes({}, left == 0, 0 < left <= DRAWS // 2)
+            self.made.sizes = DrawnSizes(fits=left == 0, scaled=0 < left <= DRAWS // 2)
             try:
                 given = self._given(ours, theirs, stops, far)
                 given |= {number: torch.full_like(given[number], value) for number, value in predicates.items()}
