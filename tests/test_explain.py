@@ -119,7 +119,7 @@ def test_every_axis_has_its_choices(tmp_path: Path) -> None:
     assert_expected_inline(
         text[text.index("alternatives") :],
         """\
-alternatives (us above the least; a call of the artifact takes 50 ns on ideal)
+alternatives (us above the least; a call of the artifact takes 34.8 ns on ideal)
 axis  makes         needs             us  wire bytes  held bytes  sends
 tp    [R, S(2)]     [R, S(2)]     +0.000        +0 B        +0 B                the artifact's
 tp    [R, S(1)]     [R, S(1)]     +0.012    +1.02 kB    +32.8 kB  1 all_to_all

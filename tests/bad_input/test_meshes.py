@@ -24,7 +24,7 @@ def test_a_vocabulary_smaller_than_the_mesh() -> None:
     assert (first, second) == (
         "ShardingError: cannot shard '0.weight' on dim 0 of 17 by mesh axis 'tp' of 32 for aten.embedding.default: it "
         "needs shards that are not empty, and 17 over 32 leaves 15 empty",
-        "  help: use a degree that divides 17, or change '0' from embedding_rowwise to colwise (62 B sent per rank "
+        "  help: use a degree that divides 17, or change '0' from embedding_rowwise to colwise (248 B sent per rank "
         "and call)",
     )
     assert third.startswith('  asked by: the plan ("0": "embedding_rowwise")')
