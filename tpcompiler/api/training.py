@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
+from tpcompiler._torch import record_own_backwards
+from tpcompiler.api.own_gradients import check_own_gradients
 from tpcompiler.errors import ProgramError, reason
+from tpcompiler.frontend.example_inputs import copy_repeated
 from tpcompiler.frontend.training import add_backward
 from tpcompiler.rules.registry import ops_with_rules
 
@@ -42,22 +45,34 @@ def export_training(
 
     Raises:
         InputsError: no output, or several, can be the loss.
-        ProgramError: torch cannot export the model, or not its backward.
-        UnsupportedError: the model has control flow (`torch.cond`), or ops with effects.
+        ProgramError: torch cannot export the model, or not its backward; or a gradient is not the module's own, as
+            with backwards that torch.export leaves out (`torch.autograd.Function`, hooks): it is compared on the
+            example and on a second draw.
+        UnsupportedError: the model has control flow (`torch.cond`), or ops with effects; or a backward of its own,
+            and no values to compare gradients with.
     """
+    args, named = copy_repeated((tuple(args), {**(kwargs or {}), **(targets or {})}))
     own = dict(model.__dict__)
     if callable(loss):
         model.forward = _with_loss(model.forward, loss, tuple(targets or {}))
     try:
-        program = torch.export.export(
-            model, tuple(args), {**(kwargs or {}), **(targets or {})}, dynamic_shapes=dynamic_shapes, strict=False
-        )
-    except Exception as error:  # any error that a model raises on an example
-        raise ProgramError(f"torch.export cannot export it: {reason(error)}") from error
+        with record_own_backwards(model) as own_backwards:
+            program = _exported(model, args, named, dynamic_shapes)
+        program = add_gradients(program, "loss" if callable(loss) else loss)
+        check_own_gradients(model, program, args, named, own_backwards)
     finally:
         model.__dict__.pop("forward", None)
         model.__dict__.update({name: own[name] for name in ("forward",) if name in own})
-    return add_gradients(program, "loss" if callable(loss) else loss)
+    return program
+
+
+def _exported(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
+) -> ExportedProgram:
+    try:
+        return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+    except Exception as error:  # any error that a model raises on an example
+        raise ProgramError(f"torch.export cannot export it: {reason(error)}") from error
 
 
 def add_gradients(program: ExportedProgram, loss: str | None = None) -> ExportedProgram:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tpcompiler._torch import KnownTensor, mode_of_parameters
+from tpcompiler._torch import KnownTensor, mode_of_parameters, tree_map
 from tpcompiler.errors import ProgramError
 
 IMAGE, WINDOW = 224, 16  # pixels of a side, and frames or samples per token, if the config has no number
@@ -57,6 +57,19 @@ class Example:
         """Return the inputs as fake tensors, on which a model only computes shapes."""
         with mode_of_parameters():
             return {name: value.clone() for name, value in self.inputs.items()}
+
+
+def copy_repeated(values: Any) -> Any:
+    """Return nested values in which no tensor stands twice: torch.export takes both for one input, the last."""
+    taken: set[int] = set()
+
+    def own(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or id(value) not in taken:
+            taken.add(id(value))
+            return value
+        return value.detach().clone().requires_grad_(value.requires_grad)
+
+    return tree_map(own, values)
 
 
 def takes_only(call: Callable[..., Any], names: Iterable[str]) -> Callable[..., Any]:

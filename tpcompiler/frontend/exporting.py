@@ -19,10 +19,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch.export import ExportedProgram
 
-from tpcompiler._torch import quiet_torch, tree_map
+from tpcompiler._torch import quiet_torch, record_own_backwards, tree_map
 from tpcompiler.errors import ArtifactError, ProgramError, reason
 from tpcompiler.frontend.dynamic_sizes import Sizes
-from tpcompiler.frontend.example_inputs import Example, add_labels, build_example, configs_of, takes_only
+from tpcompiler.frontend.example_inputs import (
+    Example,
+    add_labels,
+    build_example,
+    configs_of,
+    copy_repeated,
+    takes_only,
+)
+from tpcompiler.frontend.own_backwards import refuse_own_backwards
 from tpcompiler.frontend.prefill_decode import build_steps
 from tpcompiler.runtime.hub import download_help
 from tpcompiler.runtime.model_file import import_modules
@@ -120,12 +128,20 @@ def _exported(
     shapes: Any = None,
     args: Any = (),
 ) -> ExportedProgram:
-    kwargs = tree_map(lambda each: each.clone() if isinstance(each, torch.Tensor) else each, dict(kwargs))
+    args, kwargs = copy_repeated((tuple(args), dict(kwargs)))
+    kwargs = tree_map(lambda each: each.clone() if isinstance(each, torch.Tensor) else each, kwargs)
     try:  # on copies, because torch marks the examples of dynamic inputs
-        with quiet_torch(), contextlib.redirect_stderr(io.StringIO()):  # torch prints a graph that it could not finish
-            return torch.export.export(model, tuple(args), kwargs, dynamic_shapes=shapes, strict=False)
+        with (
+            record_own_backwards(model) as own_backwards,
+            quiet_torch(),
+            contextlib.redirect_stderr(io.StringIO()),  # torch prints a graph that it could not finish
+        ):
+            program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as error:  # any error that a model raises
         raise _not_exported(text, error) from error
+    if torch.is_grad_enabled():
+        refuse_own_backwards(own_backwards, "without weights, its gradients cannot be compared")
+    return program
 
 
 def _not_exported(text: str, error: Exception) -> ProgramError:

@@ -1,0 +1,153 @@
+"""Backwards that torch.export leaves out are refused; those that it keeps are the module's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tpcompiler
+from tests.passes.stages import Call
+from tpcompiler.errors import ProgramError, TpCompilerError, UnsupportedError
+from tpcompiler.frontend.exporting import export_without_weights
+
+
+class Reverse(torch.autograd.Function):
+    """Gradient reversal."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return -gradients[0]
+
+
+class Square(torch.autograd.Function):
+    """A backward of its own that is the forward's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return 2 * ctx.saved_tensors[0] * gradients[0]
+
+
+def hooked(x: torch.Tensor) -> torch.Tensor:
+    x.register_hook(lambda gradient: 3 * gradient)
+    return x
+
+
+def detached(x: torch.Tensor) -> torch.Tensor:
+    """Gradient reversal as the errors' help writes it."""
+    return -x + (x + x).detach()
+
+
+def layers(between: Callable[[torch.Tensor], torch.Tensor], **more: Any) -> nn.Module:
+    torch.manual_seed(0)
+    forward = lambda self, x: self.o(between(self.a(torch.relu(self.i(x))))).square().mean()  # noqa: E731
+    return Call(forward, i=nn.Linear(8, 8), a=nn.Linear(8, 8), o=nn.Linear(8, 8), **more)
+
+
+def with_hook(kind: str) -> nn.Module:
+    model = layers(nn.Identity())
+    if kind == "of a parameter":
+        model.a.weight.register_hook(lambda gradient: 3 * gradient)  # type: ignore[union-attr, operator]
+    elif kind == "of a module":
+        model.a.register_full_backward_hook(lambda _, given, made: (3 * given[0],))  # type: ignore[union-attr, operator]
+    else:
+        model.a.register_full_backward_pre_hook(lambda _, made: (3 * made[0],))  # type: ignore[union-attr, operator]
+    return model
+
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "reversed": (lambda: layers(Reverse.apply), "Reverse (a torch.autograd.Function)"),
+    "a hook": (lambda: layers(hooked), "a hook of a tensor"),
+    "a hook of a parameter": (lambda: with_hook("of a parameter"), "a hook of 'a.weight'"),
+    "a hook of a module": (lambda: with_hook("of a module"), "a backward hook of 'a'"),
+    "a hook before a module": (lambda: with_hook("before a module"), "a backward hook of 'a'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_backward_that_torch_export_leaves_out(name: str) -> None:
+    make, names = REFUSED[name]
+    with pytest.raises(ProgramError, match=r"'gradients\.[ai]\.weight' of the exported program is not") as raised:
+        tpcompiler.export_training(make(), (X,))
+    assert names in str(raised.value)
+
+
+def test_a_loss_with_a_backward_of_its_own() -> None:
+    """A function may be called by the loss; and in the example a parameter of zero may hide its gradient."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    nn.init.zeros_(model[1].weight)  # type: ignore[arg-type]
+    loss = lambda output, target: (Reverse.apply(output) - target).square().mean()  # noqa: E731
+    with pytest.raises(ProgramError, match="Reverse"):
+        tpcompiler.export_training(model, (X,), loss=loss, targets={"target": X})
+    inside = layers(Reverse.apply)
+    nn.init.zeros_(inside.o.weight)  # type: ignore[union-attr, arg-type]
+    with pytest.raises(ProgramError, match="Reverse"):
+        tpcompiler.export_training(inside, (X,))
+
+
+@torch.library.custom_op("tests::reverse", mutates_args=())
+def reverse(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+reverse.register_fake(torch.empty_like)
+reverse.register_autograd(lambda ctx, gradient: -gradient)
+
+
+@pytest.mark.parametrize("between", [Square.apply, detached, reverse], ids=["same", "detached", "custom"])
+def test_a_backward_that_is_kept(between: Any) -> None:
+    model = layers(between, norm=nn.BatchNorm1d(8), drop=nn.Dropout(0.5)).train()
+    state, drawn = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+    program = tpcompiler.export_training(model, (X,))
+    torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)  # as before the comparison
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert all(each.grad is None for each in model.parameters())
+    model(X).backward()
+    wanted = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+    torch.testing.assert_close(program.module(check_guards=False)(X)["gradients"], wanted)
+    plan = {"i": "colwise", "a": "rowwise"}
+    assert tpcompiler.parallelize(program, 2, plan).verify((X,)).ok
+
+
+def build() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return layers(Reverse.apply), (X,)
+
+
+def test_without_weights_there_is_nothing_to_compare() -> None:
+    with tpcompiler.weightless(), pytest.raises(UnsupportedError, match="Reverse"):
+        tpcompiler.export_training(layers(Reverse.apply), (X,))
+    with pytest.raises(UnsupportedError, match="Reverse"):
+        export_without_weights("tests.training.test_own_backwards:build", training=True)
+    assert export_without_weights("tests.training.test_own_backwards:build").program is not None
+
+
+def test_a_module_without_a_backward() -> None:
+    class Broken(Reverse):
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            raise ValueError("no backward")
+
+    with pytest.raises(TpCompilerError, match="the model's own backward raises: no backward"):
+        tpcompiler.export_training(layers(Broken.apply), (X,))
+
+
+def test_one_tensor_for_two_inputs() -> None:
+    """torch.export takes one tensor that stands twice for one input, the last."""
+    loss, other = nn.functional.mse_loss, torch.randn(4, 8)
+    model = nn.Linear(8, 8)
+    program = tpcompiler.export_training(model, (X,), loss=loss, targets={"target": X})
+    got = program.module(check_guards=False)(X, target=other)["outputs"]["loss"]
+    torch.testing.assert_close(got, loss(model(X), other))

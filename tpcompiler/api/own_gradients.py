@@ -1,0 +1,188 @@
+"""Compare a program with gradients with its module, run and differentiated by torch itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind, OutputSpec
+
+from tpcompiler._torch import RETURNED_KINDS, WRITTEN_KINDS, tree_flatten, tree_map, tree_names, tree_unflatten
+from tpcompiler.errors import InputsError, ProgramError, reason
+from tpcompiler.frontend.own_backwards import WRITE, list_backwards, refuse_own_backwards
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.judge.compare.compare import compare_calls
+from tpcompiler.judge.compare.judge import ROUNDED, Layout
+from tpcompiler.judge.compare.simulate import RankResult, random_state, set_random_state
+from tpcompiler.judge.compare.subject import Subject
+from tpcompiler.runtime.artifact import SINGLE
+
+SMALL = 0.1  # what a parameter or an input that is zero is moved by
+GRADIENTS = (OutputKind.GRADIENT_TO_PARAMETER, OutputKind.GRADIENT_TO_USER_INPUT)
+
+
+def check_own_gradients(
+    model: torch.nn.Module,
+    program: ExportedProgram,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    own_backwards: Collection[str],
+) -> None:
+    """Run the module and its backward, and compare with the program: on the example, and on a second draw.
+
+    In the second draw, parameters and inputs are moved: behind a parameter that starts at zero, no gradient shows. The
+    module's state, its gradients, and the generators are as before. A program without values is not run.
+
+    Args:
+        own_backwards: the model's own, as `record_own_backwards` names them.
+
+    Raises:
+        ProgramError: an output, gradient or buffer of the program is not the module's own, or torch raises.
+        UnsupportedError: the model has backwards of its own, and nothing can be compared.
+    """
+    tensors = [*model.parameters(), *model.buffers(), *tree_flatten((args, kwargs))[0]]
+    tensors = [value for value in tensors if isinstance(value, torch.Tensor)]
+    if not all(type(each) in (torch.Tensor, torch.nn.Parameter) and each.device.type != "meta" for each in tensors):
+        refuse_own_backwards(own_backwards, "without values, its gradients cannot be compared")
+        return
+    with _kept_state(model):
+        is_compared = _compare(model, program, args, kwargs, own_backwards)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(_moved(parameter, generator))
+        args, kwargs = tree_map(lambda each: _moved(each, generator), (tuple(args), dict(kwargs)))
+        with contextlib.suppress(_ModuleRaises):  # it may reject values that were moved
+            is_compared |= _compare(model, program, args, kwargs, own_backwards)
+    if not is_compared:
+        refuse_own_backwards(own_backwards, "its gradients have no finite number to compare")
+
+
+class _ModuleRaises(ProgramError):
+    """The module raises, or its backward."""
+
+
+class _Whole(Layout):
+    """The layout of one device."""
+
+    def cut(self, name: str, value: torch.Tensor, rank: int) -> torch.Tensor:
+        return value
+
+    def join(self, name: str, parts: Sequence[torch.Tensor], shape: torch.Size) -> list[torch.Tensor]:
+        return list(parts)
+
+
+def _compare(
+    model: torch.nn.Module,
+    program: ExportedProgram,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    own_backwards: Collection[str],
+) -> bool:
+    """Return False if the program has no finite number to compare."""
+    assert program.call_spec.out_spec is not None
+    names = tree_names(program.call_spec.out_spec)
+    inputs, flat = program.graph_signature.user_inputs, tree_flatten((args, kwargs))[0]
+    subject = Subject(
+        program,
+        [program],
+        _Whole(Mesh.of(1), {}),
+        [str(name) for name, value in zip(inputs, flat, strict=True) if isinstance(value, torch.Tensor)],
+        names,
+        run=lambda shares: [_run_module(model, program, shares[0])],
+    )
+    try:
+        report = compare_calls({SINGLE: subject}, [(SINGLE, args, kwargs)])
+    except InputsError:
+        return False
+    # Of float64 no wider type shows the rounding of sums that cancel, such as a bias before a norm.
+    rounding = ROUNDED * torch.finfo(torch.float64).eps * max(each.magnitude for each in report.outputs)
+    wrong = [each for each in report.outputs if not each.ok and not each.abs <= rounding]
+    if wrong:
+        first = min(wrong, key=lambda each: "gradients." not in each.name)
+        more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise ProgramError(
+            f"{first.name!r} of the exported program is not the module's own{more}: rel err {first.rel:.3g} in values "
+            f"up to {first.magnitude:.3g} (tolerance {first.tolerance:.3g})",
+            help=WRITE if own_backwards else "look for code that runs differently under torch.export",
+            left_out_by_torch_export=list_backwards(own_backwards),
+        )
+    return True
+
+
+def _run_module(model: torch.nn.Module, program: ExportedProgram, flat: Sequence[Any]) -> RankResult:
+    """Return what the module and its backward make of flat inputs, in the order of the program's outputs."""
+    signature = program.graph_signature
+    returned = [spec for spec in signature.output_specs if spec.kind in RETURNED_KINDS]
+    graded = [spec for spec in returned if spec.kind in GRADIENTS]
+    inputs = dict(zip(signature.user_inputs, flat, strict=True))
+    inputs = {name: each.detach().clone() if isinstance(each, torch.Tensor) else each for name, each in inputs.items()}
+    for spec in graded:
+        if spec.kind is OutputKind.GRADIENT_TO_USER_INPUT:
+            inputs[str(spec.target)].requires_grad_()
+    before = random_state()
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            args, kwargs = tree_unflatten(list(inputs.values()), program.call_spec.in_spec)
+            outputs = tree_flatten(model(*args, **kwargs))[0]
+            by = [
+                attrgetter(str(spec.target))(model)
+                if spec.kind is OutputKind.GRADIENT_TO_PARAMETER
+                else inputs[str(spec.target)]
+                for spec in graded
+            ]
+            loss = next(at for at, spec in enumerate(returned) if spec.kind is OutputKind.LOSS_OUTPUT)
+            others = _parameters_without(model, graded)
+            found = torch.autograd.grad(outputs[loss], [*by, *others.values()], allow_unused=True)
+    except Exception as error:  # whatever a model raises
+        raise _ModuleRaises(f"the model's own backward raises: {reason(error)}", help="mend the model first") from error
+    finally:
+        drawn = random_state()
+        set_random_state(before)
+    written = {
+        str(spec.target): attrgetter(str(spec.target))(model).detach().clone()
+        if spec.kind is OutputKind.BUFFER_MUTATION
+        else inputs[str(spec.target)]
+        for spec in signature.output_specs
+        if spec.kind in WRITTEN_KINDS
+    }
+    for name, gradient in zip(others, found[len(by) :], strict=True):
+        if gradient is not None and gradient.any():
+            raise ProgramError(
+                f"the exported program has no gradient of {name!r}, and the module has",
+                help="look for code that runs differently under torch.export",
+            )
+    filled = [torch.zeros_like(each) if own is None else own for own, each in zip(found, by, strict=False)]
+    return RankResult([*outputs, *filled], written, drawn)
+
+
+def _parameters_without(model: torch.nn.Module, graded: Sequence[OutputSpec]) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters that the program has no gradient of, and that could have one."""
+    held = {id(attrgetter(str(spec.target))(model)) for spec in graded if spec.kind is GRADIENTS[0]}
+    return {name: each for name, each in model.named_parameters() if each.requires_grad and id(each) not in held}
+
+
+@contextlib.contextmanager
+def _kept_state(model: torch.nn.Module) -> Iterator[None]:
+    """Restore parameters and buffers after the block."""
+    state = [*model.parameters(), *model.buffers()]
+    old = [each.detach().clone() for each in state]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for each, value in zip(state, old, strict=True):
+                each.copy_(value)
+
+
+def _moved(value: Any, generator: torch.Generator) -> Any:
+    """Return floats moved towards zero by up to a quarter, which keeps signs and bounds; zeros become small numbers."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    draw = torch.rand(value.shape, generator=generator).to(value)
+    return value.detach() * (1 - draw / 4) if value.any() else SMALL * draw
