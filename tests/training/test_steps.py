@@ -14,6 +14,7 @@ import tpcompiler
 from tests.launch import run_ranks
 from tests.passes.stages import Call
 from tests.training.test_gradients import IDS, PLAN, ROWS, cross_entropy, llama
+from tpcompiler.checkpoint.training import _Blocks
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir.shares import cut, row_sharding
 
@@ -78,3 +79,37 @@ def test_a_program_without_gradients(tmp_path: Path, group_of_one: None) -> None
     tpcompiler.parallelize(exported, 1, {}).save(tmp_path / "out")
     with pytest.raises(ArtifactError, match="return no gradients"):
         tpcompiler.load(tmp_path / "out", training=True)
+
+
+class Grouped(torch.nn.Module):
+    """Attention with one matrix for four heads of queries and one of keys and values, parts of which ranks share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(8, 24), torch.nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).split([16, 4, 4], -1)
+        heads = [each.unflatten(-1, (-1, 4)).transpose(1, 2) for each in (q, k, v)]
+        y = torch.nn.functional.scaled_dot_product_attention(*heads, enable_gqa=True)
+        return self.out(y.transpose(1, 2).flatten(2)).square().sum()
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2, "tp": 2}, {"tp": [2, 1]}], ids=str)
+def test_each_element_counts_once_in_a_norm(mesh: Any) -> None:
+    """Ranks cut some rows of the packed matrix, and all hold the others."""
+    torch.manual_seed(0)
+    model, x = Grouped().double(), torch.randn(2, 6, 8, dtype=torch.float64)
+    made = tpcompiler.parallelize(tpcompiler.export_training(model, (x,)), mesh, {"qkv": "colwise", "out": "rowwise"})
+    assert made.verify((x,)).ok
+    rows = {row.name: row for row in made.manifest().tensors}
+    assert "r" in str(rows["qkv.weight"].sharding).replace("parts", "")
+    model(x).backward()
+    totals = dict.fromkeys(rows, 0.0)
+    for rank in range(made.world_size):
+        blocks = _Blocks(made.manifest(), rank)
+        for name, row in rows.items():
+            own = cut(model.get_parameter(name).grad, row_sharding(row, made.mesh), made.mesh, rank)  # type: ignore[arg-type]
+            totals[name] += sum(float(own[place].square().sum()) / count for place, count in blocks.of(name))
+    for name, total in totals.items():
+        assert total == pytest.approx(float(model.get_parameter(name).grad.square().sum()), rel=1e-12)  # type: ignore[union-attr]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from types import MethodType
@@ -20,10 +22,13 @@ from tpcompiler.checkpoint.distributed import DistributedState
 from tpcompiler.checkpoint.halves import Halves
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.shares import row_sharding
+from tpcompiler.ir.shares import holders_of, row_sharding
 from tpcompiler.runtime.agree import named_failures
 from tpcompiler.runtime.records import Manifest
 from tpcompiler.runtime.turns import taking_turns
+from tpcompiler.runtime.world import own_rank
+
+_Block = tuple[tuple[slice, ...], int]
 
 
 def make_trainable(modules: Mapping[str, Any], manifests: Mapping[str, Manifest], recompute: Recompute) -> None:
@@ -46,8 +51,8 @@ def make_trainable(modules: Mapping[str, Any], manifests: Mapping[str, Manifest]
         module.forward = _differentiable(module, at, steps)
         module.saved_bytes, module.no_sync = halves.saved_bytes, steps.no_sync
         module.distributed_state = DistributedState(module, manifest)
-        replicas = _count_replicas(manifest)
-        module.clip_grad_norm_ = MethodType(functools.partial(_clip_grad_norm, replicas=replicas), module)
+        blocks = _Blocks(manifest, own_rank(manifest))
+        module.clip_grad_norm_ = MethodType(functools.partial(_clip_grad_norm, blocks=blocks), module)
 
 
 def _loss_position(program: ExportedProgram) -> int | None:
@@ -133,27 +138,55 @@ class _Loss(torch.autograd.Function):
         return None, None, None, *ctx.backward.gradients(saved, tangents[0])
 
 
-def _count_replicas(manifest: Manifest) -> dict[str, int]:
-    """Return how many ranks hold each element of a parameter, by its FQN."""
-    mesh = Mesh.of(manifest.mesh, manifest.factors)
-    rows = (row for row in manifest.tensors if row.kind == "parameter")
-    return {row.name: mesh.world_size // mesh.size(mesh.ordered(row_sharding(row, mesh).axes)) for row in rows}
+class _Blocks:
+    """The shares of a rank, in blocks of elements that equally many ranks hold."""
+
+    def __init__(self, manifest: Manifest, rank: int) -> None:
+        self.mesh, self.rank = Mesh.of(manifest.mesh, manifest.factors), rank
+        self.rows = {row.name: row for row in manifest.tensors}
+        self.known: dict[str, list[_Block]] = {}
+
+    def of(self, name: str) -> list[_Block]:
+        """Return the blocks of a tensor: where they are in this rank's share, and how many ranks hold them."""
+        if name not in self.known:
+            row = self.rows[name]
+            dims = holders_of(row_sharding(row, self.mesh), row.shape, self.mesh, self.rank)
+            self.known[name] = [
+                (tuple(slice(start, end) for start, end, _ in runs), self._holders([count for *_, count in runs]))
+                for runs in itertools.product(*map(_runs, dims))
+            ]
+        return self.known[name]
+
+    def _holders(self, counts: Sequence[int]) -> int:
+        """Return how many ranks hold an element, of those that hold its index of each dim: no axis cuts two dims."""
+        world = self.mesh.world_size
+        return world * math.prod(counts) // world ** len(counts)
+
+
+def _runs(holders: torch.Tensor) -> list[tuple[int, int, int]]:
+    """Return the runs of equal numbers: start, end and the number."""
+    values, lengths = holders.unique_consecutive(return_counts=True)
+    ends = lengths.cumsum(0).tolist()
+    return list(zip([0, *ends[:-1]], ends, values.tolist(), strict=True))
 
 
 @torch.no_grad()
-def _clip_grad_norm(module: torch.nn.Module, max_norm: float, *, replicas: Mapping[str, int]) -> torch.Tensor:
+def _clip_grad_norm(module: torch.nn.Module, max_norm: float, *, blocks: _Blocks) -> torch.Tensor:
     """Scale the gradients in place so that the norm of all ranks' together is at most `max_norm`; return the norm.
 
     All ranks must call it. As `torch.nn.utils.clip_grad_norm_`, of the 2-norm.
     """
-    graded = [(replicas[name], each.grad) for name, each in module.named_parameters() if each.grad is not None]
+    graded = [(name, each.grad) for name, each in module.named_parameters() if each.grad is not None]
     device = next(module.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for count, grad in graded:  # an element that several ranks hold counts once
+    for name, grad in graded:
         wide = torch.promote_types(grad.dtype, torch.float32)
-        total += torch.linalg.vector_norm(grad, dtype=wide).double().square() / count
-    dist.all_reduce(total)
-    norm = total.sqrt()
+        for place, count in blocks.of(name):  # an element that several ranks hold counts once
+            total += torch.linalg.vector_norm(grad[place], dtype=wide).double().square() / count
+    totals = [torch.zeros_like(total) for _ in range(dist.get_world_size())]
+    dist.all_gather(totals, total)
+    copy = dist.get_rank() - blocks.rank  # the first rank of those that run this copy of the program
+    norm = torch.stack(totals[copy : copy + blocks.mesh.world_size]).sum().sqrt()
     for _, grad in graded:
         grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0).to(grad.dtype))
     return norm

@@ -73,6 +73,21 @@ def cut_dim(
     return rows.flatten(dim, dim + 1)
 
 
+def holders_of(sharding: Sharding, shape: Sequence[int], mesh: Mesh, rank: int) -> list[torch.Tensor]:
+    """Return, for each dim, how many ranks hold each index of the share of `rank`.
+
+    Parts in a row are over different axes: heads of queries may be cut, and the one of keys held by all ranks.
+    """
+    counts: list[torch.Tensor] = []
+    for size, by in zip(shape, sharding.dims, strict=True):
+        holders = torch.zeros(size, dtype=torch.int64)
+        for each in range(mesh.world_size) if by.axes else ():
+            holders[cut_dim(torch.arange(size), 0, by, mesh, mesh.coordinate(each))] += 1
+        own = cut_dim(holders, 0, by, mesh, mesh.coordinate(rank))
+        counts.append(own if by.axes else torch.full_like(own, mesh.world_size))
+    return counts
+
+
 def join_dim(pieces: Sequence[torch.Tensor], dim: int, by: DimSharding, size: int, mesh: Mesh) -> torch.Tensor:
     """Join the parts of one dim of `size` elements, one per rank of a mesh; only the first level may have blocks."""
     if not by.axes:
