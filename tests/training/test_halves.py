@@ -168,18 +168,36 @@ def test_buffers_that_are_written(tmp_path: Path, group_of_one: None) -> None:
         torch.testing.assert_close(dict(module.named_buffers()), dict(model.named_buffers()))
 
 
-def test_random_numbers_are_drawn_once(tmp_path: Path, group_of_one: None) -> None:
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return F.dropout(torch.tanh(self.up(x)), 0.5, training=True).square().sum()
+def drops(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return F.dropout(torch.tanh(self.up(x)), 0.5, training=True).square().sum()
 
+
+def drops_after_others(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Nothing uses the first and the last draw."""
+    torch.rand(3)
+    h = self.up(x)
+    noise = torch.randn_like(h)
+    h = h + (noise * h - (noise * h).detach())
+    y = F.dropout(torch.tanh(h), 0.5, training=True).square().sum()
+    torch.rand(5)
+    return y
+
+
+@pytest.mark.parametrize("forward", [drops, drops_after_others])
+def test_random_numbers_are_drawn_once(forward: Any, tmp_path: Path, group_of_one: None) -> None:
+    """After a step the generator's state is the single device's, so that the next call drops the same."""
     torch.manual_seed(0)
     model, x = Call(forward, up=nn.Linear(8, 8)).double(), torch.randn(4, 8, dtype=torch.float64)
     modules = loaded(tmp_path, model, x)
+    drawn = []
     for each in (*modules.values(), model):
         torch.manual_seed(1)
-        each(x).backward()
-    for module in modules.values():
+        for _ in range(2):
+            each(x).backward()
+        drawn.append(torch.get_rng_state())
+    for module, state in zip(modules.values(), drawn, strict=False):
         torch.testing.assert_close(gradients(module), gradients(model))
+        assert torch.equal(state, drawn[-1])
 
 
 def test_any_number_of_samples(tmp_path: Path, group_of_one: None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Literal
 
 import torch
@@ -58,8 +58,9 @@ def cut_joint(
     cut: Any = default_partition if recompute == "none" else min_cut_rematerialization_partition
     with config.patch(cse=False):  # it would gather a parameter once for both halves, and hold it in between
         halves = cut(module, given, num_fwd_outputs=outputs, static_lifetime_input_indices=list(free))
-    for half in halves:
-        _drop_unused(half.graph)
+    names = {copies[node].name for node in forward if node in copies}
+    _drop_unused(halves[0].graph, lambda node: node.name in names)
+    _drop_unused(halves[1].graph, lambda node: node.name not in names)
     first, second = (boxed(half, half.graph) for half in halves)
     return first, second
 
@@ -97,6 +98,11 @@ def _is_collective(node: fx.Node) -> bool:
     return getattr(node.target, "namespace", None) == "_c10d_functional"
 
 
-def _drop_unused(graph: fx.Graph) -> None:
-    """Remove collectives that nothing uses: fx keeps a wait."""
-    graph.eliminate_dead_code(is_impure_node=lambda node: not _is_collective(node) and node.is_impure())
+def _drop_unused(graph: fx.Graph, is_own: Callable[[fx.Node], bool]) -> None:
+    """Remove collectives that nothing uses, of which fx keeps a wait, and draws that are the other half's."""
+
+    def must_stay(node: fx.Node) -> bool:
+        is_unused = node.op == "call_function" and (_is_collective(node) or not is_own(node))
+        return not is_unused and node.is_impure()
+
+    graph.eliminate_dead_code(must_stay)

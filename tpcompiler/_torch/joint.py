@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -30,15 +31,20 @@ from torch.export._trace import (  # type: ignore[attr-defined]
 )
 from torch.export.exported_program import _register_constants_as_buffers  # type: ignore[attr-defined]
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tpcompiler._torch.ops import aten
 
 Key = str | int  # the name of a leaf, or the position of the user's tensor or of an output
 
 
-def trace_joint(program: ExportedProgram, loss: int, kept: Collection[OpOverload]) -> fx.Graph:
+def trace_joint(
+    program: ExportedProgram, loss: int, kept: Collection[OpOverload], draws: Callable[[fx.Node], bool]
+) -> fx.Graph:
     """Trace a program forward and the backward of one of its outputs, in core ATen ops and the `kept` ones.
+
+    Calls that draw are outputs too, behind the program's own: torch leaves out those that nothing uses, after which
+    others would draw other numbers.
 
     Placeholders and the output are described by `input_key` and `output_keys`. Nodes keep the modules of the forward
     in `nn_module_stack`, those of the backward in `fwd_nn_module_stack`.
@@ -48,7 +54,7 @@ def trace_joint(program: ExportedProgram, loss: int, kept: Collection[OpOverload
     }
     table[aten._native_batch_norm_legit_functional.default] = _batch_norm_of_dense
     module = program.module(check_guards=False)
-    _detach_others(module.graph, loss)
+    _write_outputs(module.graph, loss, draws)
     module.recompile()
     given = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     values = (node.meta.get("val") for node in program.graph.nodes)
@@ -80,17 +86,30 @@ def _batch_norm_of_dense(x: torch.Tensor, *args: Any) -> Any:
     return aten._native_batch_norm_legit_functional.default(x.contiguous(), *args)
 
 
-def _detach_others(graph: fx.Graph, loss: int) -> None:
-    """Detach all outputs but the loss: torch asks for a gradient of each output otherwise."""
+def _write_outputs(graph: fx.Graph, loss: int, draws: Callable[[fx.Node], bool]) -> None:
+    """Add the draws to the outputs, and detach all but the loss: torch asks for a gradient of each output otherwise."""
     output: Any = graph.output_node()
     with graph.inserting_before(output):
+        drawn = [
+            graph.call_function(operator.getitem, (node, 0)) if isinstance(node.meta.get("val"), tuple | list) else node
+            for node in list(graph.nodes)
+            if draws(node)
+        ]
+        for node in drawn:
+            node.meta.setdefault("val", next(iter(node.all_input_nodes), node).meta.get("val"))
         values = [
-            graph.call_function(aten.detach.default, (value,))
-            if at != loss and isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
-            else value
-            for at, value in enumerate(output.args[0])
+            graph.call_function(aten.detach.default, (value,)) if at != loss and _is_tensor(value) else value
+            for at, value in enumerate([*output.args[0], *drawn])
         ]
     output.args = (tuple(values),)
+    if drawn:
+        codegen: Any = graph._codegen  # the joint graph does not say how outputs are nested
+        codegen.pytree_info = codegen.pytree_info._replace(out_spec=tree_flatten(values)[1])
+
+
+def _is_tensor(value: Any) -> bool:
+    found = value.meta.get("val") if isinstance(value, fx.Node) else None
+    return isinstance(found[0] if isinstance(found, tuple | list) else found, torch.Tensor)
 
 
 def input_key(node: fx.Node) -> Key | None:

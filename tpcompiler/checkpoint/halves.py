@@ -26,6 +26,7 @@ from tpcompiler._torch import (
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import read_bodies, root_of
+from tpcompiler.ir.draws import draws
 from tpcompiler.runtime.inputs import flatten_inputs
 
 SUMS = ("all_reduce", "all_reduce_coalesced", "reduce_scatter_tensor")
@@ -56,15 +57,18 @@ class Halves:
             [value for value, kind in zip(values, self.kinds, strict=True) if (kind in GRADIENT_KINDS) is wanted]
             for wanted in (False, True)
         )
-        output.args = ((*own, *gradients),)
         self.count = len(own)
+        tangent = _find_tangent(graph, edit.ancestors(own))
+        held = edit.ancestors(own)
+        own += [value for value in _draws_of_forward(graph, tangent) if not held & {value, *value.all_input_nodes}]
+        output.args = ((*own, *gradients),)
         forward = edit.ancestors(own)
         forward |= {each for node in forward for each in node.users if each.target is operator.getitem}
         free = [at for at, spec in enumerate(signature.input_specs) if spec.kind in LEAF_KINDS]
-        tangent = _find_tangent(graph, forward)
-        self.forward, self.backward = cut_joint(root_of(graph), graph, forward, tangent, self.count, free, recompute)
+        self.forward, self.backward = cut_joint(root_of(graph), graph, forward, tangent, len(own), free, recompute)
+        self.first_saved = len(own)
         results: Any = self.forward.graph.output_node().args[0]
-        saved = [value for value in results[self.count :] if edit.is_tensor(value) and value.op != "placeholder"]
+        saved = [value for value in results[self.first_saved :] if edit.is_tensor(value) and value.op != "placeholder"]
         self.saved_bytes = sum(sym_hint(edit.fake(v).numel()) * edit.fake(v).element_size() for v in saved)
 
     def run_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -80,7 +84,7 @@ class Halves:
         ]
         by_name = {spec.arg.name: value for spec, value in zip(program.graph_signature.input_specs, given, strict=True)}
         results = self.forward(list(given))
-        outputs, saved = list(results[: self.count]), list(results[self.count :])
+        outputs, saved = list(results[: self.count]), list(results[self.first_saved :])
         specs = [spec for spec in program.graph_signature.output_specs if spec.kind not in GRADIENT_KINDS]
         targets = {
             at: tensors[str(spec.target)] if spec.kind is OutputKind.BUFFER_MUTATION else by_name[str(spec.target)]
@@ -107,6 +111,26 @@ def _memory(value: torch.Tensor) -> int:
 def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     return {name: value.detach() for name, value in named}
+
+
+def _draws_of_forward(graph: fx.Graph, tangent: fx.Node) -> list[fx.Node]:
+    """Return the tensors that are drawn before the first call that depends on the gradient of the loss.
+
+    Nothing in the forward may use them, but the draws after them need the state of the generator.
+    """
+    found, behind = list[fx.Node](), {tangent}
+    for node in list(edit.calls(graph)):
+        if node is not tangent and behind.intersection(node.all_input_nodes):
+            return found
+        if draws(node) and not isinstance(node.meta["val"], torch.Tensor):
+            with graph.inserting_after(node):
+                node = graph.call_function(operator.getitem, (node, 0))
+            (drawing,) = node.all_input_nodes
+            node.meta = {**drawing.meta, "val": drawing.meta["val"][0]}
+            found.append(node)
+        elif draws(node):
+            found.append(node)
+    return found
 
 
 def _find_tangent(graph: fx.Graph, forward: set[fx.Node]) -> fx.Node:

@@ -31,6 +31,7 @@ from tpcompiler._torch import (
 from tpcompiler.errors import InputsError, ProgramError, UnsupportedError, reason
 from tpcompiler.frontend.layouts import allow_copies
 from tpcompiler.ir import edit
+from tpcompiler.ir.draws import draws
 from tpcompiler.ir.program import Program, tied
 from tpcompiler.ir.rebuilt import copy_signature, rebuilt
 
@@ -52,7 +53,7 @@ def add_backward(program: ExportedProgram, kept: Collection[OpOverload], loss: s
     """
     at = _find_loss(program, loss)
     try:
-        joint = trace_joint(program, at, kept)
+        joint = trace_joint(program, at, kept, draws)
     except Exception as error:  # whatever torch raises on the way
         raise ProgramError(f"torch cannot trace the backward: {reason(error)}") from error
     _refuse_bodies(joint)
