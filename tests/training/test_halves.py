@@ -97,6 +97,41 @@ def test_micro_batches_in_flight(tmp_path: Path, group_of_one: None) -> None:
             late.backward()
 
 
+def test_values_that_change_before_the_backward(tmp_path: Path, group_of_one: None) -> None:
+    """A loader may reuse its memory, and a caller may change an output: torch raises where a backward needs the value."""
+
+    def forward(self: Any, x: torch.Tensor, target: torch.Tensor) -> Any:
+        y = torch.tanh(self.up(x) * self.scale)
+        return {"loss": ((y - target) * target).sum(), "output": y}
+
+    torch.manual_seed(0)
+    parts = {"up": nn.Linear(8, 8), "scale": torch.rand(8) + 1}
+    model, args = Call(forward, **parts).double(), torch.randn(2, 4, 8, dtype=torch.float64).unbind()
+    modules = loaded(tmp_path, model, *args, loss="loss")
+    changes: dict[str, Callable[[Any, Any, Any], Any]] = {
+        "x": lambda own, given, made: given[0].zero_(),
+        "target": lambda own, given, made: given[1].zero_(),
+        "scale": lambda own, given, made: own.get_buffer("scale").zero_(),
+        "output": lambda own, given, made: made["output"].zero_(),
+    }
+    for how, module in modules.items():
+        for name, change in changes.items():
+            for own in (model, module):
+                given = [each.clone() for each in args]
+                made = own(*given)
+                with torch.no_grad():
+                    change(own, given, made)
+                if own is module and name == "output" and how != "none":
+                    continue  # the backward may compute it again
+                with pytest.raises(RuntimeError, match=r"in.?place"):
+                    made["loss"].backward()
+                own.get_buffer("scale").copy_(parts["scale"])
+        given = [each.clone() for each in args]
+        loss = module(*given)["loss"]
+        loss.backward()
+        given[0].zero_()  # as the next batch is read
+
+
 def test_sums_left_out_are_handed_out_later(tmp_path: Path, group_of_one: None) -> None:
     model, x = network(), torch.randn(3, 4, 32, dtype=torch.float64)
     module = loaded(tmp_path, model, x[0])["min-cut"]

@@ -37,6 +37,7 @@ class Halves:
 
     Attributes:
         names: the parameters that have a gradient, in the order of the backward's results.
+        saved_names: the values that the forward leaves to the backward; of leaves and inputs as users know them.
         saved_bytes: bytes that the forward leaves to the backward, without parameters, buffers and inputs.
     """
 
@@ -68,6 +69,12 @@ class Halves:
         self.forward, self.backward = cut_joint(root_of(graph), graph, forward, tangent, len(own), free, recompute)
         self.first_saved = len(own)
         results: Any = self.forward.graph.output_node().args[0]
+        placeholders = self.forward.graph.find_nodes(op="placeholder")
+        names = {
+            node.name: str(spec.target or spec.arg.name)
+            for node, spec in zip(placeholders, signature.input_specs, strict=True)
+        }
+        self.saved_names = [names.get(value.name, value.name) for value in results[self.first_saved :]]
         saved = [value for value in results[self.first_saved :] if edit.is_tensor(value) and value.op != "placeholder"]
         self.saved_bytes = sum(sym_hint(edit.fake(v).numel()) * edit.fake(v).element_size() for v in saved)
 

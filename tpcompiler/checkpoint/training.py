@@ -124,7 +124,8 @@ class _Loss(torch.autograd.Function):
         ctx: Any, loss: torch.Tensor, saved: list[Any], backward: _Backward, *parameters: torch.nn.Parameter
     ) -> torch.Tensor:
         ctx.saved, ctx.backward = saved, backward
-        ctx.versions = [(each, each._version) for each in parameters]
+        ctx.versions = _versions(parameters)
+        ctx.versions_saved = _versions(saved)
         return loss.clone()
 
     @staticmethod
@@ -132,10 +133,27 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, *tangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.saved is None:
             raise RuntimeError("this loss had its backward before, which frees what it needs: call the module again")
-        if any(each._version != version for each, version in ctx.versions):
+        if _find_changed(ctx.versions) is not None:
             raise RuntimeError("parameters have changed since this loss was computed: call its backward before a step")
-        saved, ctx.saved = ctx.saved, None
+        if (at := _find_changed(ctx.versions_saved)) is not None:
+            raise RuntimeError(
+                f"{ctx.backward.halves.saved_names[at]!r} was changed in place since this loss was computed, and its "
+                "backward needs the old value: change a copy, or call the backward first"
+            )
+        saved, ctx.saved, ctx.versions_saved = ctx.saved, None, None
         return None, None, None, *ctx.backward.gradients(saved, tangents[0])
+
+
+def _versions(values: Sequence[Any]) -> list[tuple[torch.Tensor, int] | None]:
+    """Return tensors with the number of writes to their memory, which tensors of inference mode do not count."""
+    counts = (isinstance(each, torch.Tensor) and not each.is_inference() for each in values)
+    return [(each, each._version) if is_counted else None for each, is_counted in zip(values, counts, strict=True)]
+
+
+def _find_changed(versions: Sequence[tuple[torch.Tensor, int] | None]) -> int | None:
+    """Return the position of the first tensor that was written since."""
+    changed = (at for at, each in enumerate(versions) if each is not None and each[0]._version != each[1])
+    return next(changed, None)
 
 
 class _Blocks:
