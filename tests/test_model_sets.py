@@ -16,7 +16,7 @@ from torch.export import ExportedProgram, export
 import tpcompiler
 from tests.launch import called
 from tests.zoo.case import randomise
-from tpcompiler import ArtifactError, InputsError, MeshError, ParallelProgram, PlanError, ProgramError
+from tpcompiler import ArtifactError, InputsError, MeshError, ParallelProgram, PlanError, ProgramError, UnsupportedError
 from tpcompiler.parallel.converted import ConvertedProgram
 
 PLAN = {"up": "colwise", "down": "rowwise"}
@@ -234,6 +234,16 @@ def test_a_degree_that_cannot_be_is_refused() -> None:
         tpcompiler.parallelize(exported(), 4, PLAN, degrees={"draft": 3})
     with pytest.raises(PlanError, match="degrees names 'drafts', and the programs are vision, prefill, decode, draft"):
         tpcompiler.parallelize(exported(), 4, PLAN, degrees={"drafts": 1})
+
+
+@pytest.mark.parametrize("degrees", [{"decode": 1}, {"prefill": 1}])
+def test_a_buffer_that_programs_of_other_ranks_have_too_is_refused(degrees: dict[str, int]) -> None:
+    """The cache that prefill writes would not be decode's; a draft's own cache of the same zeros is another one."""
+    programs = {name: exported()[name] for name in ("prefill", "decode", "draft")}
+    with pytest.raises(UnsupportedError, match="'cache' is a buffer that '(prefill|decode)' writes on tp=[12]"):
+        tpcompiler.parallelize(programs, 2, PLAN, degrees={**degrees, "draft": 1})
+    made = tpcompiler.parallelize(programs, 2, PLAN, degrees=dict.fromkeys(programs, 1))
+    assert made.verify([("prefill", (IDS, PIXELS)), ("decode", (IDS[:, :1],))]).ok
 
 
 def test_an_entry_of_the_plan_may_match_in_one_program_only() -> None:

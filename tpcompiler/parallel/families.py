@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from tpcompiler._torch import FakeTensor
-from tpcompiler.errors import ProgramError, option
+from tpcompiler.errors import ProgramError, UnsupportedError, option
 from tpcompiler.ir.program import Note
 from tpcompiler.ir.shares import same_bits
 from tpcompiler.parallel.conversion import Conversion
@@ -34,12 +34,15 @@ def find_families(conversions: Mapping[str, Conversion]) -> dict[str, Conversion
 
     Raises:
         ProgramError: a leaf of one name that is not one tensor, in programs of one model.
+        UnsupportedError: a buffer that a program writes and one of another mesh has too, in programs of one model.
     """
     found: dict[str, dict[str, Conversion]] = {}  # by the name of the first
     for name, own in conversions.items():
         apart, related = dict[str, set[str]](), list[str]()
         for first, family in found.items():
             other = family[first]
+            if own.mesh != other.mesh:
+                _refuse_state_apart(name, own, family)
             if own.mesh != other.mesh or (own.stage and own.stage.index) != (other.stage and other.stage.index):
                 continue
             common, unlike = _compare(own, family)
@@ -61,6 +64,35 @@ def find_families(conversions: Mapping[str, Conversion]) -> dict[str, Conversion
     families = {name: first for first, family in found.items() for name in family}
     made = {name: own for family in found.values() for name, own in family.items()}
     return {name: replace(made[name], family=families[name]) for name in conversions}
+
+
+def _refuse_state_apart(name: str, own: Conversion, family: Mapping[str, Conversion]) -> None:
+    """Raise UnsupportedError if a program would not see a buffer that one of another mesh writes: each has its own.
+
+    Two models may have buffers of one name, of the same zeros: programs are of one if no common leaf differs, and they
+    have more in common than such buffers.
+    """
+    common, unlike = _compare(own, family)
+    programs = {**family, name: own}
+    written = {fqn: each for each, other in programs.items() for _, fqn in other.program.mutations()}
+    states = [fqn for fqn in common if fqn in written]
+    if unlike or not states or len(states) == len(common):
+        return
+    first, writer = states[0], written[states[0]]
+    reader = next(each for each in family if _has(family[each], first)) if writer == name else name
+    meshes = {each: programs[each].mesh for each in (writer, reader)}
+    raise UnsupportedError(
+        f"{first!r} is a buffer that {writer!r} writes on {meshes[writer]}, and {reader!r} has it on {meshes[reader]}: "
+        "each would have a buffer of its own, and see nothing of the other's",
+        help="run both over the same ranks: "
+        + option(
+            f"leave out the --degree of {writer} and {reader}", f"leave {writer!r} and {reader!r} out of degrees="
+        ),
+    )
+
+
+def _has(own: Conversion, fqn: str) -> bool:
+    return any(each == fqn for _, each in own.program.leaves())
 
 
 def _compare(own: Conversion, family: Mapping[str, Conversion]) -> tuple[dict[str, int], list[_Unlike]]:
