@@ -15,6 +15,7 @@ from torch.export import ExportedProgram, export
 
 import tpcompiler
 from tests.launch import called
+from tests.training.test_steps import group_of_one as group_of_one
 from tests.zoo.case import randomise
 from tpcompiler import ArtifactError, InputsError, MeshError, ParallelProgram, PlanError, ProgramError, UnsupportedError
 from tpcompiler.parallel.converted import ConvertedProgram
@@ -240,7 +241,7 @@ def test_a_degree_that_cannot_be_is_refused() -> None:
 def test_a_buffer_that_programs_of_other_ranks_have_too_is_refused(degrees: dict[str, int]) -> None:
     """The cache that prefill writes would not be decode's; a draft's own cache of the same zeros is another one."""
     programs = {name: exported()[name] for name in ("prefill", "decode", "draft")}
-    with pytest.raises(UnsupportedError, match="'cache' is a buffer that '(prefill|decode)' writes on tp=[12]"):
+    with pytest.raises(UnsupportedError, match=r"'cache' is a buffer that '(prefill|decode)' writes on tp=[12]"):
         tpcompiler.parallelize(programs, 2, PLAN, degrees={**degrees, "draft": 1})
     made = tpcompiler.parallelize(programs, 2, PLAN, degrees=dict.fromkeys(programs, 1))
     assert made.verify([("prefill", (IDS, PIXELS)), ("decode", (IDS[:, :1],))]).ok
@@ -287,3 +288,14 @@ def test_artifacts_of_before_have_one_family(tmp_path: Path) -> None:
     assert len(opened.families()) == 1
     assert opened.verify().ok
     assert opened.check().ok
+
+
+def test_a_program_that_is_listed_before_the_one_with_its_tensors(tmp_path: Path, group_of_one: None) -> None:
+    names = ("prefill", "decode")
+    tpcompiler.parallelize({name: exported()[name] for name in names}, 1, {}).save(tmp_path / "out")
+    path = tmp_path / "out" / "programs.json"
+    listed = json.loads(path.read_text())
+    listed["programs"].reverse()
+    path.write_text(json.dumps(listed))
+    with pytest.raises(ArtifactError, match="decode leaves 'cache' to 'prefill', which is not listed before it"):
+        tpcompiler.load(tmp_path / "out")

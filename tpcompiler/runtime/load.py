@@ -137,7 +137,7 @@ def _read(
     """
     manifest = files.manifest
     is_own = manifest.stage is None or manifest.stage.index == dist.get_rank() // manifest.world_size
-    left_out = {row.name for row in manifest.tensors if row.stored_in is not None}
+    left_out = {row.name: row.stored_in for row in manifest.tensors if row.stored_in is not None}
     with agreeing(arguments.timeout) as mine:
         if not is_own:
             exported = None
@@ -146,27 +146,42 @@ def _read(
         else:
             exported = read_rank(files, own_rank(manifest), arguments.weights)
             refuse_unsendable(exported, dist.get_backend())
+        if exported is not None:
+            _refuse_unlike(files, left_out, taken_by(exported), stored)
         mine.update(artifact_facts(manifest))
     with named_failures(groups_here(manifest)):
         register_groups(manifest, arguments.timeout)
     greet_groups(manifest, device, arguments.timeout)
     if exported is None:
         return None
-    wanted = taken_by(exported)
-    for each in sorted(left_out & wanted.keys()):
-        if (actual := strides_of(stored[each])) != (expected := strides_of(wanted[each])):
-            raise ArtifactError(
-                f"{files.folder} takes {each!r} with the strides {expected}, the program next to it has {actual}",
-                help=AGAIN,
-            )
     for state in (exported.state_dict, exported.constants):
-        state.update({each: stored[each] for each in state.keys() & left_out})
+        state.update({each: stored[each] for each in state.keys() & left_out.keys()})
     place_state(exported, device)
     map_buffers(exported, manifest, device)
     for row in manifest.tensors:
         fqn = row.name
         stored[fqn] = exported.state_dict[fqn] if fqn in exported.state_dict else exported.constants[fqn]
     return _RankProgram(exported, manifest)
+
+
+def _refuse_unlike(
+    files: ProgramFiles,
+    left_out: Mapping[str, str],
+    wanted: Mapping[str, torch.Tensor],
+    stored: Mapping[str, torch.Tensor],
+) -> None:
+    """Check that programs read before this one have the tensors that it leaves to them, laid out as it takes them."""
+    for name in sorted(left_out.keys() & wanted.keys()):
+        if name not in stored:
+            raise ArtifactError(
+                f"{files.folder} leaves {name!r} to {left_out[name]!r}, which is not listed before it, or lacks it",
+                help=AGAIN,
+            )
+        if (actual := strides_of(stored[name])) != (expected := strides_of(wanted[name])):
+            raise ArtifactError(
+                f"{files.folder} takes {name!r} with the strides {expected}, the program next to it has {actual}",
+                help=AGAIN,
+            )
 
 
 def _guarded(module: fx.GraphModule, read: _RankProgram, arguments: _Arguments) -> Callable[..., Any]:
