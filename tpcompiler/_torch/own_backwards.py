@@ -30,20 +30,20 @@ def record_own_backwards(model: nn.Module) -> Iterator[dict[str, None]]:
     def record_apply(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
         if not f"{cls.__module__}.".startswith(TORCH):
             names[f"{cls.__name__} (a torch.autograd.Function)"] = None
-        return super(_SingleLevelFunction, cls).apply(*args, **kwargs)  # type: ignore[misc]
+        return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
 
     def record_hook(self: torch.Tensor, hook: Any) -> Any:
         if not f"{getattr(hook, '__module__', '')}.".startswith(TORCH):
             names[f"{_title(hook)} (a hook of a tensor)"] = None
-        return register(self, hook)
+        return register(self, hook)  # type: ignore[no-untyped-call]
 
     # `Function.apply` calls it by super(): a model may hold `Reverse.apply`, bound before this block.
-    _SingleLevelFunction.apply = classmethod(record_apply)
+    _SingleLevelFunction.apply = classmethod(record_apply)  # type: ignore[attr-defined]
     torch.Tensor.register_hook = record_hook  # type: ignore[method-assign]
     try:
         yield names
     finally:
-        del _SingleLevelFunction.apply
+        del _SingleLevelFunction.apply  # type: ignore[attr-defined]
         torch.Tensor.register_hook = register  # type: ignore[method-assign]
 
 

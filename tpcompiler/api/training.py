@@ -57,7 +57,7 @@ def export_training(
         model.forward = _with_loss(model.forward, loss, tuple(targets or {}))
     try:
         with record_own_backwards(model) as own_backwards:
-            program = _exported(model, args, named, dynamic_shapes)
+            program = _exported(model, tuple(args), named, dynamic_shapes)
         program = add_gradients(program, "loss" if callable(loss) else loss)
         check_own_gradients(model, program, args, named, own_backwards)
     finally:

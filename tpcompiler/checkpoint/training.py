@@ -178,12 +178,12 @@ class _Blocks:
     def _holders(self, counts: Sequence[int]) -> int:
         """Return how many ranks hold an element, of those that hold its index of each dim: no axis cuts two dims."""
         world = self.mesh.world_size
-        return world * math.prod(counts) // world ** len(counts)
+        return world * math.prod(counts) // int(world ** len(counts))
 
 
 def _runs(holders: torch.Tensor) -> list[tuple[int, int, int]]:
     """Return the runs of equal numbers: start, end and the number."""
-    values, lengths = holders.unique_consecutive(return_counts=True)
+    values, lengths = holders.unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
     ends = lengths.cumsum(0).tolist()
     return list(zip([0, *ends[:-1]], ends, values.tolist(), strict=True))
 
