@@ -8,6 +8,7 @@ from torch import fx
 
 from tpcompiler._torch import aten
 from tpcompiler.ir import edit
+from tpcompiler.ir.backward import is_backward
 from tpcompiler.rules.registry import rule_of
 
 Leaves = Mapping[str, Mapping[str, fx.Node]]  # by layer
@@ -26,6 +27,8 @@ def find_wrapped(graph: fx.Graph, names: Iterable[str], owned: Leaves, static: S
     around = {layer[:at] for layer, leaves in owned.items() if leaves for at, c in enumerate(layer) if c == "."}
     calls: dict[str, list[fx.Node]] = {}
     for node in edit.calls(graph):
+        if is_backward(node):  # styles are of the forward, whose values the backward uses too
+            continue
         for path in edit.module_paths(node):
             calls.setdefault(path, []).append(node)
     layers_of_module = {
@@ -37,7 +40,8 @@ def find_wrapped(graph: fx.Graph, names: Iterable[str], owned: Leaves, static: S
 def _layers_of(name: str, calls: Mapping[str, list[fx.Node]], owned: Leaves, static: Set[fx.Node]) -> list[str]:
     """Return the outermost layers inside a module whose result it returns, alone or as a term of a sum."""
     inside, entering = set(calls[name]), _entering(calls[name], static)
-    terms = [node for node in calls[name] if not inside.issuperset(node.users) and node not in static]
+    leaving = (node for node in calls[name] if any(each not in inside and not is_backward(each) for each in node.users))
+    terms = [node for node in leaving if node not in static]
     if len(terms) != 1:
         return []
     layers: dict[str, None] = {}

@@ -122,6 +122,16 @@ def test_the_names_of_a_wrapper_and_of_its_layer_mean_the_layer(name: str, inner
     assert cut == {**layers, f"down.{name}.bias": "P(sum)", "down.a.weight": "S(1)"}
 
 
+def test_a_wrapper_s_name_means_its_layer_in_training() -> None:
+    torch.manual_seed(0)
+    model, x = Mlp(lambda layer: Lora(layer, "linear")).train(), torch.randn(4, 16)
+    program = tpcompiler.export_training(model, (x,), loss=lambda output: output.square().mean())
+    made = tpcompiler.parallelize(program, 2, {"**.up": "colwise", "**.down": "rowwise"})
+    assert made.verify((x,)).ok
+    rows = {row.name: row.sharding for row in made.manifest().tensors}
+    assert (rows["up.linear.weight"], rows["down.linear.weight"]) == ("S(0)", "S(1)")
+
+
 def test_the_inner_name_counts_where_both_are_given() -> None:
     exported = export(Mlp(Lora).eval(), (torch.randn(4, 16),))
     for plan, expected in (({"up": "replicate", "up.linear": "colwise"}, "S(0)"), ({"up": "replicate"}, "R")):
