@@ -18,7 +18,7 @@ from tpcompiler.errors import InternalError, RuleError
 from tpcompiler.ir import edit
 from tpcompiler.ir.calls import write_call
 from tpcompiler.ir.dim_sharding import Size
-from tpcompiler.ir.local import fake_mode_of, is_contiguous, key, local_value
+from tpcompiler.ir.local import fake_mode_of, is_contiguous, key, local_value, same_layout
 from tpcompiler.ir.node_placement import PLACEMENT, NodePlacement, has_reshard, placement_of
 from tpcompiler.ir.program import GLOBAL, LocalProgram, LoweredProgram
 from tpcompiler.ir.rank_numbers import read_number
@@ -171,8 +171,9 @@ def _put_in_body(
         return [result if part is node else result[part.args[1]] for part in parts]
 
     with mode, torch.no_grad(), enable_python_dispatcher():
-        # A tracer identifies its inputs as objects, and slices of one shape may share their fake value.
-        values = [torch.empty_like(edit.fake(i)) if edit.is_tensor(i) else edit.fake(i) for i in inputs]
+        # A tracer identifies its inputs as objects, and slices of one shape may share their fake value. The copies keep
+        # the strides, so that the body's views are traced as they run: a part of a split is not dense.
+        values = [same_layout(edit.fake(i)) if edit.is_tensor(i) else edit.fake(i) for i in inputs]
         traced = trace_ops(body, torch.empty((), dtype=torch.int64), *values)
     traced.eliminate_dead_code()
     offset = None

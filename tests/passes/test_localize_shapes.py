@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from dataclasses import replace
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import nn
+from torch import fx, nn
 from torch.export import Dim
 
 from tests.passes.models import HEADS, Attention
 from tests.passes.stages import Call, local, routed
+from tpcompiler._torch import OpOverload
 from tpcompiler.errors import InternalError
+from tpcompiler.ir import edit
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.node_placement import PLACEMENT
 from tpcompiler.ir.sharding import Sharding
@@ -277,6 +280,18 @@ def test_every_value_has_its_local_shape() -> None:
         [2, 3, 4],
         [2, 3, 8],
     ]
+
+
+@pytest.mark.parametrize("forward", [lambda y: y.split([8, 4], -1)[0], lambda y: y[:, :8]], ids=["split", "slice"])
+def test_a_split_of_a_part_keeps_its_strides(forward: Any) -> None:
+    module = Call(lambda self, x: operator.mul(*forward(self.up(x)).chunk(2, -1)), up=nn.Linear(4, 12, bias=False))
+    program = local(module, (X,), {"up": "colwise"}, outputs=["S(1)"])
+    for node in edit.calls(program.graph):
+        if isinstance(node.target, OpOverload):
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda used: edit.fake(used))
+            results = node.target(*args, **kwargs)
+            results = results if isinstance(results, (tuple, list)) else [results]
+            assert [value.stride() for value in results] == [value.stride() for value in edit.outputs(node)], node
 
 
 def test_what_an_op_makes_is_remembered() -> None:

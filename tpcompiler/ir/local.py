@@ -66,6 +66,11 @@ def is_contiguous(value: torch.Tensor) -> bool:
     return True
 
 
+def same_layout(value: torch.Tensor) -> torch.Tensor:
+    """Return a new tensor without data, with the strides of `value`; `empty_like` would make those of a slice dense."""
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
 def memory_order(value: torch.Tensor) -> list[int]:
     """Return the dims of `value` in memory order, outermost first; in their own order if it is expanded."""
     for size, stride in zip(value.shape, value.stride(), strict=True):

@@ -20,7 +20,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.constraints import Constraint, Over
 from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.draws import remove_unused
-from tpcompiler.ir.local import fake_mode_of, is_contiguous, memory_order, no_new_guards
+from tpcompiler.ir.local import fake_mode_of, is_contiguous, memory_order, no_new_guards, same_layout
 from tpcompiler.ir.program import PIN, PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.slices import count_from_the_start
@@ -65,7 +65,7 @@ class Region:
 
         with fake_mode_of(self.node.graph), torch.no_grad(), keeping_whole(*self.whole):
             given = [edit.fake(value) for value in self.inputs]
-            values = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in given]
+            values = [same_layout(value) for value in given]
             try:
                 body = trace_ops(run, *values)
             except _Declined:
@@ -136,7 +136,7 @@ def pinned(value: torch.Tensor, axis: str, dim: int | None) -> torch.Tensor:
 
 
 def _fake(value: torch.Tensor, axis: str, dim: int | None) -> torch.Tensor:
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return same_layout(value)
 
 
 PINNED = define_op("pin(Tensor value, str axis, int? dim) -> Tensor", lambda value, axis, dim: value.clone(), _fake)
