@@ -21,6 +21,7 @@ import tpcompiler
 from tests.bad_input.models import PLAN, Net, X, exported, refusal
 from tests.compared import compare
 from tests.launch import called
+from tests.passes.stages import Call
 from tpcompiler._torch import symbols_of
 from tpcompiler.api.aliases import verify_artifact
 from tpcompiler.errors import UnsupportedError
@@ -218,3 +219,26 @@ def test_switches_of_gradients_and_autocast_are_written_out(function: Callable[.
     assert [c.kind for c in made.collectives()] == ["all_reduce"]
     assert not any(node.op == "get_attr" for node in made.converted.resharded.graph.nodes)
     assert made.verify((X,)).ok
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return torch.vmap(lambda row: row.cumsum(0) * row.sum())(x)
+
+
+def _recurrence(x: torch.Tensor) -> torch.Tensor:
+    decay = torch.exp(-x[..., None] * torch.ones(4))
+    # "generic", as opposed to "pointwise", is exported as the calls of torch.vmap
+    return associative_scan(
+        lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (decay, x[..., None] * decay), 1, combine_mode="generic"
+    )[1].sum(-1)
+
+
+@pytest.mark.parametrize("plan", [{"up": "colwise", "down": "rowwise"}, {}], ids=["planned", "whole"])
+@pytest.mark.parametrize("function", [_rows, _recurrence])
+def test_mapped_functions_are_written_in_the_ops_of_all_rows(
+    function: Callable[..., Any], plan: dict[str, str], tmp_path: Path
+) -> None:
+    module = Call(lambda self, x: self.down(function(self.up(x))), up=nn.Linear(4, 6), down=nn.Linear(6, 4))
+    program = tpcompiler.parallelize(torch.export.export(module, (x := torch.randn(2, 5, 4),)), {"tp": 2}, plan)
+    assert program.verify((x,)).ok
+    program.save(tmp_path / "out")

@@ -57,6 +57,7 @@ from tpcompiler._torch.ops import (
     find_op,
     functional_op,
     is_torchscript_op,
+    is_vmap,
     op_overload,
     program_target,
     quantized_decomposed,

@@ -129,6 +129,11 @@ def declares_view(op: object) -> bool:
     return isinstance(op, OpOverload) and any(result.alias_info is not None for result in op._schema.returns)
 
 
+def is_vmap(target: object) -> bool:
+    """Return True for a call that an export records where `torch.vmap` begins, ends, or adds or removes its dim."""
+    return getattr(target, "__module__", None) == "torch._functorch.predispatch"
+
+
 @functools.cache
 def calls_others(op: OpOverload) -> bool:
     """Return True if the op's kernel calls other ops, on tensors of any device (CompositeImplicitAutograd)."""

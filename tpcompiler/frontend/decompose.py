@@ -25,6 +25,7 @@ from tpcompiler._torch import (
     disable_fake_tensor_cache,
     enable_python_dispatcher,
     functional_op,
+    is_vmap,
     stays_whole,
     tree_flatten,
 )
@@ -56,8 +57,8 @@ def decompose_calls(program: ExportedProgram, how: Mapping[Any, Any], table: Map
     torch's own decomposition traces the whole program again, which takes 5 to 10 times as long for the same result.
 
     Raises:
-        NotSimple: control flow, autocast, subclasses, writes to views other than slices, norms in training, conjugated
-            views, and decompositions that create tensors or write in place, all of which need torch's own
+        NotSimple: control flow, torch.vmap, autocast, subclasses, writes to views other than slices, norms in training,
+            conjugated views, and decompositions that create tensors or write in place, all of which need torch's own
             decomposition.
     """
     values = all_tensors(program)
@@ -144,6 +145,8 @@ class _Simplifier:
             return env[node.args[0]][node.args[1]]  # type: ignore[index]
         if not all(isinstance(value, fx.Node) for value in operands.values()):
             raise NotSimple(node.name)
+        if is_vmap(node.target):
+            raise NotSimple(node.name)  # what lies between is recorded without the mapped dim
         if not isinstance(node.target, OpOverload):
             return self.keep(node, node.target, env)
         if updates_statistics(node):
