@@ -235,10 +235,10 @@ def _join(pieces: Sequence[torch.Tensor], source: Sharding, shape: Sequence[Size
     """Join the pieces of all ranks, one dim after the other."""
     for dim in (d for d, by in enumerate(source.dims) if by.axes):
         by = source.dims[dim]
-        over, rest = ([each for each in mesh.axes if (each[0] in by.axes) is inside] for inside in (True, False))
-        groups, line = mesh.groups(by.axes), Mesh(tuple(over))
+        rest = [axis for axis in mesh.names if axis not in by.axes]
+        groups, line = mesh.groups(by.axes), mesh.along(mesh.ordered(by.axes))
         pieces = [join_dim([pieces[rank] for rank in ranks], dim, by, shape[dim], line) for ranks in groups]
-        mesh = Mesh(tuple(rest)) if rest else line
+        mesh = mesh.along(rest) if rest else line
     return pieces[0]
 
 

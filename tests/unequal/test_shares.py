@@ -9,8 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import tpcompiler
+from tests.passes.stages import Call
+from tests.sound import findings
 from tpcompiler.errors import MeshError, UnsupportedError
 from tpcompiler.ir.dim_sharding import DimSharding, apportion, chunk
 from tpcompiler.ir.mesh import Mesh
@@ -117,3 +120,23 @@ def test_a_dynamic_dim_is_not_cut() -> None:
         tpcompiler.parallelize(exported, {"tp": [2, 1]}, {}, inputs=["S(0)"])
     program = tpcompiler.parallelize(exported, {"tp": [2, 1]}, {"0": "colwise"}, outputs=["S(1)"])
     assert program.verify((torch.ones(5, 4),)).ok
+
+
+@pytest.mark.parametrize("mesh", [{"tp": [2, 1]}, {"tp": [3, 2, 1]}, {"dp": 2, "tp": [2, 1]}], ids=str)
+@pytest.mark.parametrize("use", [lambda y: y, lambda y: y.roll(3, -1), lambda y: y[:, 2:-3]], ids=["", "roll", "slice"])
+def test_parts_on_unequal_ranks_are_gathered(use: Any, mesh: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    parts = {"a": nn.Linear(8, 6), "c": nn.Linear(8, 12)}
+    module = Call(lambda self, x: use(torch.cat([self.a(x), self.c(x)], -1)), **parts)
+    program = torch.export.export(module, (x := torch.randn(4, 8),))
+    converted = tpcompiler.parallelize(program, mesh, {"a": "colwise", "c": "colwise"})
+    assert converted.verify((x,)).ok
+    assert [each.kind for each in converted.collectives()] == ["all_gather"]
+    assert findings(converted) == []
+
+
+def test_other_axes_keep_their_shares_where_degrees_are_tried() -> None:
+    program = torch.export.export(nn.Linear(8, 12), (torch.randn(6, 8),))
+    axes: dict[str, Any] = {"dp": [2, 1]}
+    found = tpcompiler.diagnose(program, other_axes=axes)
+    assert [each.mesh for each in found.degrees[:2]] == [{"dp": [2, 1], "tp": 1}, {"dp": [2, 1], "tp": 2}]

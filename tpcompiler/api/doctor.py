@@ -7,6 +7,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from msgspec.structs import astuple
 from torch.export import ExportedProgram
@@ -268,7 +269,7 @@ class _Examined:
 
     def mesh(self, tp: int) -> Mesh:
         first = next(iter(self.conversions.values())).mesh
-        return Mesh(tuple((axis, tp if axis == AXIS else degree) for axis, degree in first.axes))
+        return replace(first, axes=tuple((axis, tp if axis == AXIS else degree) for axis, degree in first.axes))
 
     def degree(self, tp: int) -> Degree:
         """Place the programs on so many ranks.
@@ -297,7 +298,7 @@ class _Examined:
         self.least[asked.world_size] = least
         return Degree(
             ranks=asked.world_size,
-            mesh=dict(asked.axes),
+            mesh=asked.written,
             bytes=HeldBytes.of(held),
             calls=calls,
             fits=least.total <= self.limit,
