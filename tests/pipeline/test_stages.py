@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -267,3 +269,40 @@ def test_gradients_are_not_cut() -> None:
     )
     with pytest.raises(UnsupportedError, match="has gradients"):
         tpcompiler.parallelize(program, {"pp": 2, "tp": 1}, {})
+
+
+@pytest.mark.parametrize(
+    "returns",
+    [lambda y: (y, None, 3), lambda y: (None, y), lambda y: {"scale": 2.5, "y": y}],
+    ids=["last", "first", "dict"],
+)
+def test_outputs_that_are_no_tensors(returns: Any) -> None:
+    torch.manual_seed(0)
+    layers = {"up": nn.Linear(8, 12), "down": nn.Linear(12, 8)}
+    module = Call(lambda self, x: returns(self.down(self.up(x))), **layers)
+    program = export(module, (x := torch.randn(4, 8),))
+    staged = tpcompiler.parallelize(program, {"pp": 2, "tp": 2}, {"up": "colwise", "down": "rowwise"})
+    assert staged.verify((x,)).ok
+    assert not staged.verify((x,), original=export(_scaled(module), (x,))).ok
+
+
+def _scaled(module: nn.Module) -> nn.Module:
+    other = copy.deepcopy(module)
+    other.forward = MethodType(module.forward.__func__, other)  # type: ignore[operator]
+    with torch.no_grad():
+        other.down.weight.mul_(1.01)  # type: ignore[union-attr, operator]
+    return other
+
+
+def test_micro_batches_of_a_scalar_are_refused_at_load(tmp_path: Path) -> None:
+    module = Call(lambda self, x: self.down(self.up(x)).sum(), up=nn.Linear(8, 12), down=nn.Linear(12, 8))
+    tpcompiler.parallelize(export(module, (torch.randn(4, 8),)), {"pp": 2, "tp": 1}, {}).save(tmp_path / "out")
+    script = tmp_path / "load.py"
+    script.write_text(
+        "import sys, tpcompiler\n"
+        "from tpcompiler.errors import InputsError\n"
+        "try:\n    tpcompiler.load(sys.argv[1], microbatches=2)\n"
+        "except InputsError as error:\n    print('refused:', error)\n"
+    )
+    ended = fork_ranks(2, script, tmp_path / "out", timeout=60)
+    assert all("is a scalar, and those of 2 micro-batches cannot be joined" in printed for printed in ended.printed)

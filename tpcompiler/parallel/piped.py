@@ -65,7 +65,8 @@ def subject_of_stages(
                 values[rank] |= dict(zip(subject.output_names, result.outputs, strict=True))
                 written[rank] |= result.mutated
                 state[rank].update(result.mutated)
-        return [RankResult([own[name] for name in record.returns], written[rank]) for rank, own in enumerate(values)]
+        results = [{**record.constants, **own} for own in values]
+        return [RankResult([own[name] for name in record.returns], written[rank]) for rank, own in enumerate(results)]
 
     shardings = {name: sharding for program in stages for name, sharding in shardings_of(program).items()}
     indices = [row for program in stages for row in program.manifest.inputs if row.name in record.inputs]

@@ -45,6 +45,7 @@ class Pipeline(torch.nn.Module):
         self.module, self.exported_program = module, module.exported_program
         self._stages, self._records, self._microbatches = stages, records, buffers
         self._takes, self._makes = map(_read_tree, (self.stage.takes, self.stage.makes))
+        self._refuse_scalars()
         self._peers = [rank % size + size * stage for stage in range(len(stages))]
         groups = [[first + size * stage for stage in range(len(stages))] for first in range(size)]
         for ranks in groups:  # every rank makes every group, in the same order
@@ -53,6 +54,20 @@ class Pipeline(torch.nn.Module):
                 self._group = group
                 if dist.get_backend() != "nccl":
                     destroy_at_exit(group)
+
+    def _refuse_scalars(self) -> None:
+        """Refuse micro-batches of a program that returns a scalar: nothing joins those of several.
+
+        Raises:
+            InputsError: at the start, on all ranks alike.
+        """
+        count, rows = len(self._microbatches), {row.name: row for stage in self._stages for row in stage.outputs}
+        scalars = [name for name in self.stage.returns if name not in self.stage.constants and not rows[name].shape]
+        if count > 1 and scalars:
+            raise InputsError(
+                f"output {scalars[0]!r} is a scalar, and those of {count} micro-batches cannot be joined along dim 0",
+                help="return one value per sample, or load with microbatches=1",
+            )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = self._named(args, kwargs)
