@@ -36,6 +36,12 @@ SEARCHES = [
         "write 24GB, 22.5GiB, or bytes",
     ),
     Row(
+        "an amount of memory without its unit",
+        f"{PLAN} --memory 24",
+        "a rank's memory of 24 is 24 bytes",
+        "did you mean 24GB?",
+    ),
+    Row(
         "less memory than any placement takes",
         f"{PLAN} --memory 0.001MB",
         "a rank would hold 1.62 kB: weights 1.22 kB, caches 0 B, activations 400 B at the peak ('relu_1'); that is 624 B more "

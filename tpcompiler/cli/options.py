@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 
 from tpcompiler.cli.interrupt import INTERRUPTED, was_interrupted
 from tpcompiler.cli.old_spellings import replace_old_spellings
-from tpcompiler.cost.amounts import read_bytes
+from tpcompiler.cost.amounts import read_memory
 from tpcompiler.cost.machine_file import DEFAULT, VARIABLE, shipped_machines
 from tpcompiler.errors import MeshError, TpCompilerError, naming_options, printable
 from tpcompiler.terminal.printed import print_nowhere, printed_streams
@@ -227,7 +227,7 @@ Memory = Annotated[
     typer.Option(
         "--memory",
         metavar="BYTES",
-        parser=read_bytes,
+        parser=read_memory,
         help="Memory of a rank, which limits the search: 24GB, 22.5GiB, or bytes.",
     ),
 ]

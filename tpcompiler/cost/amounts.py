@@ -19,3 +19,15 @@ def read_bytes(amount: int | str) -> int:
     if match is None:
         raise BudgetError(f"{amount!r} is no number of bytes", help="write 24GB, 22.5GiB, or bytes")
     return int(float(match[1]) * UNITS[match[2]]) if "." in match[1] else int(match[1]) * UNITS[match[2]]
+
+
+def read_memory(amount: str) -> int:
+    """Return the bytes of a rank's memory. A bare number below 1000 lacks its unit: no rank has so little.
+
+    Raises:
+        BudgetError: a text that is no amount, or one without its unit.
+    """
+    count = read_bytes(amount)
+    if count < 1000 and (number := amount.strip()).isdecimal():
+        raise BudgetError(f"a rank's memory of {number} is {number} bytes", help=f"did you mean {number}GB?")
+    return count
