@@ -94,7 +94,7 @@ class Degree(Record, frozen=True, kw_only=True):
     """A number of ranks that the model can be placed on."""
 
     ranks: int  # their number
-    mesh: dict[str, int]  # axis -> degree
+    mesh: dict[str, int | list[int]]  # axis -> degree, or shares
     bytes: HeldBytes  # of the rank that holds most
     calls: dict[str, ProgramCall]  # of each program; one alone is called `model`
     fits: bool  # true within the limit, perhaps with more sent than without one
