@@ -50,16 +50,8 @@ def _shortened(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 500]} ... {text[-500:]}"
 
 
-class TpCompilerError(Exception):
-    """Base of every error that this package raises on purpose.
-
-    Printed as the message, then a `help:` line with the one action, then the facts that locate the error.
-
-    Attributes:
-        follows: True if this rank fails because another rank has failed.
-    """
-
-    follows = False
+class _ExplainedError(Exception):
+    """An error that prints its message, then a `help:` line with the one action, then the facts that locate it."""
 
     def __init__(self, message: str, *, help: str = "", **facts: str) -> None:
         self.message = _shortened(message)
@@ -71,6 +63,20 @@ class TpCompilerError(Exception):
         if self.facts:
             lines.append("  " + "      ".join(f"{name}: {value}" for name, value in self.facts.items()))
         super().__init__("\n".join(lines))
+
+
+class InternalError(_ExplainedError):
+    """A defect in the compiler. No `TpCompilerError`, so that nothing which handles bad input hides it."""
+
+
+class TpCompilerError(_ExplainedError):
+    """Base of every error that this package raises for its input or its surroundings.
+
+    Attributes:
+        follows: True if this rank fails because another rank has failed.
+    """
+
+    follows = False
 
 
 class PlanError(TpCompilerError):
@@ -120,10 +126,6 @@ class InputsError(TpCompilerError):
 
 class LaunchError(TpCompilerError):
     """The running processes do not fit the program: rank, world size, process groups."""
-
-
-class InternalError(TpCompilerError):
-    """A pass broke its own promise: a defect in the compiler."""
 
 
 class TpCompilerWarning(UserWarning):

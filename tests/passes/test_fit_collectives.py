@@ -18,7 +18,7 @@ from torch.export import Dim, ExportedProgram, export
 import tpcompiler
 from tests.launch import fork_ranks
 from tpcompiler.api.aliases import verify_artifact
-from tpcompiler.errors import ArtifactError, InternalError, UnsupportedError
+from tpcompiler.errors import ArtifactError, UnsupportedError
 from tpcompiler.ir.symm_mem import expand_collectives, is_fitted, rooms_of
 from tpcompiler.judge.sound.check import check_programs
 from tpcompiler.judge.sound.written import written
@@ -369,6 +369,6 @@ def judged(parallel: tpcompiler.ParallelProgram, ranks: list[ExportedProgram]) -
     subject, inputs = replace(subject_of(parallel.only), programs=ranks), parallel.only.original().example_inputs
     try:
         verified = compared_calls({"": subject}, [("", inputs[0], {})]).ok  # type: ignore[index]
-    except InternalError:  # the ranks do not meet
+    except ArtifactError:  # the ranks do not meet
         verified = False
     return [checked.ok, verified]

@@ -12,7 +12,7 @@ from torch.export import ExportedProgram, export
 
 import tpcompiler
 from tests.verify.network import collectives, damaged
-from tpcompiler.errors import InputsError, InternalError
+from tpcompiler.errors import ArtifactError, InputsError
 from tpcompiler.judge.compare.simulate import simulate
 from tpcompiler.runtime.inputs import flatten_inputs
 
@@ -64,7 +64,7 @@ def test_every_value_is_shown() -> None:
 
 
 def error(ranks: list[ExportedProgram]) -> str:
-    with pytest.raises(InternalError) as caught:
+    with pytest.raises(ArtifactError) as caught:
         simulate(ranks, [[X]] * len(ranks))
     return str(caught.value)
 
@@ -121,7 +121,7 @@ def test_ranks_with_different_dtypes() -> None:
 
 
 def test_ranks_with_different_shapes() -> None:
-    with pytest.raises(InternalError, match=r"'all_reduce' \(all_reduce\) has shapes \[\(4, 6\), \(5, 6\)\]"):
+    with pytest.raises(ArtifactError, match=r"'all_reduce' \(all_reduce\) has shapes \[\(4, 6\), \(5, 6\)\]"):
         simulate(programs(), [[X], [torch.randn(5, 6)]])
 
 
@@ -135,7 +135,7 @@ def test_an_exchange_whose_sizes_do_not_meet() -> None:
     first, second = (made.rank_program(rank) for rank in range(2))
     shares = [[torch.randn(2, 6)], [torch.randn(2, 6)]]
     assert len(simulate([first, second], shares)) == 2
-    with pytest.raises(InternalError, match=r"on rank 1 expects \[5, 6\], is sent \[6, 6\]"):
+    with pytest.raises(ArtifactError, match=r"on rank 1 expects \[5, 6\], is sent \[6, 6\]"):
         simulate([first, change_argument(second, 1, [5, 6])], shares)
 
 

@@ -18,7 +18,7 @@ from torch.export.graph_signature import InputKind
 
 from tpcompiler.api import parallelize
 from tpcompiler.artifact.program import ArtifactProgram
-from tpcompiler.errors import ArtifactError, TpCompilerError, reason
+from tpcompiler.errors import ArtifactError, InternalError, TpCompilerError, reason
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh, MeshLike
 from tpcompiler.ir.node_placement import origin_of, placement_of
@@ -33,7 +33,15 @@ from tpcompiler.runtime.inputs import flatten_inputs
 from tpcompiler.runtime.target import refuse_strange_name, replacing
 
 MOST_STEPS = 12  # number of ops before the first wrong one that a piece may reach back
-UNUSABLE = (RuntimeError, ValueError, TypeError, LookupError, AssertionError, TpCompilerError)  # of pieces
+UNUSABLE = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AssertionError,
+    TpCompilerError,
+    InternalError,
+)  # of pieces
 SCRIPT = '''"""{title}"""
 
 import pathlib
@@ -261,7 +269,7 @@ def _is_wrong(piece: WrongPiece) -> bool:
     try:
         program = parallelize(piece.program, piece.mesh, dict(piece.plan), inputs=list(piece.inputs))
         return not program.verify(*piece.program.example_inputs).ok
-    except TpCompilerError:
+    except (TpCompilerError, InternalError):  # another fault than the one that is searched for
         return False
 
 

@@ -172,7 +172,7 @@ def hidden_bases(node: fx.Node) -> list[fx.Node]:
         )
         with torch.no_grad():
             results, _ = tree_flatten(node.target(*args, **kwargs))
-    except Exception:  # an op that cannot run on sizes alone returns fresh memory
+    except RuntimeError:  # an op that cannot run on sizes alone returns fresh memory
         return []
     memory = {_memory(value) for value in results if isinstance(value, torch.Tensor)}
     return [each for each, value in operands.items() if _memory(value) in memory]

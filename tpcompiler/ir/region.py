@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from tpcompiler._torch import OpOverload, define_op, functional_op, keeping_whole, trace_ops, tree_flatten, untraced
-from tpcompiler.errors import InternalError
+from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.constraints import Constraint, Over
 from tpcompiler.ir.dim_sharding import DimSharding
@@ -70,10 +70,6 @@ class Region:
                 body = trace_ops(run, *values)
             except _Declined:
                 return None
-            except RuntimeError:
-                if any(isinstance(size, torch.SymInt) for value in values for size in value.shape):
-                    return None  # it needs such a size as a number
-                raise
         _write_nothing_in_place(body)
         count_from_the_start(body)
         body.eliminate_dead_code()
@@ -84,13 +80,13 @@ class Region:
         """Replace the region by the ops of its body. Return these; none if the body does not support the region.
 
         Raises:
-            InternalError: somebody asked for it, and its body cannot be traced.
+            UnsupportedError: a plan asks for it, and torch cannot trace its body.
         """
         body = self.trace()
         if body is None and self.asked_by:
-            raise InternalError(
+            raise UnsupportedError(
                 f"'{self.node.name}' cannot be written in other ops, as {self.asked_by} asks",
-                help="report this with the model and the plan",
+                help="remove that entry of the plan",
             )
         return [] if body is None else self.put(body)
 

@@ -141,7 +141,7 @@ def _run_anew(graph: fx.Graph, changed: Collection[fx.Node]) -> bool:
         try:
             with mode, torch.no_grad(), enable_python_dispatcher():
                 made = node.target(*args, **kwargs)
-        except Exception:  # a view of a value with another memory order
+        except (RuntimeError, ValueError):  # torch's, for a view of a value with another memory order
             return False
         if key(made) != key(edit.fake(node)):
             node.meta["val"] = made

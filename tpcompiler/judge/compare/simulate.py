@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
 
 from tpcompiler._torch import RETURNED_KINDS, WRITTEN_KINDS, tree_map
-from tpcompiler.errors import InternalError
+from tpcompiler.errors import ArtifactError, UnsupportedError
 from tpcompiler.frontend.written_back import find_written
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import groups_named
@@ -75,7 +75,7 @@ def simulate(
         failed: as in `lock_step`.
 
     Raises:
-        InternalError: ranks wait at different collectives, which would hang or mix up data on real devices.
+        ArtifactError: ranks wait at different collectives, which would hang or mix up data on real devices.
     """
     tell = reporting("running the ranks" if len(programs) > 1 else "running the model", "ops")
     ran, total = itertools.count(1), sum(len(program.graph.nodes) for program in programs)
@@ -98,7 +98,7 @@ def lock_step(runs: Sequence[Generator[Waiting, Any, T]], failed: dict[int, Exce
             its error, as in the runtime, and only the results of the others are returned.
 
     Raises:
-        InternalError: ranks wait at different collectives.
+        ArtifactError: ranks wait at different collectives.
     """
     results: dict[int, T] = {}
     answers: dict[int, torch.Tensor] = {}
@@ -271,7 +271,7 @@ def _collectives(waiting: dict[int, Waiting], world: int) -> dict[int, torch.Ten
             if r not in waiting or _call(waiting[r]) != _call(waiting[first])
         )
         at = f"{_call(waiting[other])} ('{waiting[other].node}')" if other in waiting else "the end"
-        raise InternalError(
+        raise ArtifactError(
             f"ranks disagree: rank {first} is at {_call(waiting[first])} ('{waiting[first].node}'), "
             f"rank {other} at {at}",
             help="the written programs do not belong together; convert the model again",
@@ -299,11 +299,11 @@ def _collective(waiting: Sequence[Waiting]) -> Sequence[torch.Tensor]:
         return _all_to_all(waiting)
     shapes = {tuple(v.shape) for v in values}
     if len(shapes) > 1:
-        raise InternalError(
+        raise ArtifactError(
             f"'{first.node}' ({first.kind}) has shapes {sorted(shapes)}", help="convert the model again"
         )
     if first.kind in ("all_gather_into_tensor", "reduce_scatter_tensor") and first.details[-2] != len(values):
-        raise InternalError(
+        raise ArtifactError(
             f"'{first.node}' ({first.kind}) is for {first.details[-2]} ranks, and its group has {len(values)}",
             help="convert the model again",
         )
@@ -313,7 +313,7 @@ def _collective(waiting: Sequence[Waiting]) -> Sequence[torch.Tensor]:
         return [torch.cat(values)] * len(values)
     if first.kind == "reduce_scatter_tensor":
         return _reduced(first.details[0], torch.stack(values)).chunk(len(values))
-    raise InternalError(f"'{first.node}': the simulator does not know {first.kind}", help="report this")
+    raise UnsupportedError(f"'{first.node}': the simulator does not know {first.kind}", help="report this")
 
 
 def _reduced(op: str, values: torch.Tensor) -> torch.Tensor:
@@ -340,7 +340,7 @@ def _all_to_all(waiting: Sequence[Waiting]) -> list[torch.Tensor]:
     for to, w in enumerate(waiting):
         sizes = [other.details[1][to] for other in waiting]
         if list(w.details[0]) != sizes:
-            raise InternalError(
+            raise ArtifactError(
                 f"'{w.node}' (all_to_all_single) on rank {to} expects {list(w.details[0])}, is sent {sizes}",
                 help="the written programs do not belong together; convert the model again",
             )

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from tpcompiler._torch import aten, c10d_functional, tree_map
-from tpcompiler.errors import InternalError, reason
+from tpcompiler.errors import ArtifactError, reason
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
@@ -129,7 +129,7 @@ class ChangeRunner:
             runs.append(_one(region, env, known))
         try:
             parts = lock_step(runs)
-        except InternalError as error:
+        except ArtifactError as error:
             raise Unsound(last, f"is the end of {regions[0].name}: {error.message}") from error
         except (RuntimeError, IndexError, ValueError, TypeError) as error:  # an op on shapes that do not fit
             raise DoesNotRun(last, f"is the end of {regions[0].name}, which does not run: {reason(error)}") from error

@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 
 from tpcompiler._torch import quiet_torch
 from tpcompiler.artifact.program import ArtifactProgram, stages_by_whole
-from tpcompiler.errors import ArtifactError, one_line, reason
+from tpcompiler.errors import ArtifactError, InternalError, TpCompilerError, one_line, reason
 from tpcompiler.ir import edit
 from tpcompiler.ir.buckets import take_apart
 from tpcompiler.ir.collector import collector_rests
@@ -263,7 +263,10 @@ def _check_agreement(
 
 
 class _noting:
-    """A context that records an `Unsound` error as a finding, with file, node and source line."""
+    """A context that records an `Unsound` error as a finding, with file, node and source line.
+
+    Any other error is a defect of the check, which must be mistaken neither for a sound file nor for an unsound one.
+    """
 
     def __init__(self, findings: list[str], rank: int | None, ranks: Sequence[Folded] = ()) -> None:
         """`ranks`: the candidates for the owner of the node."""
@@ -277,10 +280,15 @@ class _noting:
             graph = error.node.graph if error.node is not None else None
             whose = [rank for rank, each in enumerate(self.ranks) if each.program.graph is graph]
             self.findings.append(_where(error.node, whose[0] if whose else self.rank) + error.text)
-        elif isinstance(error, Exception):  # a damage of an unforeseen kind
-            line = reason(error)
-            self.findings.append(f"{_where(None, self.rank)}cannot be checked: {type(error).__name__}: {line}")
-        return isinstance(error, Exception)
+        elif isinstance(error, TpCompilerError):
+            self.findings.append(f"{_where(None, self.rank)}cannot be checked: {error.message}")
+        elif isinstance(error, Exception) and not isinstance(error, InternalError):
+            why = f"{type(error).__name__}: {reason(error)}"
+            raise InternalError(
+                f"{_where(None, self.rank)}the check failed, and proves nothing: {why}",
+                help="report this with the artifact, and do not run it unless `verify` finds it equal to the model",
+            ) from error
+        return isinstance(error, Unsound | TpCompilerError)
 
 
 def _where(node: fx.Node | None, rank: int | None) -> str:
