@@ -17,7 +17,7 @@ from tpcompiler.ir.names import layer_of, modules_around
 from tpcompiler.ir.program import UNCUT
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import fitted
-from tpcompiler.ir.static import computed_from_leaves
+from tpcompiler.ir.static import LeafValues
 from tpcompiler.plan import PlanEntry, Style
 from tpcompiler.rules.features import feature_dims, is_addend
 from tpcompiler.rules.registry import rule_of
@@ -31,6 +31,7 @@ def find_constraints(
     owned: Mapping[str, fx.Node],
     aliases: Mapping[str, list[fx.Node]],
     constant: Set[fx.Node],
+    values: LeafValues,
     mesh: Mesh,
 ) -> dict[str, Constraint]:
     """Return an entry's constraints on a weight (one leaf or several) or on a layer's leaves, by placeholder name."""
@@ -57,7 +58,7 @@ def find_constraints(
             layer = layer_of(fqn) if weight else name
             features = feature_dims(aliases[node.name], style.cut, constant, layer)
             if not features:  # leaves of other layers alone, such as learned queries, are an activation for this layer
-                own = computed_from_leaves(node.graph, set(inside.values()))
+                own = values.of(set(inside.values()))
                 features = feature_dims(aliases[node.name], style.cut, own, layer)
             if not features and fqn == name and node.users and len(_long_dims(node)) == 1:
                 # A vector that the plan names, such as sinks or a gate. A row-wise layer adds its bias once, whole.

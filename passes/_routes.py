@@ -80,21 +80,13 @@ def find_routes(graph: fx.Graph) -> Iterator[Route]:
     that for random experts.
     """
     for calls in find_grouped(graph).values():
-        sort = next((node for node in _behind(calls[0]) if node.target in SORTS), None)
+        sort = next((node for node in edit.nodes_behind(edit.operands(calls[0])[0]) if node.target in SORTS), None)
         experts = edit.shape(edit.operands(calls[0])[1])[0]
         if sort is None or edit.ndim(edit.operands(sort)[0]) != 1 or not isinstance(experts, int):
             continue
         finder = _Finder(calls, sort, experts)
         if finder.sorts and (route := finder.find()) is not None:
             yield route
-
-
-def _behind(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the nodes that a grouped matmul's rows are computed from, nearest first."""
-    ahead = [edit.operands(node)[0]]
-    for each in ahead:
-        yield each
-        ahead += [operand for operand in each.all_input_nodes if operand not in ahead]
 
 
 class _Finder:

@@ -14,7 +14,9 @@ from tpcompiler.rules.registry import rule_of
 Leaves = Mapping[str, Mapping[str, fx.Node]]  # by layer
 
 
-def find_wrapped(graph: fx.Graph, names: Iterable[str], owned: Leaves, static: Set[fx.Node]) -> dict[str, str]:
+def find_wrapped(
+    calls: Mapping[str, list[fx.Node]], names: Iterable[str], owned: Leaves, static: Set[fx.Node]
+) -> dict[str, str]:
     """Return module -> the layer inside that it wraps.
 
     Such a layer takes its module's input, and the module returns the layer's result, possibly plus other terms: `up`
@@ -22,17 +24,14 @@ def find_wrapped(graph: fx.Graph, names: Iterable[str], owned: Leaves, static: S
     way, or has two such layers, wraps none.
 
     Args:
+        calls: those inside each module.
         static: nodes that are computed from leaves alone.
     """
     around = {layer[:at] for layer, leaves in owned.items() if leaves for at, c in enumerate(layer) if c == "."}
-    calls: dict[str, list[fx.Node]] = {}
-    for node in edit.calls(graph):
-        if is_backward(node):  # styles are of the forward, whose values the backward uses too
-            continue
-        for path in edit.module_paths(node):
-            calls.setdefault(path, []).append(node)
+    # Styles are of the forward, whose values the backward uses too.
+    forward = {name: [node for node in nodes if not is_backward(node)] for name, nodes in calls.items()}
     layers_of_module = {
-        name: _layers_of(name, calls, owned, static) for name in names if name in around and name in calls
+        name: _layers_of(name, forward, owned, static) for name in names if name in around and forward.get(name)
     }
     return {name: layers[0] for name, layers in layers_of_module.items() if len(layers) == 1}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import difflib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence, Set
@@ -23,7 +24,7 @@ from tpcompiler.ir.placements import PlacementSpec
 from tpcompiler.ir.program import DISPATCH, PIN, CanonicalProgram, Dispatch, Note, PlannedProgram, pin, tied
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import fitted
-from tpcompiler.ir.static import computed_from_leaves
+from tpcompiler.ir.static import LeafValues
 from tpcompiler.ir.text import value_text
 from tpcompiler.passes._constraints import find_constraints
 from tpcompiler.passes._wrapped import find_wrapped
@@ -58,9 +59,10 @@ def apply_plan(
     graph = edit.copy_graph(program.graph)
     planned = CanonicalProgram(program.source, graph)
     leaves = {fqn: node for node, fqn in planned.leaves()}
-    static = computed_from_leaves(graph, set(leaves.values()))
+    values = LeafValues(graph)
+    static = values.of(set(leaves.values()))
     mutated = {name for _, name in planned.mutations()}
-    constant = computed_from_leaves(graph, {node for fqn, node in leaves.items() if fqn not in mutated})
+    constant = values.of({node for fqn, node in leaves.items() if fqn not in mutated})
     owned: dict[str, dict[str, fx.Node]] = {}
     weights: dict[str, dict[str, fx.Node]] = {}
     for fqn, node in leaves.items():
@@ -77,12 +79,13 @@ def apply_plan(
     constraints: dict[str, Constraint] = {}
     undecided: dict[str, Constraint] = {}  # leaves of a layer whose style shards none of their dims
     cutting = [name for name, entry in assigned.items() if entry.style.cut or entry.style.whole]
-    wrapped = find_wrapped(graph, cutting, owned, static)
+    calls = edit.calls_by_module(graph)
+    wrapped = find_wrapped(calls, cutting, owned, static)
     named: dict[str, str] = {}  # leaf -> the layer whose entry placed it
     for name in sorted(assigned, key=lambda n: n.count(".")):  # inner names override outer ones
         entry, weight = assigned[name], weights.get(name, {})
         own = owned.get(wrapped.get(name, name), {})
-        found = find_constraints(name, entry, leaves, weight, own, aliases, constant, mesh)
+        found = find_constraints(name, entry, leaves, weight, own, aliases, constant, values, mesh)
         if plan.searches and entry.style.whole and not weight:  # they follow the layer's weight
             found = {leaf: replace(each, allowed=Dims((each.sharding,))) for leaf, each in found.items()}
         for shared in () if weight else constraints.keys() & found.keys():
@@ -97,8 +100,8 @@ def apply_plan(
         named.update(dict.fromkeys(found, name))
         if entry.style.cut and not weight:
             undecided |= {n.name: Constraint(AsUsed(), entry.where, fqn) for fqn, n in own.items()}
-        _pin_module(graph, name, entry, static, mesh)
-        ask_for_turns(graph, name, entry, mesh)
+        _pin_module(calls, name, entry, static, mesh)
+        ask_for_turns(calls.get(name, ()), name, entry, mesh)
     _tie(constraints, planned)
     names = set(program.source.graph_signature.parameters)
     parameters = {fqn: node for fqn, node in leaves.items() if fqn in names}
@@ -197,11 +200,14 @@ def _pin(value: fx.Node, constraint: Constraint, before: fx.Node, owner: fx.Node
     return node
 
 
-def _pin_module(graph: fx.Graph, name: str, entry: PlanEntry, static: Set[fx.Node], mesh: Mesh) -> None:
+def _pin_module(
+    calls: Mapping[str, list[fx.Node]], name: str, entry: PlanEntry, static: Set[fx.Node], mesh: Mesh
+) -> None:
+    """Pin the values that enter and leave a module, as its style asks; the pins join the `calls` of their modules."""
     style = entry.style
     if not (style.inputs or style.outputs):
         return
-    inside = [node for node in edit.calls(graph) if name in edit.module_paths(node) and not is_backward(node)]
+    inside = [node for node in calls.get(name, ()) if not is_backward(node)]
     members = set(inside)
     results = [n for n in inside if edit.is_tensor(n) and any(u not in members and not is_backward(u) for u in n.users)]
     entering = dict.fromkeys(o for node in inside for o in edit.operands(node) if o not in members and o not in static)
@@ -224,6 +230,8 @@ def _pin_module(graph: fx.Graph, name: str, entry: PlanEntry, static: Set[fx.Nod
             allowed = Exactly((sharding,)) if len(mesh.axes) == 1 else Over((sharding,), tuple(spec))
             owner = before if what == "input" else value
             pinned = _pin(value, Constraint(allowed, entry.where), before, owner)
+            for path in dict.fromkeys(edit.module_paths(pinned)):
+                bisect.insort(calls[path], pinned)
             for user in users:
                 user.replace_input_with(value, pinned)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -190,8 +190,8 @@ def _source_of_repeat(value: fx.Node) -> fx.Node | None:
     return few if same else None
 
 
-def ask_for_turns(graph: fx.Graph, name: str, entry: PlanEntry, mesh: Mesh) -> None:
-    """Note on a module's attention calls that its style requests turns, if it does.
+def ask_for_turns(inside: Iterable[fx.Node], name: str, entry: PlanEntry, mesh: Mesh) -> None:
+    """Note on the attention calls inside a module that its style requests turns, if it does.
 
     Raises:
         PlanError: the module calls no attention.
@@ -199,7 +199,6 @@ def ask_for_turns(graph: fx.Graph, name: str, entry: PlanEntry, mesh: Mesh) -> N
     if not entry.style.in_turns:
         return
     axis = axis_of_turns(mesh)
-    inside = [node for node in edit.calls(graph) if name in edit.module_paths(node)]
     attention = [node for node in inside if node.target is ATTENTION]
     if not attention:
         raise PlanError(

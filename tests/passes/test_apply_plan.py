@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.passes.stages import Call, canonical, planned
 from tpcompiler.errors import PlanError, TpCompilerError
+from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import PIN, PlannedProgram
 from tpcompiler.ir.text import program_text
@@ -400,3 +401,27 @@ def test_the_canonical_program_is_not_changed() -> None:
     before = program_text(program)
     planned(Mlp(), (X,), {"up": "colwise_gather_output"})
     assert program_text(program) == before
+
+
+def test_time_grows_with_the_program_and_not_with_its_square(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice the layers look at twice as many operands."""
+
+    class Norms(nn.Module):
+        def __init__(self, count: int) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)) for _ in range(count))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = x + layer(x)
+            return x
+
+    def looked_at(count: int) -> int:
+        program, seen = canonical(Norms(count), (X,)), list[torch.fx.Node]()
+        with monkeypatch.context() as patch:
+            patch.setattr(edit, "outputs", lambda node: seen.append(node) or outputs(node))
+            apply_plan(program, Plan.of({"layers.*.0": "sequence_parallel", "layers.*.1": "rowwise"}), MESH)
+        return len(seen)
+
+    outputs = edit.outputs
+    assert looked_at(16) < 2.2 * looked_at(8)

@@ -246,6 +246,15 @@ def calls(graph: fx.Graph) -> Iterator[fx.Node]:
             yield node
 
 
+def calls_by_module(graph: fx.Graph) -> dict[str, list[fx.Node]]:
+    """Return the call nodes inside each module, in order."""
+    inside: dict[str, list[fx.Node]] = {}
+    for node in calls(graph):
+        for path in dict.fromkeys(module_paths(node)):
+            inside.setdefault(path, []).append(node)
+    return inside
+
+
 def ancestors(values: Iterable[Any]) -> set[fx.Node]:
     """Return the nodes among these values, and all that they are computed from."""
     found, ahead = set[fx.Node](), list(values)
@@ -255,6 +264,16 @@ def ancestors(values: Iterable[Any]) -> set[fx.Node]:
             found.add(value)
             ahead += value.all_input_nodes
     return found
+
+
+def nodes_behind(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield a node and all nodes that it is computed from, nearest first."""
+    ahead, found = [node], {node}
+    for each in ahead:
+        yield each
+        fresh = [operand for operand in each.all_input_nodes if operand not in found]
+        found.update(fresh)
+        ahead += fresh
 
 
 def is_collective(node: fx.Node) -> bool:

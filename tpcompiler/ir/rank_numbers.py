@@ -53,7 +53,8 @@ def read_number(graph: fx.Graph, values: Sequence[int], mode: FakeTensorMode) ->
 def numbers_of_rank(program: LocalProgram, rank: int) -> list[int]:
     """Return the numbers of one rank that runs the program, in the order of `numbers_read`."""
     values: list[Any] = [node.args[0] for node in numbers_read(program.graph)]
-    return [each[program.ranks.index(rank)] for each in values]
+    position = program.ranks.index(rank)
+    return [each[position] for each in values]
 
 
 def numbers_read(graph: fx.Graph) -> list[fx.Node]:
