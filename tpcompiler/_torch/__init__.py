@@ -77,6 +77,7 @@ from tpcompiler._torch.programs import (
     guards_of,
     input_values,
     mode_of_parameters,
+    module_inputs,
     passes_guards,
     tree_names,
     user_inputs,

@@ -28,6 +28,16 @@ def input_values(program: ExportedProgram) -> dict[str, Any]:
     return {node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
 
 
+def module_inputs(program: ExportedProgram, module: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
+    """Pair the placeholders of `program.module()` with the program's inputs: (node, the recorded value).
+
+    They correspond by position: a copy of a graph renames a node that is called as a builtin, such as `input`.
+    """
+    values = input_values(program)
+    nodes = module.graph.find_nodes(op="placeholder")
+    return [(node, values[spec.arg.name]) for node, spec in zip(nodes, user_inputs(program), strict=True)]
+
+
 def user_inputs(program: ExportedProgram) -> list[InputSpec]:
     """Return the specifications of the inputs that a caller passes, in order."""
     return [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from tpcompiler._torch import aten, fake_group, group_is_registered, sym_hint, tree_flatten, with_graph
+from tpcompiler._torch import aten, fake_group, group_is_registered, module_inputs, sym_hint, tree_flatten, with_graph
 from tpcompiler.api.verify import verify_package
 from tpcompiler.errors import ArtifactError, UnsupportedError, reason
 from tpcompiler.ir import edit
@@ -131,6 +131,7 @@ def _without_ops(program: ExportedProgram) -> ExportedProgram:
     known: dict[fx.Node, fx.Node] = {}
     for node in program.graph.find_nodes(op="placeholder"):
         known[node] = graph.node_copy(node)
+        known[node].name = node.name  # which the signature names, also if it is a builtin's
     (old,) = program.graph.find_nodes(op="output")
     some = next(iter(known.values()), None)
     for node in old.all_input_nodes:
@@ -175,13 +176,11 @@ def _compile(program: ExportedProgram, path: Path, manifest: Manifest, rank: int
 
 def plain_module(program: ExportedProgram, path: Path) -> tuple[fx.GraphModule, list[torch.Tensor]]:
     """Return the program as a module of single tensors, and tensors to compile it with."""
-    taken = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     module: Any = program.module(check_guards=False)
     graph: fx.Graph = module.graph
     graph.set_codegen(fx.graph.CodeGen())
     args = []
-    for node in graph.find_nodes(op="placeholder"):
-        value = taken[node.name]
+    for node, value in module_inputs(program, module):
         if isinstance(value, torch.Tensor):
             shape = [sym_hint(size) for size in value.shape]
             args.append(torch.zeros(shape, dtype=value.dtype, device=value.device))

@@ -13,6 +13,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
+from tpcompiler._torch import module_inputs, user_inputs
 from tpcompiler.errors import ArtifactError, reason
 from tpcompiler.runtime.artifact import SINGLE, open_known
 from tpcompiler.runtime.inputs import check_tensor
@@ -91,9 +92,10 @@ def _call_model(program: ExportedProgram, model: Any) -> fx.GraphModule:
     """Return a program's module, with its input checks, and the model instead of its ops."""
     module: Any = program.module()
     graph: fx.Graph = module.graph
-    taken = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
-    inputs = [node for node in graph.nodes if node.op == "placeholder" and isinstance(taken[node.name], torch.Tensor)]
-    like = {node.name: taken[node.name] for node in inputs}
+    names = [spec.arg.name for spec in user_inputs(program)]
+    pairs = zip(names, module_inputs(program, module), strict=True)
+    taken = {name: pair for name, pair in pairs if isinstance(pair[1], torch.Tensor)}
+    inputs, like = [node for node, _ in taken.values()], {name: value for name, (_, value) in taken.items()}
     written = {str(s.target) for s in program.graph_signature.output_specs if s.kind is OutputKind.USER_INPUT_MUTATION}
 
     def run(*given: torch.Tensor) -> list[torch.Tensor]:
