@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -23,7 +24,7 @@ from tpcompiler.runtime.artifact import SINGLE
 def test_ranks_that_wait_for_each_other_are_noticed() -> None:
     program = tpcompiler.parallelize(exported(Mlp(), torch.randn(2, 4)), 2, PLAN)
     programs = [program.rank_program(0), without_collective(program.rank_program(1), "all_reduce")]
-    with pytest.raises(tpcompiler.InternalError) as raised:
+    with pytest.raises(tpcompiler.ArtifactError) as raised:
         simulate(programs, [[torch.randn(2, 4)]] * 2)
     assert str(raised.value).splitlines()[0] == (
         "ranks disagree: rank 0 is at all_reduce(torch.float32, sum, tp=2:tp) ('all_reduce'), rank 1 at the end"
@@ -98,3 +99,24 @@ def test_the_number_of_a_mask_is_no_magnitude_that_values_are_rounded_at(masked:
     mask = torch.zeros(4, 4).masked_fill(torch.eye(4) > 0, masked)
     assert ordinary_magnitude([mask, torch.full((3,), 1.6e9, dtype=torch.int64)]) == 0.0
     assert ordinary_magnitude([mask + 3, torch.tensor([1.6e9, 1.7e9])]) == float(torch.tensor(1.7e9))
+
+
+def test_float64_is_judged_by_another_order_of_summation() -> None:
+    """128 terms that cancel: their sum is rounded by far more than 16 epsilons of it, and no wider type shows that."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 128, bias=False), nn.Linear(128, 64, bias=False)).double()
+    with torch.no_grad():
+        model[1].weight[:, 1::2] = -model[1].weight[:, ::2]
+        model[0].weight[1::2] = model[0].weight[::2] * (1 + 1e-6)
+        order = torch.randperm(128)
+        model[1].weight[:], model[0].weight[:] = model[1].weight[:, order], model[0].weight[order]
+    exported = export(model, (torch.randn(32, 8, dtype=torch.float64),))
+    program = tpcompiler.parallelize(exported, 2, {"0": "colwise", "1": "rowwise"})
+    report = program.verify()
+    assert report.ok, report
+    assert report.tolerance > 16 * torch.finfo(torch.float64).eps
+    control = copy.deepcopy(model)
+    with torch.no_grad():
+        control[1].weight[0, 0] += 1e-6
+    other = export(control, (torch.randn(32, 8, dtype=torch.float64),))
+    assert not program.verify(other.example_inputs[0], original=other).ok  # type: ignore[index]

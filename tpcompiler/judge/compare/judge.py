@@ -23,8 +23,9 @@ FLOOR = 16.0  # units of machine epsilon: two orders of summation cannot be dist
 # an output that is zero except for rounding, such as the mean of normalised values, has no scale.
 CEILING = 0.5
 ROUNDED = 64.0
-# The error of one order in one number may be small by chance. So outputs of at most FEW elements are judged by the
-# largest of ROUNDINGS more, those of values that are moved by a unit in the last place.
+# The error of one order in one number may be small by chance, and float64 has no wider type to be measured in. So
+# outputs of at most FEW elements, and those in float64, are judged by the largest of ROUNDINGS more errors, those of
+# values that are moved by a unit in the last place.
 FEW, ROUNDINGS = 16, 4
 # Next to a mask's -1e9, no logit of 10 could be wrong relative to the scale. Values this far apart, the larger ones at
 # least LARGE, are judged separately.
