@@ -6,8 +6,8 @@ import contextlib
 import math
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ from tpcompiler.parallel.pipeline import convert_programs, find_placements
 from tpcompiler.parallel.unplanned import MOST_WHOLE
 from tpcompiler.passes.place import place
 from tpcompiler.passes.regions.attend_in_turns import ATTENTION, axis_of_turns
-from tpcompiler.plan import Plan, join_plans
+from tpcompiler.plan import Plan
 from tpcompiler.solver.otherwise import Otherwise, price_otherwise
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.step_time import sends_around
@@ -64,22 +64,34 @@ class Price(NamedTuple):
 class Again:
     """The search's result for an artifact, together with the programs that share its weights.
 
-    `at`: which of the programs the artifact's is.
+    Attributes:
+        at: which of the programs the artifact's is.
+        forms: styles of forms that the search took, by the wording of their entries in the artifact's plan.
     """
 
     found: Solution
     at: int
     machine: Machine
     conversions: Sequence[Conversion]
+    forms: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def program(self) -> PlannedProgram:
         return self.found.programs[self.at]
 
     def pinned_by(self, leaf: fx.Node) -> str:
-        """The entry of the plan that says what a leaf is; empty where none does."""
+        """The entry of the plan, or the form that the search took, that places a leaf; empty if none does."""
         constraint = self.program.planned.get(leaf.name)
-        return constraint.asked_by if constraint else ""
+        return self._pinned_by(constraint.asked_by) if constraint else ""
+
+    def layer_pinned_by(self, name: str) -> str:
+        """The entries of the plan that place leaves of the same layer as `name`; empty if none does."""
+        planned = [own for own in self.program.planned.values() if layer_of(own.leaf) == layer_of(name)]
+        return " and ".join(dict.fromkeys(self._pinned_by(own.asked_by) for own in planned))
+
+    def _pinned_by(self, asked_by: str) -> str:
+        form = self.forms.get(asked_by)
+        return f"the search: {form}" if form else f"pinned by {asked_by}"
 
     def prices(self, value: fx.Node, layers: Collection[str]) -> list[Price]:
         """Price every choice of a call or a leaf, with all else free to follow, and without a plan for `layers`."""
@@ -141,8 +153,8 @@ def search_again(program: ArtifactProgram, machine: Machine) -> Again:
     Raises:
         ArtifactError: the single-device program is missing, damaged or, without trust, could run code.
     """
-    conversions, at = _conversions(program)
-    return Again(find_placements(conversions, Aim(machine, forms=False)), at, machine, conversions)
+    conversions, at, forms = _conversions(program)
+    return Again(find_placements(conversions, Aim(machine, forms=False)), at, machine, conversions, forms)
 
 
 def advise(program: ArtifactProgram, machine: str | os.PathLike[str] | None = None) -> dict[str, str]:
@@ -160,7 +172,7 @@ def advise(program: ArtifactProgram, machine: str | os.PathLike[str] | None = No
     if isinstance(program, ConvertedProgram) and machine is None:
         return program.advice()
     with contextlib.suppress(TpCompilerError):
-        conversions, at = _conversions(program)
+        conversions, at, _ = _conversions(program)
         named = {str(number): conversion for number, conversion in enumerate(conversions)}
         if not conversions[at].plan.searches:
             return convert_programs(named, Aim(described))[1][str(at)].advice()
@@ -181,28 +193,33 @@ def find_searched_plan(program: ArtifactProgram) -> SearchedPlan | None:
     if whole <= MOST_WHOLE * sum(row.bytes for row in rows):
         return None
     with contextlib.suppress(TpCompilerError):
-        conversions, at = _conversions(program)
+        conversions, at, _ = _conversions(program)
         if not conversions[at].plan.searches:
             named = {str(number): conversion for number, conversion in enumerate(conversions)}
             return convert_programs(named, Aim(machine_of(program.manifest.asked)))[1][str(at)].searched_plan()
     return None
 
 
-def _conversions(program: ArtifactProgram) -> tuple[list[Conversion], int]:
-    """Return the conversions of a program and of those that share its weights, and its own index."""
+def _conversions(program: ArtifactProgram) -> tuple[list[Conversion], int, dict[str, str]]:
+    """Return the conversions of the programs that share a program's weights, its own index, and the search's forms."""
     together = program.together()
-    conversions = []
+    conversions, taken = list[Conversion](), dict[str, str]()
     for each in together:
         manifest = each.manifest
         plan, said = Plan.of(manifest.plan), manifest.asked.plan
         gathers = said == "auto:free"
         if gathers or plan.searches:  # in the manifest a plan is with what the search found
             found = Plan.of(said if isinstance(said, dict) else {}).with_search()
-            plan = replace(join_plans([found, plan.forms]), gathers=gathers)
+            named = {entry.pattern for entry in found.entries}
+            forms = [entry for entry in plan.forms.as_found().entries if entry.pattern not in named]
+            taken |= {entry.where: entry.style.name for entry in forms}
+            plan = replace(found, entries=(*found.entries, *forms), gathers=gathers)
         boundary = asked_boundary(manifest, "inputs"), asked_boundary(manifest, "outputs")
         mesh = Mesh.of(manifest.asked.mesh)
-        conversions.append(Conversion.of(each.original(), mesh, plan, boundary, manifest.device_type, None, "nccl"))
-    return conversions, together.index(program)
+        asked = manifest.asked
+        ways = asked.collectives, asked.check_indices
+        conversions.append(Conversion.of(each.original(), mesh, plan, boundary, manifest.device_type, None, *ways))
+    return conversions, together.index(program), taken
 
 
 def _relaxed(program: PlannedProgram, model: tuple[str, ...], constraint: Constraint) -> Constraint | None:

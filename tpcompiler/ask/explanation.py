@@ -26,6 +26,7 @@ from tpcompiler.ir.names import layer_of, weight_of
 from tpcompiler.ir.placement_words import describe_sharding
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.text import op_name, value_text
+from tpcompiler.plan import Plan
 from tpcompiler.runtime.artifact import MODEL
 from tpcompiler.runtime.records import Collective, Record
 from tpcompiler.terminal.printed import format_bytes, nearest_names
@@ -219,7 +220,7 @@ def _of_value(written: Written, again: Again, name: str) -> Explanation:
     weights = [(leaf, fqn) for leaf, fqn in again.program.leaves() if leaf in edit.operands(node)]
     layers = {layer_of(fqn) for _, fqn in weights}
     asked = [(fqn, again.pinned_by(leaf)) for leaf, fqn in weights if again.program.is_searched]
-    pins = [f"'{fqn}' is pinned by {entry}" for fqn, entry in asked if entry]  # a complete plan is in the reason
+    pins = [f"'{fqn}' is {entry}" for fqn, entry in asked if entry]  # a complete plan is in the reason
     is_call = node in again.found.choices
     prices = again.prices(node, layers) if is_call else []
     prices += [turns] if prices and (turns := again.price_turns(node, prices[-1].axes)) else []
@@ -280,11 +281,22 @@ def _of_leaf(written: Written, again: Again, node: fx.Node, name: str) -> Explan
 
 def _why(again: Again, node: fx.Node, name: str, users: Sequence[str], written: Written) -> str:
     if asked_by := again.pinned_by(node):
-        return f"pinned by {asked_by}"
+        return asked_by
     found = again.found.styles
     style = found.get(layer_of(name)) or found.get(weight_of(name))
     uses = "; ".join(f"{user}: {written.placed(user)[1]}" for user in users)
+    if style and (asked_by := again.layer_pinned_by(name)):
+        return f"follows its layer: {asked_by}"
+    own = _style_in_plan(written, name)
+    if style and own and own != style:  # a plan that names all layers, by a person or by a search for another machine
+        return f"the artifact's plan: {own} (a search for {again.machine.name}: {style})"
     return f"the search: {style}" if style else f"as its uses want it ({uses})"
+
+
+def _style_in_plan(written: Written, name: str) -> str:
+    """Return the style that the artifact's plan, completed by the search, gives a tensor's layer; or ""."""
+    entries = [entry for entry in Plan.of(written.manifest.plan).entries if entry.pattern != "**"]
+    return next((each.style.name for each in entries if any(map(each.matches, (name, layer_of(name))))), "")
 
 
 def _node(again: Again, name: str) -> fx.Node:
