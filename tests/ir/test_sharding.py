@@ -265,3 +265,10 @@ def test_the_nesting_of_axes_in_parts_is_printed_and_read_back() -> None:
     sharding = Sharding((DimSharding.of_parts([(16, inner), (8, DimSharding.by("tp"))]),))
     assert sharding.text(GRID) == "[S(0, parts 16 8r), S(0, parts 16<dp 8)]"
     assert read_sharding(sharding.text(GRID), GRID, 1) == sharding
+
+
+def test_the_rank_that_holds_most_is_not_always_the_first() -> None:
+    rows = DimSharding.by("tp").spanning([(0, 5), (3, 9), (7, 13), (11, 16)])  # under windows
+    sharding = Sharding.replicated(2).with_dim(0, rows)
+    assert [sharding.local_bytes((16, 5), 4, TP, rank) for rank in range(4)] == [100, 120, 120, 100]
+    assert sharding.local_bytes((16, 5), 4, TP) == 120

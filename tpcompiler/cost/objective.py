@@ -137,8 +137,8 @@ def copied_bytes(step: Step, value: torch.Tensor, mesh: Mesh) -> int:
     return 2 * copies.get(step.kind, 0)
 
 
-def local_bytes(value: torch.Tensor, sharding: Sharding, mesh: Mesh, rank: int = 0) -> int:
-    """Return the bytes on a rank; the first holds most."""
+def local_bytes(value: torch.Tensor, sharding: Sharding, mesh: Mesh, rank: int | None = None) -> int:
+    """Return the bytes on a rank, or on the one that holds most."""
     return sharding.local_bytes([sym_hint(size) for size in value.shape], value.element_size(), mesh, rank)
 
 

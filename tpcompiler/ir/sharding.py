@@ -205,11 +205,14 @@ class Sharding:
     def local_shape(self, shape: Sequence[Size], mesh: Mesh, coordinate: Mapping[str, int]) -> tuple[Size, ...]:
         return tuple(dim.local_size(size, mesh, coordinate) for dim, size in zip(self.dims, shape, strict=True))
 
-    def local_bytes(self, shape: Sequence[int], itemsize: int, mesh: Mesh, rank: int = 0) -> int:
-        """Return the bytes that a rank holds of a tensor; the first rank holds the most."""
+    def local_bytes(self, shape: Sequence[int], itemsize: int, mesh: Mesh, rank: int | None = None) -> int:
+        """Return the bytes that a rank holds of a tensor; without a rank, those of the rank that holds most."""
         if self.is_replicated:
             return math.prod(shape) * itemsize
-        return math.prod(self.local_shape(shape, mesh, mesh.coordinate(rank))) * itemsize
+        if rank is None and self.is_even(shape, mesh):
+            rank = 0
+        ranks = range(mesh.world_size) if rank is None else [rank]
+        return max(math.prod(self.local_shape(shape, mesh, mesh.coordinate(each))) for each in ranks) * itemsize
 
     def is_even(self, shape: Sequence[Size], mesh: Mesh) -> bool:
         """Return True if every rank holds a shard of the same shape."""
