@@ -324,3 +324,42 @@ def test_a_weight_that_its_op_cannot_take_cut() -> None:
         "it needs shards that are not empty, and 15 over 16 leaves 1 empty",
         "  help: use a degree that divides 15, or pin 'weight' to R (0 B sent per rank and call)",
     ]
+
+
+def test_no_plan_means_the_search() -> None:
+    model = exported(Mlp(), torch.randn(2, 4))
+    assert tpcompiler.parallelize(model, 2).manifest().plan == tpcompiler.parallelize(model, 2, "auto").manifest().plan
+
+
+def test_a_goal_that_does_not_exist() -> None:
+    for convert in (tpcompiler.parallelize, tpcompiler.find_plan):
+        with pytest.raises(tpcompiler.InputsError, match="optimize is 'speed'\n  help: name one of latency, memory"):
+            convert(exported(Mlp(), torch.randn(2, 4)), 2, "auto", optimize="speed")
+
+
+def test_one_tensor_is_no_sequence_of_inputs() -> None:
+    program = tpcompiler.parallelize(exported(Mlp(), torch.randn(2, 4)), 2, PLAN)
+    with pytest.raises(tpcompiler.InputsError, match=r"one tensor of shape \[2, 4\], .*\n  help: .*verify\(\(x,\)\)"):
+        program.verify(torch.randn(2, 4))  # type: ignore[arg-type]
+
+
+def test_the_first_line_says_that_no_layer_is_cut() -> None:
+    model = exported(Mlp(), torch.randn(2, 4))
+    first = str(tpcompiler.parallelize(model, 2, {"**": "replicate"}).report()).splitlines()[0]
+    assert first.startswith("every rank holds the whole model: no layer is cut")
+    assert str(tpcompiler.parallelize(model, 2, PLAN).report()).startswith("mesh tp=2")
+
+
+def test_a_defect_is_no_bad_input() -> None:
+    """Whatever handles bad input must not hide a defect of the compiler."""
+    assert not issubclass(tpcompiler.InternalError, tpcompiler.TpCompilerError)
+
+
+def test_a_defect_in_the_price_of_an_alternative_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> object:
+        raise tpcompiler.InternalError("a broken promise")
+
+    program = tpcompiler.parallelize(exported(Mlp(), torch.randn(2, 4)), 2, PLAN)
+    monkeypatch.setattr("tpcompiler.ask.again.place", fail)
+    with pytest.raises(tpcompiler.InternalError, match="a broken promise"):
+        program.explain("up.weight")

@@ -59,7 +59,7 @@ def test_the_line_of_a_config_and_its_command(afmoe: Path, tmp_path: Path) -> No
         f"with --plan auto --optimize memory it would hold {searched}"
     )
     after = json.loads(right(*shlex.split(command), "--json"))
-    assert after["out"] == str(tmp_path / "out")
+    assert after["out"] == str(tmp_path / "out_auto")
     assert max(after["bytes_per_rank"]) == found["searched_bytes"]
     assert after["searched_plan"] is None
 

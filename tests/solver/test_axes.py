@@ -164,7 +164,11 @@ def test_the_report_names_the_order_and_the_gap(tmp_path: Path, monkeypatch: pyt
         return note(tpcompiler.parallelize(exported(), MESH, "auto", machine=machine, **boundary))
 
     assert converted(**CUT).endswith("the least of all choices that were compared, over dp and tp at once")
-    assert converted().endswith("the least of all choices that were compared")  # dp has nothing to cut
+    assert converted().endswith("the least of all choices that were compared")
+    whole = tpcompiler.parallelize(exported(), MESH, "auto", machine=machine).converted.notes
+    assert any(text.text.startswith("over dp nothing was compared: no input is placed there") for text in whole)
+    cut = tpcompiler.parallelize(exported(), MESH, "auto", machine=machine, **CUT).converted.notes
+    assert not any("nothing was compared" in text.text for text in cut)
     monkeypatch.setattr(together, "MOST_TOGETHER", 1)
     assert "% above the least of all choices that were compared, one axis after the other: dp, then tp" in converted(
         **CUT

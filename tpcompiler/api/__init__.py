@@ -59,7 +59,7 @@ class Cutting(NamedTuple):
 def parallelize(
     exported_program: ExportedProgram | Programs,
     mesh: MeshLike,
-    plan: Plan | Mapping[str, object] | str | os.PathLike[str],
+    plan: Plan | Mapping[str, object] | str | os.PathLike[str] = "auto",
     *,
     inputs: Given = None,
     outputs: Given = None,
@@ -80,9 +80,9 @@ def parallelize(
         exported_program: a program of `torch.export.export`, which is not changed. Or several by name, such as
             prefill and decode, that share weights and caches, which get the same placements in all of them.
         mesh: the degree of a single axis `tp`, or `{axis: degree}`.
-        plan: a `Plan`, `{FQN pattern: style}`, the path of a YAML file with such a mapping, or "auto": the cheapest
-            placements that the search finds (docs/auto.md); "auto:free" may also gather weights and cut the batch.
-            With `"**": "auto"` in a mapping, the search places everything that its other entries do not name.
+        plan: a `Plan`, `{FQN pattern: style}`, the path of a YAML file with such a mapping, or "auto", the default: the
+            cheapest placements that the search finds (docs/auto.md); "auto:free" may also gather weights, and cut the
+            batch. With `"**": "auto"` in a mapping, the search places everything that its other entries do not name.
         inputs: placements of the user's tensors, by name or in order: "R" (the default), "S(0)", torch placements; for
             several programs, {program's name: these}.
         outputs: placements of the returned tensors, in the same form.

@@ -42,7 +42,7 @@ def check_own_gradients(
 
     Raises:
         ProgramError: an output, gradient or buffer of the program is not the module's own, or torch raises.
-        UnsupportedError: the model has backwards of its own, and nothing can be compared.
+        UnsupportedError: the model has its own backwards, and nothing can be compared.
     """
     tensors = [*model.parameters(), *model.buffers(), *tree_flatten((args, kwargs))[0]]
     tensors = [value for value in tensors if isinstance(value, torch.Tensor)]
@@ -140,7 +140,7 @@ def _run_module(model: torch.nn.Module, program: ExportedProgram, flat: Sequence
             others = _parameters_without(model, graded)
             found = torch.autograd.grad(outputs[loss], [*by, *others.values()], allow_unused=True)
     except Exception as error:  # whatever a model raises
-        raise _ModuleRaises(f"the model's own backward raises: {reason(error)}", help="mend the model first") from error
+        raise _ModuleRaises(f"the model's own backward raises: {reason(error)}", help="fix the model first") from error
     finally:
         drawn = random_state()
         set_random_state(before)

@@ -192,8 +192,9 @@ class Programs(Shown, Mapping[str, T]):
             yield from summary_parts(summarize(program.manifest), advise(program))
             if isinstance(program, ConvertedProgram) and program.searches:
                 yield program.searches
-        if (searched := find_searched_plan(program)) is not None:
-            yield searched.text
+        first, *others = self.families()  # a plan for one of several models says nothing of the others
+        searched = None if others else find_searched_plan(next(iter(first.values())))
+        yield from [searched.text] if searched is not None else []
 
     def explain(self, name: str, *, machine: str | os.PathLike[str] | None = None) -> Explanation:
         """Explain the placement of a value, a parameter or a collective, and price what else it could be.

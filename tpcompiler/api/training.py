@@ -48,7 +48,7 @@ def export_training(
         ProgramError: torch cannot export the model, or not its backward; or a gradient is not the module's own, as
             with backwards that torch.export leaves out (`torch.autograd.Function`, hooks): it is compared on the
             example and on a second draw.
-        UnsupportedError: the model has control flow (`torch.cond`), or ops with effects; or a backward of its own,
+        UnsupportedError: the model has control flow (`torch.cond`), or ops with effects; or its own backward,
             and no values to compare gradients with.
     """
     args, named = copy_repeated((tuple(args), {**(kwargs or {}), **(targets or {})}))

@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from msgspec import structs
 from torch.export import ExportedProgram
 
@@ -82,6 +83,11 @@ def verify_programs(
 def _read_calls(
     subjects: Mapping[str, Subject], args: Sequence[Any] | None, kwargs: Mapping[str, Any], then: Sequence[Any]
 ) -> list[Call]:
+    if isinstance(args, torch.Tensor):
+        raise InputsError(
+            f"the inputs are one tensor of shape {list(args.shape)}, and not a sequence of inputs",
+            help="pass a tuple: verify((x,))",
+        )
     if args is None:
         return [(name, *examples_of(subject.reference, name, "give inputs")) for name, subject in subjects.items()]
     if is_single(subjects):

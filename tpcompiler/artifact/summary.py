@@ -243,6 +243,9 @@ def summary_parts(data: ArtifactSummary, advice: Mapping[str, str] = NO_ADVICE) 
 
     `advice`: the change of the plan that avoids a fallback, by the name of its reshard; empty for none.
     """
+    if len(data.bytes_per_rank) > 1 and data.bytes and min(data.bytes_per_rank) >= data.bytes:
+        cut = option("--plan PLAN.yaml, or --optimize memory", 'a plan, or optimize="memory"')
+        yield f"every rank holds the whole model: no layer is cut (to cut it all the same: {cut})"
     yield f"mesh {mesh_text(data.mesh)}, {len(data.bytes_per_rank)} ranks, {data.device_type}"
     whole, training = data.bytes, data.training
     shown = [[data.bytes, *data.bytes_per_rank]]

@@ -318,9 +318,10 @@ def convert(
         searched = None if others else find_searched_plan(next(iter(first.values())))
         if searched is not None:
             more = ("--plan", "auto", *(("--optimize", "memory") if searched.optimize == "memory" else ()))
-            again = ("--force",) if out is not None and not dry_run else ()
-            replaced = ("--plan", "--optimize", "--skip-unsupported", "--force")
-            searched = replace(searched, command=command_with(ctx, replaced, *more, *again))
+            if out is not None:
+                more = (*more, "-o", f"{out}_auto")  # next to what was just written
+            replaced = ("--plan", "--optimize", "--skip-unsupported", "--force", "-o", "--out")
+            searched = replace(searched, command=command_with(ctx, replaced, *more))
     where = None if dry_run else str(out)
     if json:
         if alone:

@@ -1,4 +1,4 @@
-"""Refuse models with backwards of their own where no values show whether these matter."""
+"""Refuse models with custom backwards where no values show whether these matter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def refuse_own_backwards(names: Collection[str], why: str) -> None:
     """Raise UnsupportedError if there are backwards that torch.export leaves out."""
     if names:
         raise UnsupportedError(
-            f"the model has a backward of its own, which torch.export leaves out: {list_backwards(names)}; {why}",
+            f"the model has its own backward, which torch.export leaves out: {list_backwards(names)}; {why}",
             help=WRITE,
         )
 

@@ -83,7 +83,7 @@ def _refuse_state_apart(name: str, own: Conversion, family: Mapping[str, Convers
     meshes = {each: programs[each].mesh for each in (writer, reader)}
     raise UnsupportedError(
         f"{first!r} is a buffer that {writer!r} writes on {meshes[writer]}, and {reader!r} has it on {meshes[reader]}: "
-        "each would have a buffer of its own, and see nothing of the other's",
+        "each would have its own buffer, and see nothing of the other's",
         help="run both over the same ranks: "
         + option(
             f"leave out the --degree of {writer} and {reader}", f"leave {writer!r} and {reader!r} out of degrees="

@@ -29,6 +29,7 @@ def note_search(task: Task, found: Solution) -> list[str]:
         proof = f"at most {math.ceil(found.above * 1e3) / 1e3:.1%} above the least" if found.above else "the least"
         call = "that" if len(found.programs) == 1 else "that, with a call of each other program,"
         notes.append(f"{call} is {proof} of all choices that were compared{_order_text(found)}")
+        notes += _unsearched(task, found)
     if task.is_searched or task.limit is not None:
         notes.append(f"a rank holds about {measure_memory(found).text}")
     if found.simpler:
@@ -58,6 +59,13 @@ def _order_text(found: Solution) -> str:
         return f", one axis after the other: {', then '.join(axis for (axis,) in found.turns)}"
     axes = found.turns[0] if found.turns else ()
     return f", over {' and '.join(axes)} at once" if len(axes) > 1 else ""
+
+
+def _unsearched(task: Task, found: Solution) -> Iterator[str]:
+    """Yield a note on the axes over which no choice was compared."""
+    searched = {axis for turn in found.turns for axis in turn} | {*found.model}
+    if axes := [axis for axis, degree in task.programs[0].mesh.axes if degree > 1 and axis not in searched]:
+        yield f"over {' and '.join(axes)} nothing was compared: no input is placed there, so these ranks do equal work"
 
 
 class Remarks:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.objective import LEAST, Objective
+from tpcompiler.errors import InputsError, option
 from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.runtime.records import Optimizer
 from tpcompiler.solver.problem import Problem
@@ -42,6 +43,13 @@ class Aim:
     calls: tuple[float, ...] = ()
     forms: bool = True
     optimizer: Optimizer = "adamw"
+
+    def __post_init__(self) -> None:
+        if self.optimize not in get_args(Goal):
+            raise InputsError(
+                f"{option('--optimize', 'optimize')} is {self.optimize!r}",
+                help=f"name one of {', '.join(get_args(Goal))}",
+            )
 
     @property
     def objective(self) -> Objective:

@@ -55,8 +55,9 @@ def mute_logs() -> None:
 
 
 def nearest_names(name: str, known: Sequence[str]) -> str:
-    """Return up to three known names that resemble an unknown one."""
-    return ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.3) or known[:3])
+    """Return up to three known names that resemble an unknown one; first those with it among their parts."""
+    inside = [each for each in known if f".{name}." in f".{each}."]
+    return ", ".join((inside or difflib.get_close_matches(name, known, n=3, cutoff=0.3) or known)[:3])
 
 
 class Printed:
