@@ -124,11 +124,12 @@ def test_a_file_of_limits(program: ParallelProgram, tmp_path: Path) -> None:
 
 
 def test_both_limits_on_memory_are_written_alike(tmp_path: Path) -> None:
-    """A number alone is bytes."""
+    """A number alone is bytes, save that a rank's memory of less than 1000 lacks its unit."""
     torch.export.save(export_mlp(), tmp_path / "model.pt2")
     (tmp_path / "plan.yaml").write_text(PLAN_TEXT)
     words = "convert", tmp_path / "model.pt2", "--tp", 2, "--plan", tmp_path / "plan.yaml", "--dry-run"
-    for amount in ("24", "0.024kB"):
-        assert ", 1.27 kB more than 24 B" in refused(*words, "--budget", f"{amount} held")
-        assert "more than the limit of 24 B." in refused(*words, "--memory", amount)
+    for amount in ("1000", "1kB"):
+        assert " B more than 1 kB" in refused(*words, "--budget", f"{amount} held")
+        assert "more than the limit of 1 kB." in refused(*words, "--memory", amount)
+    assert "did you mean 24GB?" in refused(*words, "--memory", "24")
     assert read_bytes("2KiB") == read_bytes(2048) == 2048
