@@ -1,4 +1,4 @@
-"""Attention kernels that also return the log-sum-exp of each query's scores; every device type has its own."""
+"""Attention kernels: those that also return the log-sum-exp of each query's scores, and those that take groups."""
 
 from __future__ import annotations
 
@@ -46,3 +46,16 @@ def _on_cpu(node: fx.Node) -> Call | None:
     args = edit.arguments(node)
     positional = (args.query, args.key, args.value, args.dropout_p, args.is_causal)
     return ON_CPU, positional, {"attn_mask": args.attn_bias, "scale": args.scale}
+
+
+def reads_of_groups(node: fx.Node, device_type: str) -> int:
+    """Return how often a call of attention reads keys and values, if groups of query heads share theirs.
+
+    On a CPU every query head reads them by itself. On a GPU kernels without a mask read them once; none takes a mask
+    too, so that torch repeats the heads: they are read, written repeated, and read again.
+    """
+    args = edit.bound(node)
+    times = int(edit.shape(args["query"])[-3]) // int(edit.shape(args["key"])[-3]) if args["enable_gqa"] else 1
+    if times == 1 or device_type == "cpu":
+        return times
+    return 1 if args["attn_mask"] is None else 1 + 2 * times

@@ -66,6 +66,7 @@ def parallelize(
     device_type: str | None = None,
     collectives: Collectives = "nccl",
     check_indices: bool = True,
+    keep_repeats: bool = False,
     machine: str | os.PathLike[str] | None = None,
     memory: int | None = None,
     optimize: Goal = "latency",
@@ -91,6 +92,8 @@ def parallelize(
             from each other, wherever supported; "auto", only where expected to be faster (docs/gpu.md).
         check_indices: if an indexed dim is cut, assert in the ranks' programs that computed indices are in the whole
             dim. Without it, indices out of range read zeros or write nothing, and do not raise.
+        keep_repeats: repeat heads of keys and values for their groups of queries where the model does. By default
+            attention reads each head as it is stored, wherever fewer bytes are moved so (docs/costs.md).
         machine: the YAML file that describes one device and its links (docs/machines.md), or the name of one in
             the package; by default that in the environment variable TPCOMPILER_MACHINE, or "h100".
         memory: limit on a rank's bytes: weights, caches, inputs, and activations at their estimated peak; of a program
@@ -122,6 +125,7 @@ def parallelize(
         dump,
         collectives,
         check_indices,
+        keep_repeats,
         degrees,
         Cutting(read_machine(machine), memory, weights or {}),
     )
@@ -181,6 +185,7 @@ def conversions_of(
     dump: str | os.PathLike[str] | None = None,
     collectives: Collectives = "nccl",
     check_indices: bool = True,
+    keep_repeats: bool = False,
     degrees: Mapping[str, int] | None = None,
     cutting: Cutting | None = None,
 ) -> dict[str, Conversion]:
@@ -204,6 +209,7 @@ def conversions_of(
                             dump and Path(dump) / name,
                             collectives,
                             check_indices,
+                            keep_repeats,
                         ),
                         stage=stage.record,
                         whole=stage.whole,
@@ -215,7 +221,8 @@ def conversions_of(
     if not isinstance(exported_program, SEVERAL):
         boundary = _specs(inputs, "input"), _specs(outputs, "output")
         one: Any = exported_program  # the first pass rejects anything that is not a program
-        return {SINGLE: Conversion.of(one, mesh, plan, boundary, device_type, dump, collectives, check_indices)}
+        ways = collectives, check_indices, keep_repeats
+        return {SINGLE: Conversion.of(one, mesh, plan, boundary, device_type, dump, *ways)}
     conversions = {
         name: Conversion.of(
             program,
@@ -226,6 +233,7 @@ def conversions_of(
             dump and Path(dump) / name,
             collectives,
             check_indices,
+            keep_repeats,
         )
         for name, program in several.items()
     }

@@ -80,6 +80,7 @@ def reshard(
             None,
             first.asked.collectives,
             first.asked.check_indices,
+            first.asked.keep_repeats,
         )
         for name, manifest in manifests.items()
     }

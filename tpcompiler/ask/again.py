@@ -217,7 +217,7 @@ def _conversions(program: ArtifactProgram) -> tuple[list[Conversion], int, dict[
         boundary = asked_boundary(manifest, "inputs"), asked_boundary(manifest, "outputs")
         mesh = Mesh.of(manifest.asked.mesh)
         asked = manifest.asked
-        ways = asked.collectives, asked.check_indices
+        ways = asked.collectives, asked.check_indices, asked.keep_repeats
         conversions.append(Conversion.of(each.original(), mesh, plan, boundary, manifest.device_type, None, *ways))
     return conversions, together.index(program), taken
 

@@ -230,6 +230,10 @@ def convert(
         bool,
         typer.Option("--no-check-indices", help="Leave out the assertions on computed indices into a sharded dim."),
     ] = False,
+    keep_repeats: Annotated[
+        bool,
+        typer.Option("--keep-repeats", help="Repeat heads of keys and values for their queries where the model does."),
+    ] = False,
     machine: Machine = None,
     memory: Memory = None,
     optimize: Optimize = "latency",
@@ -287,6 +291,7 @@ def convert(
             device_type=device,
             collectives=collectives,
             check_indices=not no_check_indices,
+            keep_repeats=keep_repeats,
             machine=machine,
             memory=memory,
             optimize=optimize,

@@ -61,6 +61,7 @@ class Conversion:
     after: After
     collectives: Collectives
     check_indices: bool = True
+    keep_repeats: bool = False
     dropped: tuple[Note, ...] = ()
     family: str = ""
     stage: StageRecord | None = None
@@ -77,6 +78,7 @@ class Conversion:
         dump: str | os.PathLike[str] | None,
         collectives: Collectives,
         check_indices: bool = True,
+        keep_repeats: bool = False,
     ) -> Conversion:
         after = Dump(dump)
         exported, dropped = drop_replaced(unwrap_subclasses(exported))
@@ -88,7 +90,8 @@ class Conversion:
             program = after(canonicalize(exported), "limit_experts")
         if collectives != "nccl":
             refuse_symm_mem(device)
-        return cls(exported, program, mesh, plan, boundary, device, after, collectives, check_indices, dropped)
+        ways = collectives, check_indices, keep_repeats
+        return cls(exported, program, mesh, plan, boundary, device, after, *ways, dropped)
 
     def with_styles(self, *each: Mapping[str, str]) -> Conversion:
         """Return it with these styles for the names that its plan does not name, one mapping after the other."""
@@ -116,6 +119,7 @@ class Conversion:
             collectives=self.collectives,
             optimizer=aim.optimizer,
             check_indices=self.check_indices,
+            keep_repeats=self.keep_repeats,
             plan="auto:free" if self.plan.gathers else self.plan.to_data() if is_partial else None,
         )
 

@@ -25,6 +25,7 @@ from tpcompiler.passes.fold_reshards import fold_reshards
 from tpcompiler.passes.place import place
 from tpcompiler.passes.regions.attend_in_turns import attend_in_turns
 from tpcompiler.passes.regions.dispatch_experts import dispatch_experts
+from tpcompiler.passes.regions.group_queries import group_queries
 from tpcompiler.passes.regions.join_branches import join_branches
 from tpcompiler.passes.regions.spread_experts import spread_experts
 from tpcompiler.plan import Plan
@@ -98,7 +99,8 @@ def plan_program(own: Conversion, plan: Plan, after: After = unseen) -> PlannedP
         spread = after(spread_experts(joined), "spread_experts")
         divided = after(divide_sizes(spread, own.device), "divide_sizes")
         dispatched = after(dispatch_experts(divided), "dispatch_experts")
-        return after(attend_in_turns(dispatched, own.device), "attend_in_turns")
+        in_turns = after(attend_in_turns(dispatched, own.device), "attend_in_turns")
+        return in_turns if own.keep_repeats else after(group_queries(in_turns, own.device), "group_queries")
 
 
 def _plan_programs(conversions: Sequence[Conversion], plans: Sequence[Plan]) -> list[PlannedProgram]:

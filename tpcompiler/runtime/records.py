@@ -144,6 +144,7 @@ class Note(Record, frozen=True):
         "mesh",
         "shared",
         "experts",
+        "attention",
         "idle",
         "cut",
         "both",
@@ -190,6 +191,7 @@ class Asked(Record, frozen=True, kw_only=True):
     collectives: Collectives = "nccl"
     optimizer: Optimizer = "adamw"  # whose state counts as memory, if the program returns gradients
     check_indices: bool = True  # false where ranks assert nothing of computed indices
+    keep_repeats: bool = False  # true where attention reads repeated heads of keys and values, as in the model
     # where that was "auto:free", or one that the search has completed to the manifest's
     plan: Literal["auto:free"] | dict[str, Any] | None = None
 
