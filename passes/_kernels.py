@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
 from torch import fx
 
-from tpcompiler._torch import OpOverload, aten
+from tpcompiler._torch import OpOverload, aten, sym_hint
 from tpcompiler.ir import edit
 from tpcompiler.ir.node_placement import read_claim
 
@@ -48,14 +50,22 @@ def _on_cpu(node: fx.Node) -> Call | None:
     return ON_CPU, positional, {"attn_mask": args.attn_bias, "scale": args.scale}
 
 
-def reads_of_groups(node: fx.Node, device_type: str) -> int:
-    """Return how often a call of attention reads keys and values, if groups of query heads share theirs.
+def read_again(node: fx.Node, device_type: str) -> int:
+    """Return the bytes that a call of attention moves because query heads share heads of keys and values.
 
-    On a CPU every query head reads them by itself. On a GPU kernels without a mask read them once; none takes a mask
-    too, so that torch repeats the heads: they are read, written repeated, and read again.
+    On a CPU every query head reads its keys by itself. On a GPU the kernels without a mask take groups. For groups with
+    a mask torch repeats the heads: it writes them, and reads them again.
     """
     args = edit.bound(node)
-    times = int(edit.shape(args["query"])[-3]) // int(edit.shape(args["key"])[-3]) if args["enable_gqa"] else 1
-    if times == 1 or device_type == "cpu":
-        return times
-    return 1 if args["attn_mask"] is None else 1 + 2 * times
+    keys, values = edit.fake(args["key"]), edit.fake(args["value"])
+    times = int(edit.shape(args["query"])[-3]) // int(keys.shape[-3]) if args["enable_gqa"] else 1
+    repeated = times * sum(sym_hint(each.numel()) * each.element_size() for each in (keys, values))
+    if device_type == "cpu":
+        return repeated - sum(map(bytes_in_memory, (keys, values)))
+    return 2 * repeated if times > 1 and args["attn_mask"] is not None else 0
+
+
+def bytes_in_memory(value: torch.Tensor) -> int:
+    """Return the bytes that a value takes in memory, where an expanded dim occurs once."""
+    sizes = (sym_hint(size) for size, stride in zip(value.shape, value.stride(), strict=True) if sym_hint(stride))
+    return math.prod(sizes) * value.element_size()

@@ -20,13 +20,14 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import IN_TURNS, InTurns, PlannedProgram
 from tpcompiler.ir.region import Region, pinned, write_regions
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
+from tpcompiler.passes._distinct_heads import DistinctHeads, find_distinct_heads, region_on
 from tpcompiler.passes._kernels import MULTIPLES, ON_CPU
 from tpcompiler.plan import PlanEntry
 from tpcompiler.plan.styles import STYLES
 
 HEADS, STEPS, FEATURES = 1, 2, 3  # dims of queries, keys and values: [batch, heads, steps, features]
 ATTENTION = aten.scaled_dot_product_attention.default
-VIEWS = (*edit.VIEWS, aten.flatten.using_ints)
+WHOLE = (aten.unflatten.int, aten.flatten.using_ints, aten.reshape.default)
 
 
 def attend_in_turns(program: PlannedProgram, device_type: str = "cpu") -> PlannedProgram:
@@ -65,10 +66,11 @@ def _find_attention(mesh: Mesh, device_type: str, graph: fx.Graph) -> Iterator[R
             )
         args = edit.bound(node)
         mask = [] if args["attn_mask"] is None else [args["attn_mask"]]
-        inputs = [args["query"], *_before_repeat(args["key"], args["value"]), *mask]
+        both = [args["key"], args["value"]]
+        parts = find_distinct_heads(both, edit.shape(args["query"])[HEADS], {}) or [*map(DistinctHeads.of, both)]
         made = edit.fake(node).dtype, memory_order(edit.fake(node))
         body = _Turns(turns.axis, ranks, args["is_causal"], args["scale"], *made)
-        yield Region(node, inputs, body.attend, (aten.unflatten.int, aten.flatten.using_ints), turns.asked_by)
+        yield region_on(node, parts, [args["query"], *mask], body.attend, WHOLE, turns.asked_by)
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class _Turns:
     dtype: torch.dtype
     order: list[int]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    def attend(self, k: Tensor, v: Tensor, q: Tensor, mask: Tensor | None = None) -> Tensor:
         q = pinned(q, self.axis, STEPS)
         merged: tuple[Tensor, ...] = ()
         for *own, seen in zip(self.parts(k, STEPS), self.parts(v, STEPS), self.masks(q, k, mask), strict=True):
@@ -165,29 +167,6 @@ def _merge(before: tuple[Tensor, ...], made: Tensor, scores: Tensor) -> tuple[Te
     rescales = rescale.unsqueeze(FEATURES)
     sums = torch.addcmul(weight, before[1], rescale)
     return most, sums, torch.addcmul(before[2] * rescales, made, weights)
-
-
-def _before_repeat(k: fx.Node, v: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Return keys and values without the repetition of heads for query groups, if both were repeated."""
-    keys, values = _source_of_repeat(k), _source_of_repeat(v)
-    if keys is None or values is None:
-        return k, v
-    same = statically_equal(edit.shape(keys)[HEADS], edit.shape(values)[HEADS])
-    return (keys, values) if same else (k, v)
-
-
-def _source_of_repeat(value: fx.Node) -> fx.Node | None:
-    """Return the heads before repetition: [b, h, s, d] -> [b, h, 1, s, d] -> [b, h, g, s, d] -> [b, h * g, s, d]."""
-    expanded: Any = value.args[0] if value.target in VIEWS else None
-    if expanded is not None and expanded.target is aten.clone.default:
-        expanded = expanded.args[0]
-    single: Any = expanded.args[0] if expanded is not None and expanded.target is aten.expand.default else None
-    if single is None or single.target is not aten.unsqueeze.default or single.args[1] != STEPS:
-        return None
-    few: fx.Node = single.args[0]
-    (b, h, s, d), groups = edit.shape(few), edit.shape(expanded)[STEPS]
-    same = edit.ndim(value) == 4 and all(map(statically_equal, edit.shape(value), (b, h * groups, s, d)))
-    return few if same else None
 
 
 def ask_for_turns(inside: Iterable[fx.Node], name: str, entry: PlanEntry, mesh: Mesh) -> None:

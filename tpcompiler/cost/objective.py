@@ -109,7 +109,7 @@ class Objective(NamedTuple):
         machine, memory_seconds = self.machine.of(kernel.dtype), 0.0
         for share, stored, (value, sharding) in zip(kernel.moves, kernel.stored, values, strict=bool(kernel.moves)):
             if share:
-                memory_seconds += share * stored_bytes(value, sharding, mesh) / machine.bandwidth_of(stored)
+                memory_seconds += share * _stored_bytes(value, sharding, mesh) / machine.bandwidth_of(stored)
         return max(work.flops / machine.flops_of(work.rows), memory_seconds) / self.spread
 
     def tie_seconds(self, values: Sequence[tuple[torch.Tensor, Sharding]], mesh: Mesh) -> float:
@@ -142,7 +142,7 @@ def local_bytes(value: torch.Tensor, sharding: Sharding, mesh: Mesh, rank: int |
     return sharding.local_bytes([sym_hint(size) for size in value.shape], value.element_size(), mesh, rank)
 
 
-def stored_bytes(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> int:
+def _stored_bytes(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> int:
     """Return the local bytes in memory, where an expanded dim occurs once."""
     stored = [dim for dim, stride in enumerate(value.stride()) if sym_hint(stride)]
     sizes = [sym_hint(value.shape[dim]) for dim in stored]
