@@ -1,8 +1,10 @@
 """How long a step takes: `python -m tools.bench_step [--rounds 15] [--layers 12]`, two gloo processes, a thread each.
 
 A Llama of 100 million parameters, in float32, over a static cache: a prompt of (1, 256) tokens, and a step of (8, 1).
-And, alone with `--train`, a step of training without a cache: forward and backward of (2, 256) tokens and their labels,
-where the model by hand has Megatron's two autograd functions.
+Narrow layers with the heads of Llama 3 8B, 4 queries to a head of keys, over a cache of 2,048 tokens: steps of (1, 1)
+and (8, 1), alone with `--cache`; `repeats` is converted with `--keep-repeats`. And, alone with `--train`, a step of
+training without a cache: forward and backward of (2, 256) tokens and their labels, where the model by hand has
+Megatron's two autograd functions.
 All arms run in the same two processes, in turn, round after round. What is printed is the median over the rounds of
 each arm's time divided by that of the model that was sliced by hand, in the same round. `null` is that model once more:
 by how much it differs from 1 is the noise. `one device` is the whole model on rank 0 while the other waits.
@@ -26,42 +28,64 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-WORLD, LENGTH = 2, 320
-CASES = {"prefill": (1, 256), "decode": (8, 1)}
+WORLD = 2
+
+
+class Case(NamedTuple):
+    """A call: its batch and tokens, the tokens that its cache can hold and holds already, and the model's shape."""
+
+    batch: int
+    count: int
+    room: int = 320
+    held: int = 0
+    shape: Mapping[str, int] = {}
+
+    @property
+    def checkpoint(self) -> str:
+        return "grouped" if self.shape else "checkpoint"
+
+
+GROUPED = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+CASES = {
+    "prefill": Case(1, 256),
+    "decode": Case(8, 1, held=40),
+    "cache": Case(1, 1, 2048, 2000, GROUPED),
+    "cache-8": Case(8, 1, 2048, 2000, GROUPED),
+}
 TRAINED = (2, 256)
 COLUMN = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROW = ("self_attn.o_proj", "mlp.down_proj")
 Step = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
-def config_of(layers: int) -> Any:
+def config_of(**shape: int) -> Any:
     from transformers import LlamaConfig
 
-    return LlamaConfig(
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=layers,
-        num_attention_heads=12,
-        num_key_value_heads=12,
-        head_dim=64,
-        vocab_size=10_000,
-        architectures=["LlamaForCausalLM"],
-    )
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 64}
+    sizes = {"hidden_size": 768, "intermediate_size": 2048, "vocab_size": 10_000}
+    return LlamaConfig(**(heads | sizes | shape), architectures=["LlamaForCausalLM"])
 
 
-def cached(model: Any, batch: int, heads: int) -> Step:
-    """A model over a static cache of as many heads, as transformers exports it."""
+def cached(model: Any, case: Case, ranks: int = 1) -> Step:
+    """A model over a static cache of a rank's heads, as transformers exports it."""
     from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 
     model.generation_config.cache_implementation, model.generation_config.use_cache = "static", True
     model.config.use_cache, before = True, model.config.num_key_value_heads
-    model.config.num_key_value_heads = heads
-    module = TorchExportableModuleWithStaticCache(model.eval(), batch, LENGTH, torch.device("cpu"))
+    model.config.num_key_value_heads = before // ranks
+    module = TorchExportableModuleWithStaticCache(model.eval(), case.batch, case.room, torch.device("cpu"))
     model.config.num_key_value_heads = before
 
     def step(ids: torch.Tensor, positions: torch.Tensor) -> Any:
@@ -150,31 +174,39 @@ def by_transformers(directory: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(directory, tp_plan="auto")  # which asks for accelerate
 
 
-def work(folder: Path, case: str, rounds: int) -> None:
+def work(folder: Path, name: str, rounds: int) -> None:
     """A rank: time every arm, and let rank 0 print the ratios."""
     import tpcompiler
 
     warnings.simplefilter("ignore")
-    batch, count = CASES[case]
-    directory, artifact, heads = folder / "checkpoint", folder / case, 12 // WORLD
-    plain, compiled = (tpcompiler.load(artifact, compiled=way)[case] for way in (False, True))
-    hand, alone = cached(sliced(directory), batch, heads), cached(whole(directory), batch, heads * WORLD)
+    case = CASES[name]
+    directory, artifact = folder / case.checkpoint, folder / name
+    plain, compiled = (
+        tpcompiler.load(artifact, compiled=way)["decode" if case.count == 1 else "prefill"] for way in (False, True)
+    )
+    hand, alone = cached(sliced(directory), case), cached(whole(directory), case)
     arms: dict[str, Step] = {
         "hand": hand,
         "null": hand,
         "eager": lambda ids, at: plain(input_ids=ids, cache_position=at),
         "package": lambda ids, at: compiled(input_ids=ids, cache_position=at),
-        "DTensor": cached(with_dtensors(directory), batch, heads),
+        "DTensor": cached(with_dtensors(directory), case, WORLD),
         "one device": alone,
     }
+    if case.shape:
+        repeats = tpcompiler.load(folder / f"{name}-repeats")["decode"]
+        arms["repeats"] = lambda ids, at: repeats(input_ids=ids, cache_position=at)
     if importlib.util.find_spec("accelerate"):
-        arms["transformers"] = cached(by_transformers(directory), batch, heads)
-    ids = torch.arange(batch * count).reshape(batch, count) % 9_973
-    positions = torch.arange(count) + (0 if case == "prefill" else 40)
+        arms["transformers"] = cached(by_transformers(directory), case, WORLD)
+    ids = torch.arange(case.batch * case.count).reshape(case.batch, case.count) % 9_973
+    positions = torch.arange(case.count) + case.held
     wanted = alone(ids, positions)
-    times = timed({name: partial(arm, ids, positions) for name, arm in arms.items()}, wanted, rounds, case)
+    calls = {arm: partial(step, ids, positions) for arm, step in arms.items()}
+    times = timed(calls, wanted, rounds, 5 if name == "decode" else 1)
     if dist.get_rank() == 0:
-        print(f"{case} {CASES[case]}: {statistics.median(times['hand']) * 1e3:.1f} ms by hand; ratios to that:")
+        print(
+            f"{name} {case.batch, case.count}: {statistics.median(times['hand']) * 1e3:.1f} ms by hand; ratios to that:"
+        )
         print_ratios(times)
         if "transformers" not in arms:
             print("  transformers' own: not run, for want of accelerate (pip install accelerate)")
@@ -204,17 +236,16 @@ def train(folder: Path, rounds: int) -> None:
         return results["loss"].detach(), model.get_parameter("model.norm.weight").grad
 
     arms = {name: partial(step, model) for name, model in models.items()}
-    times = timed(arms, arms["one device"](), rounds, "train")
+    times = timed(arms, arms["one device"](), rounds, 1)
     if dist.get_rank() == 0:
         print(f"train {TRAINED}: {statistics.median(times['hand']) * 1e3:.1f} ms by hand; ratios to that:")
         print_ratios(times)
     dist.destroy_process_group()
 
 
-def timed(arms: Mapping[str, Callable[[], Any]], wanted: Any, rounds: int, case: str) -> dict[str, list[float]]:
+def timed(arms: Mapping[str, Callable[[], Any]], wanted: Any, rounds: int, repeat: int) -> dict[str, list[float]]:
     """The seconds of each arm in each round, in turn; each is the same model."""
     times: dict[str, list[float]] = {name: [] for name in arms}
-    repeat = 5 if case == "decode" else 1
     for turn in range(rounds + 2):
         names = list(arms)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
@@ -245,7 +276,7 @@ def start(artifact: Path, case: str) -> None:
 
     module = tpcompiler.load(artifact, compiled=True)[case]
     loaded = _age()
-    batch, count = CASES[case]
+    batch, count, *_ = CASES[case]
     module(input_ids=torch.ones(batch, count, dtype=torch.int64), cache_position=torch.arange(count))
     answered = _age()
     if dist.get_rank() == 0:
@@ -267,6 +298,7 @@ def main() -> int:
     options.add_argument("--rounds", type=int, default=15)
     options.add_argument("--layers", type=int, default=12)
     options.add_argument("--train", action="store_true", help="a step of training alone")
+    options.add_argument("--cache", action="store_true", help="the steps over a long cache alone")
     options.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     options.add_argument("--trainer", help=argparse.SUPPRESS)
     options.add_argument("--first", nargs=2, help=argparse.SUPPRESS)
@@ -280,40 +312,44 @@ def main() -> int:
     if asked.first:
         start(Path(asked.first[0]), asked.first[1])
         return 0
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
         from transformers import LlamaForCausalLM
 
         torch.manual_seed(0)
-        LlamaForCausalLM(config_of(asked.layers)).save_pretrained(folder / "checkpoint")
-        prepare_training(folder)
-        _torchrun("--trainer", folder, "--rounds", asked.rounds)
-        for case, (batch, _) in CASES.items() if not asked.train else ():
-            models = folder / "models"
-            _tpcompiler(
-                "export",
-                folder / "checkpoint",
-                "--prefill-decode",
-                "--batch",
-                batch,
-                "--max-length",
-                LENGTH,
-                "-o",
-                models,
+        plain = not asked.cache
+        cases = {name: case for name, case in CASES.items() if not asked.train and (plain or case.shape)}
+        for checkpoint, shape in {case.checkpoint: case.shape for case in cases.values()}.items() or [
+            ("checkpoint", {})
+        ]:
+            LlamaForCausalLM(config_of(**({"num_hidden_layers": asked.layers} | shape))).save_pretrained(
+                folder / checkpoint
             )
-            plan = ("--plan", folder / "checkpoint" / "config.json", "--checkpoint", folder / "checkpoint")
-            _tpcompiler(
-                "convert", models / "prefill.pt2", models / "decode.pt2", "--tp", WORLD, *plan, "-o", folder / case
-            )
-            began = time.perf_counter()
-            _tpcompiler("package", folder / case, "--no-check")
-            print(f"package: {time.perf_counter() - began:.0f} s for two programs, once for {WORLD} ranks", flush=True)
-            shutil.rmtree(models)
-        for case in CASES if not asked.train else ():
-            _torchrun("--worker", folder, case, "--rounds", asked.rounds)
-        if not asked.train:
+        if plain:
+            prepare_training(folder)
+            _torchrun("--trainer", folder, "--rounds", asked.rounds)
+        for name, case in cases.items():
+            _prepare(folder, name, case)
+        for name in cases:
+            _torchrun("--worker", folder, name, "--rounds", asked.rounds)
+        if plain and cases:
             _torchrun("--first", folder / "decode", "decode")
     return 0
+
+
+def _prepare(folder: Path, name: str, case: Case) -> None:
+    models, checkpoint = folder / "models", folder / case.checkpoint
+    sizes = ("--batch", case.batch, "--max-length", case.room)
+    _tpcompiler("export", checkpoint, "--prefill-decode", *sizes, "-o", models)
+    plan = ("--plan", checkpoint / "config.json", "--checkpoint", checkpoint)
+    both = (models / "prefill.pt2", models / "decode.pt2", "--tp", WORLD, *plan)
+    _tpcompiler("convert", *both, "-o", folder / name)
+    if case.shape:
+        _tpcompiler("convert", *both, "--keep-repeats", "-o", folder / f"{name}-repeats")
+    began = time.perf_counter()
+    _tpcompiler("package", folder / name, "--no-check")
+    print(f"package: {time.perf_counter() - began:.0f} s for two programs, once for {WORLD} ranks", flush=True)
+    shutil.rmtree(models)
 
 
 def prepare_training(folder: Path) -> None:
