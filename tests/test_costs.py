@@ -96,7 +96,7 @@ mlp           all_gather      1  8*batch*sequence                     384 B  0.0
 mlp.head      all_gather      1  16*other.1                           320 B  0.001
 in all                        4  72*batch*sequence + 16*other.1     3.78 kB  0.008
 
-one call with the sizes of the example takes 9.06 ns (work 5.36 ns, network 3.7 ns) on ideal
+one call with the sizes of the example takes 9.06 ns (weights 2.63 ns, copies 0.325 ns, other 2.41 ns, network 3.7 ns) on ideal
 """,
     )
     data = json.loads(right("explain", out, "--json"))

@@ -14,7 +14,7 @@ from torch import nn
 from torch.export import ExportedProgram, export
 
 import tpcompiler
-from tests.runtime.commands import right
+from tests.runtime.commands import refused, right
 from tests.zoo.index import CASES
 from tpcompiler.api import conversions_of
 from tpcompiler.cost.machine_file import read_machine
@@ -86,10 +86,12 @@ def test_gains_end_at_the_fastest_degree() -> None:
 
     def limits(milliseconds: list[float]) -> str:
         degrees = [
-            replace(each, calls={"model": replace(each.calls["model"], seconds=StepTime.of(time / 1000, 0, 0))})
+            replace(
+                each, calls={"model": replace(each.calls["model"], seconds=StepTime.of({"other": time / 1000}, 0, 0))}
+            )
             for each, time in zip(found.degrees, milliseconds, strict=False)
         ]
-        return text_of(replace(found, degrees=degrees).parts())
+        return text_of(replace(found, degrees=degrees, fastest=2, cheapest=1).parts())
 
     assert "beyond" not in limits([4, 3, 2.5, 1.84, 1.9, 1.7])
     assert "beyond --tp 6 a call takes no less" in limits([4, 3, 1.9, 1.84, 1.7, 1.8])
@@ -241,11 +243,30 @@ def test_a_degree_that_no_placement_suits() -> None:
         tpcompiler.parallelize(program, 8, "auto", inputs={"x": "S(0)"})
 
 
+def test_the_smallest_within_a_latency(tmp_path: Path) -> None:
+    """And the others, as the table has them: the fastest call, and the least time of a call times its ranks."""
+    found = tpcompiler.diagnose(mlp())
+    seconds = {each.ranks: each.calls["model"].seconds.total for each in found.degrees if each.fits}
+    assert found.latency is found.within is None
+    assert found.fastest == min(seconds, key=lambda ranks: seconds[ranks])
+    assert found.cheapest == min(seconds, key=lambda ranks: seconds[ranks] * ranks)
+    limit = seconds[4]
+    assert tpcompiler.diagnose(mlp(), latency=limit).within == min(n for n in seconds if seconds[n] <= limit) > 1
+    assert tpcompiler.diagnose(mlp(), latency=min(seconds.values()) / 2).within is None
+    torch.export.save(mlp(), tmp_path / "model.pt2")
+    words = "plan", tmp_path / "model.pt2", "--latency"
+    assert re.search(r"^the smallest within 1 ms for a call: --tp 1$", right(*words, "1ms"), re.MULTILINE)
+    assert "within 0.0001 us" not in right(*words, "0.0001us")
+    assert re.search(r"^within 0\.1 ns for a call: none; the fastest takes ", right(*words, "0.0001us"), re.MULTILINE)
+    assert "'6' is no time\n  help: write 6ms, 250us or 1.5s" in refused(*words, "6")
+    assert "leave it out with --tp, --mesh and --devices" in refused(*words, "6ms", "--tp", 2)
+
+
 def test_the_command(tmp_path: Path) -> None:
     torch.export.save(mlp(100), tmp_path / "model.pt2")
     text = right("plan", tmp_path / "model.pt2")
     assert max(map(len, text.partition("\n\n")[0].splitlines()[1:])) <= 80
-    assert text.endswith("the smallest that fits: --tp 1\n")
+    assert "\n\nthe smallest that fits: --tp 1\nthe fastest: --tp 16, 21.1 ns for a call\n" in text
     assert "8: up.weight: the largest share is 1.04 times an even one\n" in text
     assert "\nsearched 7 times\n" in text
     data = json.loads(right("plan", tmp_path / "model.pt2", "--memory", "0.04MB", "--json"))
@@ -261,8 +282,11 @@ def test_the_command_takes_a_mesh_and_several_models(tmp_path: Path) -> None:
     words = "plan", *models, "--other-axes", "dp=2", "--input", "prefill.x=dp:S(0)", "--input", "decode.x=dp:S(0)"
     text = right(*words)
     assert max(map(len, text.partition("\n\n")[0].splitlines()[1:])) <= 80
-    assert text.endswith("the smallest that fits: --mesh dp=2,tp=1\n")
-    assert re.search(r"^generation\n *mesh +first token +tokens/s +of a row\n *dp=2,tp=1 +\d", text, re.MULTILINE)
+    assert "\n\nthe smallest that fits: --mesh dp=2,tp=1\nthe fastest: --mesh dp=2,tp=16, " in text
+    title = "generation: 2 x 8 x 64 tokens in a prompt and 2 x 1 x 64 in a step, over caches of 0 B in all"
+    assert re.search(
+        rf"^{title}\n *mesh +first token +tokens/s +of a row +of a rank\n *dp=2,tp=1 +\d", text, re.MULTILINE
+    )
     data = json.loads(right(*words, "--json"))
     assert [each["mesh"] for each in data["degrees"]][:2] == [{"dp": 2, "tp": 1}, {"dp": 2, "tp": 2}]
     for each in data["degrees"]:

@@ -28,11 +28,10 @@ MACHINE = Machine(
 )
 
 
-def step(model: nn.Module, *inputs: torch.Tensor) -> StepTime:
+def step(model: nn.Module, *inputs: torch.Tensor, **how: Any) -> StepTime:
     """One call on one rank."""
-    found = find_placements(
-        [*conversions_of(torch.export.export(model, inputs), 1, read_plan({})).values()], Aim(MACHINE)
-    )
+    exported = torch.export.export(model, inputs)
+    found = find_placements([*conversions_of(exported, 1, read_plan({}), **how).values()], Aim(MACHINE))
     assert not list(collectives_of(found))
     return measure_step_time(found, MACHINE)
 
@@ -47,6 +46,34 @@ class Weights(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch._int_mm(x, self.weight.t()) if self.both else F.linear(x, self.weight.to(x.dtype))
+
+
+def test_parts_of_a_step() -> None:
+    """Half of the step of a decoder that repeats its heads is copies; without, they are the written tokens."""
+
+    class Decode(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q = nn.Linear(256, 8 * 64, bias=False)
+            self.register_buffer("keys", torch.randn(1, 2, 512, 64))
+            self.register_buffer("values", torch.randn(1, 2, 512, 64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q = self.q(x).view(1, 1, 8, 64).transpose(1, 2)
+            k, v = (
+                each[:, :, None].expand(1, 2, 4, 512, 64).reshape(1, 8, 512, 64) for each in (self.keys, self.values)
+            )
+            return F.scaled_dot_product_attention(q, k, v)
+
+    cache, many, weights = (count * 4 * BYTE for count in (2 * 2 * 512 * 64, 2 * 8 * 512 * 64, 256 * 8 * 64))
+    repeats, once = (step(Decode(), torch.randn(1, 1, 256), keep_repeats=keep) for keep in (True, False))
+    assert repeats.copies == pytest.approx(cache + many)
+    assert repeats.attention == pytest.approx(many, rel=0.02)
+    assert once.copies == 0
+    assert once.attention == pytest.approx(cache, rel=0.02)
+    for each in (repeats, once):
+        assert each.weights == pytest.approx(weights, rel=0.02)
+        assert sum(each.parts.values()) == pytest.approx(each.total)
 
 
 def test_weights_of_one_byte() -> None:

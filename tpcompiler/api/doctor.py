@@ -41,7 +41,10 @@ from tpcompiler.terminal.tables import Part, Shown, Table
 MOST = 16  # largest degree to try
 FURTHEST = 1024  # largest degree to look for if a limit on memory needs more
 AXIS = "tp"  # the axis whose degrees are tried
-SPOKEN = ("first token", "tokens/s", "of a row")
+SPOKEN = ("first token", "tokens/s", "of a row", "of a rank")
+
+
+GENERATION = {"prefill": "tokens in a prompt", "decode": "in a step"}
 
 
 class Sends(Record, frozen=True):
@@ -65,6 +68,7 @@ class ProgramCall(Record, frozen=True):
     seconds: StepTime  # of the call
     sends: list[Sends]  # the collectives, equal ones together
     rows: int  # the size of the first dim of its first input
+    shape: str  # of its first input, such as 8 x 1
 
     def cells(self, alone: ProgramCall) -> tuple[str, ...]:
         """Show its time, and the speed-up over the call on one rank."""
@@ -106,18 +110,23 @@ class Degree(Record, frozen=True, kw_only=True):
         """Yield the largest part of a call's time, and its collectives."""
         call, ranks, of = self.calls[name], _named(self.mesh), _of(name, self.calls)
         time = call.seconds
-        parts = {"work": time.work, "kernels": time.kernels, "network": time.network, "host": time.host}
-        most = max(parts, key=parts.__getitem__)
-        if time.total:
-            yield f"{ranks}: {parts[most] / time.total:.0%} of a call{of} is {most}"
+        shares = [f"{seconds / time.total:.0%} {part}" for part, seconds in time.parts.items()]
+        if shares:
+            yield f"{ranks}: a call{of} is {', '.join(shares)}"
         yield from (f"{ranks}: {each.text}" for each in call.sends)
 
     def spoken(self) -> tuple[str, ...]:
-        """Return the generation speed as table cells: time to the first token, tokens of all rows and of each."""
+        """Return the generation speed as table cells: time to the first token, tokens of all rows, a row, a rank."""
         prefill, decode = self.calls["prefill"], self.calls["decode"]
         rate = 1 / decode.seconds.total if decode.seconds.total else math.inf
-        rates = (f"{rows * rate:,.0f}" for rows in (decode.rows, 1))
+        rates = (f"{rows * rate:,.0f}" for rows in (decode.rows, 1, decode.rows / self.ranks))
         return _named(self.mesh), duration(prefill.seconds.total), *rates
+
+    @property
+    def seconds(self) -> float:
+        """The time of a call of `decode`, or of one of each program if none is called so."""
+        calls = [self.calls["decode"]] if "decode" in self.calls else self.calls.values()
+        return math.fsum(each.seconds.total for each in calls)
 
 
 class Stop(Record, frozen=True):
@@ -138,6 +147,10 @@ class Diagnosis(Record, Shown, frozen=True, kw_only=True):
     machine: str  # whose step times are predicted
     limit: int  # bytes that a rank may hold
     least: int  # the smallest number of ranks that fits
+    fastest: int  # the number of ranks, of those that fit, with the fastest call (of decode, of several programs)
+    cheapest: int  # likewise, with the least time of a call multiplied by its ranks
+    latency: float | None  # seconds that a call may take, if a limit was given
+    within: int | None  # the smallest number of ranks that fits and takes no longer
     degrees: list[Degree]  # those that are possible
     stopped: list[Stop]  # those that no placement suits
     untried: list[Stop]  # those that do not divide what is cut
@@ -163,17 +176,39 @@ class Diagnosis(Record, Shown, frozen=True, kw_only=True):
             title = f"one call{_of(name, self.degrees[0].calls)}"
             yield Table(title, (ranks, *called), rows, right=(ranks, *called))
         if {"prefill", "decode"} <= self.degrees[0].calls.keys():
-            yield Table(
-                "generation", (ranks, *SPOKEN), [each.spoken() for each in self.degrees], right=(ranks, *SPOKEN)
-            )
+            first = self.degrees[0]
+            steps = " and ".join(f"{first.calls[name].shape} {what}" for name, what in GENERATION.items())
+            title = f"generation: {steps}, over caches of {format_bytes(first.bytes.caches)} in all"
+            rows = [each.spoken() for each in self.degrees]
+            yield Table(title, (ranks, *SPOKEN), rows, right=(ranks, *SPOKEN))
         yield from self._limits()
         lines = [f"{_named(each.mesh)}: {remark}" for each in self.degrees for remark in each.remarks]
         lines += [f"{_named(stop.mesh)}: not possible: {stop.reason}" for stop in self.stopped]
         lines += _folded(self.untried)
         lines.append(count_searches(sum((Counter(each.searches) for each in self.degrees), Counter())))
         yield from (*lines, "")
-        least = next(each.mesh for each in self.degrees if each.ranks == self.least)
-        yield f"the smallest that fits: {f'--tp {self.least}' if ranks == 'ranks' else f'--mesh {_named(least)}'}"
+        yield from self._answers()
+
+    def _answers(self) -> Iterator[str]:
+        """Yield the numbers of ranks to take: the smallest, the fastest, the cheapest, the smallest within a limit."""
+        calls = self.degrees[0].calls
+        of = " of decode" if "decode" in calls else " of each program" if len(calls) > 1 else ""
+        by_ranks = {each.ranks: each for each in self.degrees}
+        fastest = by_ranks[self.fastest].seconds
+        yield f"the smallest that fits: {self._option(self.least)}"
+        yield f"the fastest: {self._option(self.fastest)}, {duration(fastest)} for a call{of}"
+        cost = duration(self.cheapest * by_ranks[self.cheapest].seconds)
+        yield f"the cheapest: {self._option(self.cheapest)}, {cost} of one device for a call{of}"
+        if self.latency is not None:
+            limit = f"within {duration(self.latency)} for a call{of}"
+            if self.within is None:
+                yield f"{limit}: none; the fastest takes {duration(fastest)}"
+            else:
+                yield f"the smallest {limit}: {self._option(self.within)}"
+
+    def _option(self, ranks: int) -> str:
+        mesh = next(each.mesh for each in self.degrees if each.ranks == ranks)
+        return f"--tp {ranks}" if [*mesh] == [AXIS] else f"--mesh {_named(mesh)}"
 
     def _limits(self) -> Iterator[str]:
         """Yield the bottlenecks of the smallest degree that fits and of the fastest, and the degree where gains end."""
@@ -204,6 +239,7 @@ def diagnose(
     memory: int | None = None,
     optimizer: Optimizer = "adamw",
     weights: Mapping[str, float] | None = None,
+    latency: float | None = None,
 ) -> Diagnosis:
     """Place a model on every degree up to 16 that is a power of two, or divides every dim that two ranks cut.
 
@@ -215,6 +251,7 @@ def diagnose(
         memory: limit on a rank's bytes; by default 0.9 of the machine's, less 0.4 GB for NCCL.
         optimizer: whose state counts as memory, if the program returns gradients, as in `parallelize`.
         weights: the number of calls of each of several programs, as in `parallelize`.
+        latency: seconds that a call may take: the result names the smallest number of ranks within it.
 
     Raises:
         ShardingError: no degree fits, with the excess and the smallest degree that does.
@@ -239,7 +276,7 @@ def diagnose(
         if tp == 2:
             common = math.gcd(*(each.count for each in examined.obstacles))
             candidates += [n for n in range(3, MOST + 1) if n & (n - 1) == 0 or (common and common % n == 0)]
-    fitting = [each.ranks for each in degrees.values() if each.fits]
+    fitting = sorted((each for each in degrees.values() if each.fits), key=lambda each: each.ranks)
     if not fitting:
         raise _too_large(examined)
     untried = [
@@ -250,7 +287,11 @@ def diagnose(
     return Diagnosis(
         machine=described.name,
         limit=limit,
-        least=min(fitting),
+        least=fitting[0].ranks,
+        fastest=min(fitting, key=lambda each: each.seconds).ranks,
+        cheapest=min(fitting, key=lambda each: each.seconds * each.ranks).ranks,
+        latency=latency,
+        within=next((each.ranks for each in fitting if latency is not None and each.seconds <= latency), None),
         degrees=list(degrees.values()),
         stopped=stopped,
         untried=untried,
@@ -287,7 +328,7 @@ class _Examined:
                 sum(each.count * each.wire_bytes for each in sends),
                 own.predict(self.machine).total,
                 sends,
-                _rows(program),
+                *_rows(program),
             )
         if tp == 2:
             self.pair, self.obstacles = found, find_obstacles(found)
@@ -315,9 +356,10 @@ def _sends(collectives: Sequence[Collective], mesh: Mesh, machine: Machine) -> l
     return [Sends(kind, count, wire_bytes, seconds) for (kind, wire_bytes, seconds), count in alike.items()]
 
 
-def _rows(program: PlannedProgram) -> int:
-    sizes = [edit.shape(node) for node in program.user_inputs()]
-    return next((sym_hint(size[0]) for size in sizes if size), 1)
+def _rows(program: PlannedProgram) -> tuple[int, str]:
+    """Return the size of the first dim of the first input that has one, and all its sizes."""
+    sizes = next((shape for node in program.user_inputs() if (shape := edit.shape(node))), (1,))
+    return sym_hint(sizes[0]), " x ".join(str(sym_hint(size)) for size in sizes)
 
 
 def _undivided(obstacles: Sequence[Obstacle], tp: int, foremost: bool = False) -> str:

@@ -27,6 +27,7 @@ from tpcompiler.cli.options import (
     read_mesh,
     refuse_two_meshes,
 )
+from tpcompiler.cost.amounts import read_seconds
 
 
 @app.command()
@@ -60,6 +61,16 @@ def plan(
     optimize: Optimize = "latency",
     optimizer: Optimizer = "adamw",
     calls: Calls = None,
+    latency: Annotated[
+        float | None,
+        typer.Option(
+            "--latency",
+            metavar="TIME",
+            parser=read_seconds,
+            help="Without --tp: name the smallest number of ranks whose call (of decode) takes at most so long: 6ms.",
+            show_default=False,
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("-o", "--out", metavar="PLAN.yaml", help="Write the plan here, not to the terminal.")
     ] = None,
@@ -76,6 +87,7 @@ def plan(
     \b
     Example:
       tpcompiler plan model.pt2 --machine h100 --memory 24GB
+      tpcompiler plan prefill.pt2 decode.pt2 --latency 6ms
       tpcompiler plan prefill.pt2 decode.pt2 --other-axes dp=2 --input "decode.x=dp:S(0)"
       tpcompiler plan model.pt2 --devices 24GB,12GB,12GB
       tpcompiler plan model.pt2 --tp 4 -o plan.yaml
@@ -91,6 +103,8 @@ def plan(
         if other_axes is not None or devices is not None:
             given_too = "--devices" if other_axes is None else "--other-axes"
             raise typer.BadParameter("leave it out with --tp and --mesh", param_hint=given_too)
+    if latency is not None and (devices is not None or not compares):
+        raise typer.BadParameter("leave it out with --tp, --mesh and --devices", param_hint="--latency")
     if devices is not None and (other_axes is not None or memory is not None):
         given_too = "--memory" if other_axes is None else "--other-axes"
         raise typer.BadParameter("leave it out with --devices", param_hint=given_too)
@@ -117,7 +131,7 @@ def plan(
             from tpcompiler.api.doctor import diagnose
 
             status.update("placing the model on each number of ranks")
-            compared = diagnose(given.programs, other_axes=dict(axes), memory=memory, **options)
+            compared = diagnose(given.programs, other_axes=dict(axes), memory=memory, latency=latency, **options)
         else:
             from tpcompiler.api import find_plan
             from tpcompiler.ask.plan_text import plan_text

@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them."""
+"""Amounts of memory and time as people write them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,18 @@ def read_bytes(amount: int | str) -> int:
     if match is None:
         raise BudgetError(f"{amount!r} is no number of bytes", help="write 24GB, 22.5GiB, or bytes")
     return int(float(match[1]) * UNITS[match[2]]) if "." in match[1] else int(match[1]) * UNITS[match[2]]
+
+
+def read_seconds(time: str) -> float:
+    """Return the seconds in `6ms`, `250us` or `1.5s`.
+
+    Raises:
+        BudgetError: a text that is no time.
+    """
+    match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*(s|ms|us)\s*", str(time), re.ASCII)
+    if match is None:
+        raise BudgetError(f"{time!r} is no time", help="write 6ms, 250us or 1.5s")
+    return float(match[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[match[2]]
 
 
 def read_memory(amount: str) -> int:

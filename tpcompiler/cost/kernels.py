@@ -33,11 +33,14 @@ from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
 
 Floor = Literal["product", "attention", "other", "view", ""]
+Part = Literal["weights", "attention", "copies", "other"]  # of a call's time
+PARTS: tuple[Part, ...] = ("weights", "attention", "copies", "other")
 INDICES = frozenset((torch.int64, torch.int32, torch.bool))
 UNCALLED = frozenset(("wait_tensor", "sym_size"))  # these call neither a kernel nor a torch function that takes time
 NAMES_OF_VIEWS = UNCALLED | {"_unsafe_view", "_assert_async"}
 LOOKUPS = frozenset(("embedding", "gather", "index", "index_select"))
 WRITES = frozenset(("index_copy", "index_put", "scatter", "select_scatter", "slice_scatter"))
+MOVES = WRITES | {"cat", "clone", "constant_pad_nd", "copy", "flip", "repeat", "reshape", "roll", "stack"}
 
 
 class Kernel(NamedTuple):
@@ -67,6 +70,13 @@ def find_kernels(graph: fx.Graph, fuses: bool = True) -> dict[fx.Node, Kernel]:
 
 def is_attention(node: fx.Node) -> bool:
     return "scaled_dot_product" in op_name(node)
+
+
+def part_of(node: fx.Node, kernel: Kernel) -> Part:
+    """Return the part of a call's time that an op counts to."""
+    if (floor := _floor(node)) == "other":
+        return "copies" if op_name(node) in MOVES else "other"
+    return "weights" if floor == "product" and (any(kernel.stored) or kernel.dtype) else "attention"
 
 
 def factors_of_product(node: fx.Node, rule: Rule | None) -> tuple[frozenset[str], frozenset[str]] | None:

@@ -12,7 +12,7 @@ from torch import fx
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from tpcompiler._torch import HigherOrderOperator, OpOverload, calls_others, sym_hint
-from tpcompiler.cost.kernels import find_kernels, is_attention
+from tpcompiler.cost.kernels import PARTS, Part, find_kernels, is_attention, part_of
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.objective import Objective, Work, local_work
 from tpcompiler.ir import edit
@@ -32,20 +32,36 @@ UNITS_OF_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 class StepTime(Record, frozen=True):
     """Seconds of one call on one rank."""
 
-    work: float  # the bytes that kernels move, or their FLOPs, whichever takes longer
+    # the bytes that kernels move, or their FLOPs, whichever takes longer:
+    weights: float  # products with a stored matrix
+    attention: float  # attention, with its caches, and products of two computed values
+    copies: float  # ops that only move data, and writes to caches
+    other: float  # all other ops
     kernels: float  # the floors of kernels, on top of their work
     network: float  # collectives, one after the other, except where other work hides them
     host: float  # launching all of that, at the same time; 0 in a CUDA graph
     total: float  # of the call
 
     @classmethod
-    def of(cls, work: float, kernels: float, network: float, host: float = 0.0) -> StepTime:
-        return cls(work, kernels, network, host, max(work + kernels + network, host))
+    def of(cls, work: Mapping[Part, float], kernels: float, network: float, host: float = 0.0) -> StepTime:
+        own = [work.get(part, 0.0) for part in PARTS]
+        return cls(*own, kernels, network, host, max(math.fsum(own) + kernels + network, host))
+
+    @property
+    def work(self) -> float:
+        """The seconds of all kernels, without their floors."""
+        return math.fsum((self.weights, self.attention, self.copies, self.other))
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Return what the call consists of, by name."""
+        return {
+            name: seconds for name in self.__struct_fields__ if name != "total" and (seconds := getattr(self, name))
+        }
 
     @property
     def text(self) -> str:
-        parts = {"work": self.work, "kernels": self.kernels, "network": self.network, "host": self.host}
-        each = ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items() if seconds)
+        each = ", ".join(f"{name} {duration(seconds)}" for name, seconds in self.parts.items())
         return f"takes {duration(self.total)} ({each})" if each else "takes no time"
 
 
@@ -98,6 +114,7 @@ def predict_times(graph: fx.Graph, sent: Mapping[str, float], machine: Machine, 
     """
     objective, kernels, flops_of = Objective.of(machine), find_kernels(graph, machine.fuses), dict[Any, float | None]()
     work, floors, uncounted = dict[fx.Node, float](), dict[fx.Node, float](), Counter[str]()
+    parts = dict.fromkeys(PARTS, 0.0)
     for node in edit.calls(graph):
         if node.name not in sent and node in kernels:
             values = [*(edit.fake(operand) for operand in edit.operands(node)), *edit.outputs(node)]
@@ -109,6 +126,7 @@ def predict_times(graph: fx.Graph, sent: Mapping[str, float], machine: Machine, 
             if (flops := flops_of[call]) is None:
                 uncounted[op_name(node)] += 1
             work[node] = objective.work_seconds(kernels[node], Work(flops or 0, own.rows), whole, mesh)
+            parts[part_of(node, kernels[node])] += work[node]
             floors[node] = objective.floor_seconds(kernels[node])
     links = {node: sent[node.name] for node in graph.nodes if node.name in sent}
     seconds = {node: work.get(node, 0.0) + floors.get(node, 0.0) + links.get(node, 0.0) for node in graph.nodes}
@@ -127,7 +145,7 @@ def predict_times(graph: fx.Graph, sent: Mapping[str, float], machine: Machine, 
     )
     host = len(kernels) * machine.host.operation + len(links) * machine.host.collective
     network = _exposed_seconds(graph, seconds, links)
-    total = StepTime.of(math.fsum(work.values()), math.fsum(floors.values()), network, host)
+    total = StepTime.of(parts, math.fsum(floors.values()), network, host)
     return Times(total, tuple(steps), tuple(node.name for node in chain), uncounted)
 
 

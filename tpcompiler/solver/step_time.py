@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import fx
 
-from tpcompiler.cost.kernels import find_kernels
+from tpcompiler.cost.kernels import PARTS, find_kernels, part_of
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.objective import Objective, local_work
 from tpcompiler.cost.path import FREE, Step, steps_between
@@ -22,10 +22,16 @@ Sent = tuple[str, tuple[str, ...], int]  # kind, axes, wire bytes of a rank
 def measure_step_time(found: Solution, machine: Machine) -> StepTime:
     """Predict a call: kernels and collectives one after the other, each as the search prices it."""
     objective = Objective.of(machine)
-    kernels = [kernel for program in found.programs for kernel in find_kernels(program.graph, machine.fuses).values()]
-    work, floors = sum(own for _, own in seconds_of_ops(found, machine)), sum(map(objective.floor_seconds, kernels))
+    kernels = {
+        node: kernel
+        for program in found.programs
+        for node, kernel in find_kernels(program.graph, machine.fuses).items()
+    }
+    work, floors = dict.fromkeys(PARTS, 0.0), sum(map(objective.floor_seconds, kernels.values()))
+    for node, seconds in seconds_of_ops(found, machine):
+        work[part_of(node, kernels[node])] += seconds
     for value, steps in changes_of(found):
-        work += objective.copy_seconds(steps, edit.fake(value), found.mesh)
+        work["copies"] += objective.copy_seconds(steps, edit.fake(value), found.mesh)
     sent = [machine.collective_seconds(kind, axes, count, found.mesh) for kind, axes, count in collectives_of(found)]
     host = len(kernels) * machine.host.operation + len(sent) * machine.host.collective
     return StepTime.of(work, floors, sum(sent), host)
