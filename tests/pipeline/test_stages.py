@@ -111,10 +111,10 @@ def test_microbatches_have_buffers_each(tmp_path: Path) -> None:
     """Two sequences of a batch each: a prompt and two steps; the second sequence is another."""
     converted().save(tmp_path / "out")
     first = [args for args, *_ in (PROMPT, *STEPS)]
-    second = [[value.flip(0) if at == 0 else value for at, value in enumerate(args)] for args in first]
+    second = [(tokens.flip(0), position) for tokens, position in first]
     calls = [
-        (program, tuple(map(torch.cat, zip(*each, strict=True))), {})
-        for program, *each in zip(("prefill", "decode", "decode"), first, second, strict=True)
+        (program, (torch.cat([one, other]), position), {})
+        for program, (one, position), (other, _) in zip(("prefill", "decode", "decode"), first, second, strict=True)
     ]
     torch.save((calls, {"microbatches": 2}), tmp_path / "out.calls")
     run_ranks(4, Path(__file__).parent / "worker.py", tmp_path, "out")
@@ -292,17 +292,3 @@ def _scaled(module: nn.Module) -> nn.Module:
     with torch.no_grad():
         other.down.weight.mul_(1.01)  # type: ignore[union-attr, operator]
     return other
-
-
-def test_micro_batches_of_a_scalar_are_refused_at_load(tmp_path: Path) -> None:
-    module = Call(lambda self, x: self.down(self.up(x)).sum(), up=nn.Linear(8, 12), down=nn.Linear(12, 8))
-    tpcompiler.parallelize(export(module, (torch.randn(4, 8),)), {"pp": 2, "tp": 1}, {}).save(tmp_path / "out")
-    script = tmp_path / "load.py"
-    script.write_text(
-        "import sys, tpcompiler\n"
-        "from tpcompiler.errors import InputsError\n"
-        "try:\n    tpcompiler.load(sys.argv[1], microbatches=2)\n"
-        "except InputsError as error:\n    print('refused:', error)\n"
-    )
-    ended = fork_ranks(2, script, tmp_path / "out", timeout=60)
-    assert all("is a scalar, and those of 2 micro-batches cannot be joined" in printed for printed in ended.printed)

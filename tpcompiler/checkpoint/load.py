@@ -63,8 +63,9 @@ def load(
             partitioner), everything except collectives and ops that may draw random numbers, such as attention ("all"),
             or nothing ("none").
             `module.saved_bytes` is what the forward leaves to the backward.
-        microbatches: of a program that was cut into stages: the number of batches, along dim 0 of every input, of a
-            call; a stage works on one while later stages work on those before it. Each has its own buffers (caches).
+        microbatches: of a program that was cut into stages: the number of batches, along dim 0, of a call; a stage
+            works on one while later stages work on those before it. Each has its own buffers (caches). Inputs that do
+            not grow with the batch, such as positions, are given once.
 
     Returns:
         The module: call it like the model; it records no gradients without `training`. Its `exported_program` is the

@@ -17,6 +17,7 @@ from tpcompiler.frontend.stages import Prices, cut_stages
 from tpcompiler.ir.mesh import PIPELINE, Mesh
 from tpcompiler.ir.plain_outputs import plain_outputs
 from tpcompiler.ir.program import CanonicalProgram, results_of
+from tpcompiler.parallel.batches import find_batches
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.runtime.artifact import is_single
 from tpcompiler.runtime.pipeline import is_plain
@@ -73,6 +74,7 @@ def stage_programs(
     prices = Prices(seconds, machine.transfer_seconds, float("inf") if limit is None else float(limit * ranks))
     made = dict[str, StageProgram]()
     for group in _groups(canonical):
+        batches = find_batches(group)
         for name, stages in cut_stages(group, count, prices, calls).items():
             whole, results = programs[name], results_of(canonical[name])
             for index, stage in enumerate(stages):
@@ -87,6 +89,9 @@ def stage_programs(
                     constants={key: value for key, value in results.items() if not isinstance(value, fx.Node)},
                     takes=_tree_text(name, whole.call_spec.in_spec),
                     makes=_tree_text(name, plain_outputs(whole.call_spec.out_spec)[0]),
+                    batched_inputs=list(batches[name].inputs),
+                    batched_outputs=list(batches[name].outputs),
+                    obstacle=batches[name].obstacle,
                 )
                 prefix = "stage" if is_single(programs) else name
                 made[f"{prefix}_{index}"] = StageProgram(stage.program, record, whole)

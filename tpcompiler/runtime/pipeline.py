@@ -16,8 +16,9 @@ import torch.distributed as dist
 from tpcompiler._torch import TreeSpec, tree_flatten, tree_unflatten, treespec_loads
 from tpcompiler.errors import ArtifactError, InputsError, reason
 from tpcompiler.runtime.agree import named_failures
+from tpcompiler.runtime.batches import cut_inputs, dtype_of, join_outputs, refuse_batches
 from tpcompiler.runtime.leave import destroy_at_exit
-from tpcompiler.runtime.records import DTYPES, BoundaryRecord, Manifest, StageRecord
+from tpcompiler.runtime.records import BoundaryRecord, Manifest, StageRecord
 
 Buffers = dict[str, torch.Tensor]  # by name
 
@@ -25,8 +26,8 @@ Buffers = dict[str, torch.Tensor]  # by name
 class Pipeline(torch.nn.Module):
     """This rank's stage of a program, called as the whole program.
 
-    With several micro-batches, a call takes so many batches along dim 0 of every input, and returns as many: a stage
-    works on one while later stages work on those before it. Each has its own buffers.
+    With several micro-batches, a call takes so many batches along dim 0, and returns as many: a stage works on one
+    while later stages work on those before it. Each has its own buffers.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Pipeline(torch.nn.Module):
         self.module, self.exported_program = module, module.exported_program
         self._stages, self._records, self._microbatches = stages, records, buffers
         self._takes, self._makes = map(_read_tree, (self.stage.takes, self.stage.makes))
-        self._refuse_scalars()
+        refuse_batches(self.stage, len(buffers))
         self._peers = [rank % size + size * stage for stage in range(len(stages))]
         groups = [[first + size * stage for stage in range(len(stages))] for first in range(size)]
         for ranks in groups:  # every rank makes every group, in the same order
@@ -55,23 +56,10 @@ class Pipeline(torch.nn.Module):
                 if dist.get_backend() != "nccl":
                     destroy_at_exit(group)
 
-    def _refuse_scalars(self) -> None:
-        """Refuse micro-batches of a program that returns a scalar: nothing joins those of several.
-
-        Raises:
-            InputsError: at the start, on all ranks alike.
-        """
-        count, rows = len(self._microbatches), {row.name: row for stage in self._stages for row in stage.outputs}
-        scalars = [name for name in self.stage.returns if name not in self.stage.constants and not rows[name].shape]
-        if count > 1 and scalars:
-            raise InputsError(
-                f"output {scalars[0]!r} is a scalar, and those of {count} micro-batches cannot be joined along dim 0",
-                help="return one value per sample, or load with microbatches=1",
-            )
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = self._named(args, kwargs)
-        parts = [given] if len(self._microbatches) == 1 else self._split(given)
+        rows = {row.name: row for stage in self._stages for row in stage.inputs if row.name in given}
+        parts = cut_inputs(given, self.stage, [*rows.values()], len(self._microbatches))
         with torch.no_grad(), named_failures({"pp": [self._peers]}):
             sent: list[Any] = []
             made = []
@@ -82,7 +70,7 @@ class Pipeline(torch.nn.Module):
                 work.wait()
             tensors = [name for name in self.stage.returns if name not in self.stage.constants]
             shared = {name: [self._share(name, own.get(name)) for own in made] for name in tensors}
-        joined = {name: each[0] if len(each) == 1 else torch.cat(each) for name, each in shared.items()}
+        joined = {name: join_outputs(name, each, self.stage) for name, each in shared.items()}
         flat = {**self.stage.constants, **joined}
         return tree_unflatten([flat[name] for name in self.stage.returns], self._makes)
 
@@ -128,7 +116,7 @@ class Pipeline(torch.nn.Module):
         shape = torch.tensor(row.shape if _is_static(row) else [0] * len(row.shape), device=device)
         if not _is_static(row):
             dist.recv(shape, source)
-        value = torch.empty(shape.tolist(), dtype=_dtype(row), device=device)
+        value = torch.empty(shape.tolist(), dtype=dtype_of(row), device=device)
         dist.recv(value, source)
         return value
 
@@ -141,7 +129,9 @@ class Pipeline(torch.nn.Module):
         )
         dist.broadcast(shape, self._peers[owner], group=self._group)
         made = (
-            torch.empty(shape.tolist(), dtype=_dtype(row), device=shape.device) if value is None else value.contiguous()
+            torch.empty(shape.tolist(), dtype=dtype_of(row), device=shape.device)
+            if value is None
+            else value.contiguous()
         )
         dist.broadcast(made, self._peers[owner], group=self._group)
         return made
@@ -162,16 +152,6 @@ class Pipeline(torch.nn.Module):
             ) from error
         tensors = [value for value in flat if isinstance(value, torch.Tensor)]
         return dict(zip(self.stage.inputs, tensors, strict=True))
-
-    def _split(self, given: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        count = len(self._microbatches)
-        for name, value in given.items():
-            if not value.ndim or value.shape[0] % count:
-                raise InputsError(
-                    f"input {name!r} has the shape {list(value.shape)}, and there are {count} micro-batches",
-                    help=f"give {count} batches along dim 0",
-                )
-        return [{name: value.chunk(count)[number] for name, value in given.items()} for number in range(count)]
 
     def _enter(self, number: int) -> None:
         """Put the buffers of a micro-batch into the program, which keeps what it has written there."""
@@ -208,9 +188,3 @@ def _read_tree(text: str) -> TreeSpec:
 
 def _is_static(row: BoundaryRecord) -> bool:
     return all(isinstance(size, int) for size in row.shape)
-
-
-def _dtype(row: BoundaryRecord) -> torch.dtype:
-    names = {short: name for name, short in DTYPES.items()}
-    found: torch.dtype = getattr(torch, names.get(row.dtype, row.dtype.removeprefix("torch.")))
-    return found

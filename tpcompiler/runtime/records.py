@@ -233,6 +233,10 @@ class StageRecord(Record, frozen=True, kw_only=True):
     constants: dict[str, bool | int | float | str | None] = {}  # those that are no tensors
     takes: str  # the pytree of the arguments of the whole, as torch writes it
     makes: str  # the pytree of its results
+    # the inputs of the whole whose dim 0 is the batch, and the outputs: micro-batches are cut and joined along it
+    batched_inputs: list[str] = []
+    batched_outputs: list[str] = []
+    obstacle: str = "it was converted without batches"  # the reason why there are no micro-batches, or empty
 
 
 class Manifest(Record, frozen=True, kw_only=True):

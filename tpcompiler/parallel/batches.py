@@ -1,0 +1,199 @@
+"""Find how a program's batch runs through it, so that stages can work on parts of a batch in turn.
+
+A value *counts* the batch along a dim if that dim grows with the batch: by its dynamic size, or in a program for one
+batch size by the rules of the ops. A value that is computed from such a value and counts the batch along no dim is
+*reduced*: a mean or a count of all samples, which no micro-batch has.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import sympy  # type: ignore[import-untyped]  # it ships no types
+import torch
+from torch import fx
+
+from tpcompiler._torch import sym_expr
+from tpcompiler.errors import RuleError
+from tpcompiler.ir import edit
+from tpcompiler.ir.program import CanonicalProgram, results_of
+from tpcompiler.ir.sizes import statically_equal
+from tpcompiler.rules.notation import Dim, Joined, Rule
+from tpcompiler.rules.registry import rule_of
+
+
+class Batches(NamedTuple):
+    """The inputs that are cut into micro-batches along dim 0, the outputs that are joined, and what prevents it.
+
+    The other inputs, such as a mask or positions, are the same for every micro-batch; so are the other outputs.
+    """
+
+    inputs: Collection[str]
+    outputs: Collection[str]
+    obstacle: str = ""
+
+
+class _Counts(NamedTuple):
+    """The dims of a value that count the batch, and True if it is reduced, or computed from a reduced value."""
+
+    dims: frozenset[int] = frozenset()
+    is_reduced: bool = False
+
+
+NONE = _Counts()
+
+
+def find_batches(programs: Mapping[str, CanonicalProgram]) -> dict[str, Batches]:
+    """Return the inputs and outputs of programs that share buffers, of which some count the batch along dim 0."""
+    caches = dict[str, frozenset[int]]()  # the dims of buffers that count the batch, which any program may write
+    while True:
+        before, found = dict(caches), {name: _find(program, caches) for name, program in programs.items()}
+        if caches == before:
+            return found
+
+
+def _find(program: CanonicalProgram, caches: dict[str, frozenset[int]]) -> Batches:
+    """Try every input as the batch, and then all of its size together.
+
+    Where a batch is one sample, a dim of one element may count anything: inputs with further dims come first.
+    """
+    candidates = [node for node in program.user_inputs() if edit.is_tensor(node) and edit.ndim(node)]
+    candidates.sort(key=lambda node: (_is_single(node), edit.ndim(node) == 1))
+    trials = {node: _Trial(program, [node], caches).run() for node in candidates}
+    alone = [node for node, trial in trials.items() if not trial.obstacle]
+    if not alone:
+        return Batches((), (), trials[candidates[0]].obstacle if trials else "it takes no batch")
+    first, best = alone[0], trials[alone[0]]
+    alike = [node for node in alone if statically_equal(edit.shape(node)[0], edit.shape(first)[0])]
+    alike = [node for node in alike if node is first or edit.ndim(node) > 1 or not _is_single(node)]
+    together = _Trial(program, [node for node in program.user_inputs() if node in alike], caches).run()
+    if not together.obstacle:
+        best = together
+    caches.update({name: caches.get(name, frozenset()) | dims for name, dims in best.written.items()})
+    return Batches([node.name for node in best.inputs], best.outputs)
+
+
+def _is_single(node: fx.Node) -> bool:
+    return isinstance(edit.shape(node)[0], int) and bool(edit.shape(node)[0] == 1)
+
+
+@dataclass
+class _Trial:
+    """A program whose batch is dim 0 of some inputs."""
+
+    program: CanonicalProgram
+    inputs: Sequence[fx.Node]
+    caches: Mapping[str, frozenset[int]]
+    outputs: Sequence[str] = ()
+    obstacle: str = ""
+
+    def run(self) -> _Trial:
+        self.counts: dict[fx.Node, tuple[_Counts, ...]] = {}
+        inputs = {node: str(spec.target or node.name) for node, spec in self.program.inputs()}
+        sizes = [edit.shape(node)[0] for node in self.inputs]
+        self.symbols = {symbol for size in sizes for symbol in sym_expr(size).free_symbols}  # none for one batch size
+        self.is_single = all(map(_is_single, self.inputs))
+        for node in self.program.graph.nodes:
+            if node in inputs:
+                dims = frozenset({0}) if node in self.inputs else self.caches.get(inputs[node], frozenset())
+                self.counts[node] = (_Counts(dims),)
+            elif node.op == "call_function":
+                self.counts[node] = tuple(self._of_call(node))
+        self.written = {name: self._of(value).dims for value, name in self.program.written()}
+        results = {name: value for name, value in results_of(self.program).items() if edit.is_tensor(value)}
+        self.outputs = [name for name, value in results.items() if self._of(value).dims]
+        self.obstacle = self._find_obstacle(results)
+        return self
+
+    def _find_obstacle(self, results: Mapping[str, fx.Node]) -> str:
+        for name, value in results.items():
+            dims, is_reduced = self._of(value)
+            shape = list(edit.shape(value))
+            if not dims and is_reduced:
+                return f"output {name!r} of shape {shape} is computed from all samples, not one value for each"
+            if dims and (dims != {0} or not self._is_proportional(shape[0])):
+                return f"output {name!r} of shape {shape} does not have the batch along dim 0 alone"
+        for value, name in self.program.written():
+            if self._of(value) == _Counts(frozenset(), True):
+                return f"buffer {name!r} is computed from all samples, and each micro-batch has its own"
+        if not self.outputs and not any(self.written.values()):
+            return f"no output counts the samples of {', '.join(node.name for node in self.inputs)}"
+        return ""
+
+    def _is_proportional(self, size: int | torch.SymInt) -> bool:
+        expression = sym_expr(size)
+        doubled = expression.subs({symbol: 2 * symbol for symbol in self.symbols})
+        return not self.symbols or bool(sympy.expand(doubled - 2 * expression) == 0)
+
+    def _of(self, value: object) -> _Counts:
+        node, index = edit.producer(value) if isinstance(value, fx.Node) else (None, 0)
+        found = self.counts.get(node, ()) if node is not None else ()
+        return found[index] if index < len(found) else NONE
+
+    def _of_call(self, node: fx.Node) -> Iterable[_Counts]:
+        if node.target is operator.getitem:
+            return ()  # its producer has it
+        own = [self._of(operand) for operand in edit.operands(node)]
+        is_behind = any(each != NONE for each in own)
+        found = self._dims_by_size(node) if self.symbols else self._dims_by_rule(node, own)
+        return [_Counts(dims, is_behind and (not dims or any(each.is_reduced for each in own))) for dims in found]
+
+    def _dims_by_size(self, node: fx.Node) -> list[frozenset[int]]:
+        return [
+            frozenset(dim for dim, size in enumerate(made.shape) if sym_expr(size).free_symbols & self.symbols)
+            for made in edit.outputs(node)
+        ]
+
+    def _dims_by_rule(self, node: fx.Node, own: Sequence[_Counts]) -> list[frozenset[int]]:
+        made = edit.outputs(node)
+        if not any(each.dims for each in own):
+            return [frozenset()] * len(made)
+        is_first = self.is_single and any(0 in each.dims for each in own)  # one sample has no factor
+        if is_first and node.target in edit.VIEWS:
+            return [frozenset({0}) if value.ndim else frozenset() for value in made]
+        try:
+            rule = rule_of(node)
+        except RuleError:
+            rule = None
+        if rule is None:
+            return [_dims_alike(value, edit.operands(node), own) for value in made]
+        factors = _factors(rule, own)
+        found = [
+            frozenset(dim for dim, each in enumerate(term) if _is_counted(rule, each, factors))
+            for term in rule.pattern.outputs
+        ]
+        if is_first and not any(found):
+            return [frozenset({0}) if value.ndim and value.shape[0] == 1 else frozenset() for value in made]
+        return found
+
+
+def _factors(rule: Rule, own: Sequence[_Counts]) -> set[str]:
+    """Return the factors that count the batch: of a dim, the outermost; of a dim of pieces in a row, all or none."""
+    found = set[str]()
+    for term, counts in zip(rule.pattern.inputs, own, strict=True):
+        for dim in counts.dims:
+            factors = [factor for factor in term[dim] if not statically_equal(rule.extent[factor], 1)]
+            if not isinstance(term[dim], Joined):
+                found.update(factors[:1])
+            elif not any(factor.startswith("_") for factor in term[dim]):  # a slice has some samples
+                found.update(factors)
+    found |= {made for factor in found if (made := rule.over(factor)) is not None}
+    return found
+
+
+def _is_counted(rule: Rule, dim: Dim, factors: Collection[str]) -> bool:
+    own = [factor for factor in dim if not statically_equal(rule.extent[factor], 1)]
+    return bool(own) and (factors >= {*own} if isinstance(dim, Joined) else own[0] in factors)
+
+
+def _dims_alike(value: torch.Tensor, operands: Sequence[fx.Node], own: Sequence[_Counts]) -> frozenset[int]:
+    """Return the dims of the result of an op without a rule that have the size of such a dim of an operand."""
+    return frozenset(
+        dim
+        for operand, counts in zip(operands, own, strict=True)
+        for dim in counts.dims
+        if dim < value.ndim and statically_equal(value.shape[dim], edit.shape(operand)[dim])
+    )
