@@ -6,6 +6,7 @@ import json
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.launch import called
 from tests.training.test_steps import group_of_one as group_of_one
 from tests.zoo.case import randomise
 from tpcompiler import ArtifactError, InputsError, MeshError, ParallelProgram, PlanError, ProgramError, UnsupportedError
+from tpcompiler.parallel import families
 from tpcompiler.parallel.converted import ConvertedProgram
 
 PLAN = {"up": "colwise", "down": "rowwise"}
@@ -245,6 +247,23 @@ def test_a_buffer_that_programs_of_other_ranks_have_too_is_refused(degrees: dict
         tpcompiler.parallelize(programs, 2, PLAN, degrees={**degrees, "draft": 1})
     made = tpcompiler.parallelize(programs, 2, PLAN, degrees=dict.fromkeys(programs, 1))
     assert made.verify([("prefill", (IDS, PIXELS)), ("decode", (IDS[:, :1],))]).ok
+
+
+@pytest.mark.parametrize("degrees", [{"decode": 1}, {"draft": 1}])
+def test_an_artifact_of_such_programs_is_refused(degrees: dict[str, int]) -> None:
+    """It may be older than the refusal. The draft's cache of the same name is the draft's."""
+    programs = {name: exported()[name] for name in ("prefill", "decode", "draft")}
+    with patch.object(families, "_refuse_state_apart"):
+        made = tpcompiler.parallelize(programs, 2, PLAN, degrees=degrees)
+        calls = [("prefill", (IDS, PIXELS)), ("decode", (IDS[:, :1],))]
+        if "draft" in degrees:
+            assert made.check().ok
+            assert made.verify(calls).ok
+        else:
+            text = "'cache' is a buffer that 'prefill' writes on tp=2, and 'decode' has its own on tp=1"
+            assert text in str(made.check())
+            with pytest.raises(ArtifactError, match=text):
+                made.verify(calls)
 
 
 def test_an_entry_of_the_plan_may_match_in_one_program_only() -> None:

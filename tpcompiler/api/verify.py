@@ -14,9 +14,10 @@ import torch
 from msgspec import structs
 from torch.export import ExportedProgram
 
+from tpcompiler.artifact.apart import find_state_apart
 from tpcompiler.artifact.program import ArtifactProgram, stages_by_whole
 from tpcompiler.artifact.stored import StoredProgram
-from tpcompiler.errors import InputsError, option
+from tpcompiler.errors import ArtifactError, InputsError, option
 from tpcompiler.judge.compare.compare import Call, VerifyReport, compare_calls, read_call
 from tpcompiler.judge.compare.processes import LONGEST, answers_of_ranks
 from tpcompiler.judge.compare.scenario import read_scenario
@@ -52,6 +53,8 @@ def verify_programs(
     """
     if steps < 0:
         raise InputsError(f"{option('--steps', 'steps')} is {steps}", help="give the number of steps of an optimizer")
+    if apart := find_state_apart(programs):
+        raise ArtifactError(apart, help="convert the programs again, over the same ranks")
     staged = stages_by_whole(programs)
     alone = len(programs) == 1
     own, subjects = False, dict[str, Subject]()

@@ -186,7 +186,7 @@ def _factors(rule: Rule, own: Sequence[_Counts]) -> set[str]:
 
 def _is_counted(rule: Rule, dim: Dim, factors: Collection[str]) -> bool:
     own = [factor for factor in dim if not statically_equal(rule.extent[factor], 1)]
-    return bool(own) and (factors >= {*own} if isinstance(dim, Joined) else own[0] in factors)
+    return bool(own) and ({*own}.issubset(factors) if isinstance(dim, Joined) else own[0] in factors)
 
 
 def _dims_alike(value: torch.Tensor, operands: Sequence[fx.Node], own: Sequence[_Counts]) -> frozenset[int]:

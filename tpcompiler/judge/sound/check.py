@@ -10,6 +10,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import quiet_torch
+from tpcompiler.artifact.apart import find_state_apart
 from tpcompiler.artifact.program import ArtifactProgram, stages_by_whole
 from tpcompiler.errors import ArtifactError, InternalError, TpCompilerError, one_line, reason
 from tpcompiler.ir import edit
@@ -91,6 +92,7 @@ def check_artifact(
     else:
         with _noting(findings, None):
             check_shared(programs, manifests)
+        findings += [apart] if (apart := find_state_apart(artifact)) else []
         for stages in stages_by_whole(artifact).values():
             with _noting(findings, None):
                 whole = stages[0].whole_program()
