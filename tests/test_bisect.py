@@ -53,8 +53,8 @@ class Two(nn.Module):
 
 @pytest.fixture
 def wrong_rule() -> Iterator[None]:
-    """That a mean over the last dim may be taken of a shard."""
-    register_rule("tpcompiler_bisect::centred", "b c -> b c")
+    """That a mean over the last dim may be taken of a shard, of any size."""
+    register_rule("tpcompiler_bisect::centred", "b c -> b c", shards="any")
     yield
     del registry._RULES[torch.ops.tpcompiler_bisect.centred.default]
 
@@ -102,6 +102,15 @@ def test_an_op_that_is_wrong_on_a_weight() -> None:
     piece = bisect(program, 2, {"scale": "S(1)"}, (X,))
     assert piece is not None
     assert (piece.ops, piece.plan, piece.inputs) == (("centred ('centred')",), {"scale": "S(1)"}, [])
+
+
+@pytest.mark.usefixtures("wrong_rule")
+def test_unequal_shares_are_the_pieces_too() -> None:
+    program = torch.export.export(randomised(Two()), (X,))
+    piece = bisect(program, {"tp": [3, 1]}, PLAN, (X,))
+    assert piece is not None
+    assert (piece.ops, str(piece.mesh)) == (("centred ('centred')",), "tp=3:1")
+    assert not parallelize(piece.program, piece.mesh, dict(piece.plan), inputs=list(piece.inputs)).verify().ok
 
 
 @pytest.mark.slow

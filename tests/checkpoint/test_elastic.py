@@ -14,13 +14,14 @@ from safetensors.torch import load_file, save_file
 import tpcompiler
 from tests.checkpoint.models import ARGS, PLAN, exported, hollow, model, write_checkpoint
 from tests.runtime.commands import refused, right
+from tests.training.test_steps import Grouped
 from tests.zoo.elastic import bits, there_and_back
 from tests.zoo.index import CASES
 from tpcompiler import ArtifactError
 from tpcompiler.api.aliases import verify_artifact
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import cut, join_first, read_sharding
-from tpcompiler.runtime.artifact import MANIFEST, read_manifest, sha256
+from tpcompiler.runtime.artifact import MANIFEST, read_manifest, sha256, weights_file
 from tpcompiler.runtime.program_files import open_program
 from tpcompiler.runtime.rank_file import read_original, read_rank
 
@@ -167,3 +168,19 @@ def test_verify_and_check_with_the_checkpoint(tmp_path: Path) -> None:
     assert "is not needed" in refused("verify", out, "--against", tmp_path / "whole.pt2", "--checkpoint", checkpoint)
     write_checkpoint(checkpoint, **{"layers.0.up.bias": model().layers[0].up.bias.detach() + 1})
     assert not tpcompiler.check(out, checkpoint=checkpoint).ok
+
+
+def test_a_part_that_ranks_share_is_another_on_one(tmp_path: Path) -> None:
+    """The rows of keys and values in a packed matrix, which both ranks hold next to their queries."""
+    program = tpcompiler.export_training(Grouped(), (torch.randn(2, 6, 8),))
+    tpcompiler.parallelize(program, 2, {"qkv": "colwise", "out": "rowwise"}).save(tmp_path / "out", layout="shared")
+    path = tmp_path / "out" / weights_file(0)
+    held = load_file(path)
+    held["qkv.bias"][-1] += 1
+    save_file(held, path)
+    manifest = json.loads((tmp_path / "out" / MANIFEST).read_text())
+    manifest["files"][path.name] = sha256(path)
+    (tmp_path / "out" / MANIFEST).write_text(json.dumps(manifest))
+    assert "'qkv.bias' is not the same on ranks that share it" in str(tpcompiler.check(tmp_path / "out"))
+    with pytest.raises(ArtifactError, match=r"'qkv.bias' cannot be put together: it is not the same on rank"):
+        tpcompiler.merge(tmp_path / "out", tmp_path / "model.pt2")

@@ -13,7 +13,8 @@ from tests.ir.drawn import GRID, Cut, cuts
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.ir.shares import cut, cut_dim, join, read_sharding
+from tpcompiler.ir.shares import cut, cut_dim, join, read_sharding, refuse_unlike
+from tpcompiler.judge.sound.shares import join as judged_join
 from tpcompiler.runtime.records import BoundaryRecord, read_record
 
 DP, TP = DimSharding.by("dp"), DimSharding.by("tp")
@@ -69,6 +70,22 @@ def test_shares_are_joined(drawn: Cut) -> None:
     value, sharding = torch.arange(2 * size).reshape(2, size), Sharding((WHOLE, by))
     for whole in join([cut(value, sharding, GRID, rank) for rank in range(6)], sharding, GRID, value.shape):
         assert torch.equal(whole, value)
+
+
+def test_a_part_that_ranks_share_and_one_has_otherwise() -> None:
+    """Each rank's elements count, not the last one's: keys and values next to queries that are cut."""
+    mesh = Mesh((("tp", 3),))
+    sharding = Sharding((DimSharding.of_parts([(6, TP), (2, WHOLE)]),))
+    value = torch.arange(8.0)
+    parts = [cut(value, sharding, mesh, rank).clone() for rank in range(3)]
+    for joined in (join, judged_join):
+        assert [whole.tolist() for whole in joined(parts, sharding, mesh, value.shape)] == [value.tolist()]
+    refuse_unlike(parts.__getitem__, sharding, mesh, value.shape)
+    parts[1][-1] = 9.0
+    for joined in (join, judged_join):
+        assert [whole[-1].item() for whole in joined(parts, sharding, mesh, value.shape)] == [7.0, 9.0]
+    with pytest.raises(ValueError, match="not the same on rank 1 and others, which share parts of it"):
+        refuse_unlike(parts.__getitem__, sharding, mesh, value.shape)
 
 
 @given(st.data())

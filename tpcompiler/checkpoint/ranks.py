@@ -115,7 +115,7 @@ class _Program:
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         sharding = self.shardings[name]
         try:
-            refuse_unlike(lambda rank: self.share(name, rank), sharding, self.mesh)
+            refuse_unlike(lambda rank: self.share(name, rank), sharding, self.mesh, shape)
             return join_first(lambda rank: self.share(name, rank), sharding, self.mesh, shape)
         except (ValueError, LookupError) as error:
             raise ArtifactError(

@@ -121,6 +121,11 @@ class Sharding:
         """The axes on which the tensor is not replicated."""
         return frozenset(a for dim in self.dims for a in dim.axes) | {axis for axis, _ in self.partial}
 
+    @property
+    def shares_parts(self) -> bool:
+        """True if ranks share one part of a dim and cut another, as keys and values next to queries."""
+        return any({*how.axes} != {*dim.axes} for dim in self.dims for _, how in dim.parts)
+
     @cached_property
     def cut_axes(self) -> tuple[str, ...]:
         """The axes that shard a dim."""

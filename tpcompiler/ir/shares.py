@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -111,10 +111,27 @@ def join_dim(pieces: Sequence[torch.Tensor], dim: int, by: DimSharding, size: in
 def join(parts: Sequence[torch.Tensor], sharding: Sharding, mesh: Mesh, shape: Sequence[int]) -> list[torch.Tensor]:
     """Join the ranks' shares: return one whole tensor per coordinate on the replicated axes.
 
+    Elements of parts that several ranks hold are the last rank's; a rank that differs there gives a whole of its own.
+
     Raises:
         ValueError: the shapes of the shares do not match the sharding.
     """
-    return [_join({rank: parts[rank] for rank in ranks}, sharding, mesh, shape) for ranks in _replicas(sharding, mesh)]
+    wholes = []
+    for ranks in _replicas(sharding, mesh):
+        wholes.append(_join({rank: parts[rank] for rank in ranks}, sharding, mesh, shape))
+        for rank in _find_unlike(wholes[-1], parts.__getitem__, ranks, sharding, mesh):
+            others = {other: parts[other] for other in ranks if other != rank}
+            wholes.append(_join({**others, rank: parts[rank]}, sharding, mesh, shape))
+    return wholes
+
+
+def _find_unlike(
+    whole: torch.Tensor, read: Callable[[int], torch.Tensor], ranks: Iterable[int], sharding: Sharding, mesh: Mesh
+) -> list[int]:
+    """Return the ranks whose elements are others than a whole's that was joined from them."""
+    if not sharding.shares_parts or sharding.partial:
+        return []
+    return [rank for rank in ranks if not same_bits(read(rank), cut(whole, sharding, mesh, rank))]
 
 
 def join_first(
@@ -130,8 +147,8 @@ def join_first(
     return _join({rank: read(rank) for rank in _replicas(sharding, mesh)[0]}, sharding, mesh, shape)
 
 
-def refuse_unlike(read: Callable[[int], torch.Tensor], sharding: Sharding, mesh: Mesh) -> None:
-    """Check that ranks with the same share hold the same bits, and that pending values are held as `cut` deals them.
+def refuse_unlike(read: Callable[[int], torch.Tensor], sharding: Sharding, mesh: Mesh, shape: Sequence[int]) -> None:
+    """Check that ranks hold the same bits of what they share, and that pending values are held as `cut` deals them.
 
     Raises:
         ValueError: two ranks differ, or a rank that should hold no term holds one.
@@ -147,6 +164,10 @@ def refuse_unlike(read: Callable[[int], torch.Tensor], sharding: Sharding, mesh:
         other = first.setdefault(tuple(c for axis, c in here.items() if axis in (*sharding.cut_axes, *term)), rank)
         if other != rank and not same_bits(read(rank), read(other)):
             raise ValueError(f"it is not the same on ranks {other} and {rank}, which share it")
+    if sharding.shares_parts and not sharding.partial:
+        whole = join_first(read, sharding, mesh, shape)
+        if unlike := _find_unlike(whole, read, range(mesh.world_size), sharding, mesh):
+            raise ValueError(f"it is not the same on rank {unlike[0]} and others, which share parts of it")
 
 
 def _replicas(sharding: Sharding, mesh: Mesh) -> list[list[int]]:

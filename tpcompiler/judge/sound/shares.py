@@ -13,6 +13,7 @@ import torch
 from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.shares import same_bits
 
 Here = Mapping[str, int]  # axis -> coordinate
 NEUTRAL = {"sum": 0, "product": 1}  # value on all ranks except the first of a pending leaf
@@ -92,6 +93,8 @@ def cut(value: torch.Tensor, sharding: Sharding, mesh: Mesh, rank: int) -> torch
 def join(parts: Sequence[torch.Tensor], sharding: Sharding, mesh: Mesh, shape: Sequence[int]) -> list[torch.Tensor]:
     """Join the ranks' shares to every whole: one for each coordinate on the axes with replicas.
 
+    Where ranks share a part of a dim, each that differs there from the last gives another whole.
+
     Raises:
         ValueError: a share has another shape than its sharding implies.
     """
@@ -107,9 +110,25 @@ def join(parts: Sequence[torch.Tensor], sharding: Sharding, mesh: Mesh, shape: S
             replica[term] = part
             continue
         whole = replica.setdefault(term, part.new_empty(tuple(shape)))
-        for theirs, ours in _places(sharding, shape, mesh, here):
-            whole[theirs] = part[ours]
-    return [_reduced(terms, sharding, mesh) for terms in replicas.values()]
+        _put(part, whole, sharding, mesh, here)
+    wholes = [_reduced(terms, sharding, mesh) for terms in replicas.values()]
+    if not any(len({frozenset(how.axes) for _, how in by.parts}) > 1 for by in sharding.dims):
+        return wholes
+    for rank, part in enumerate(parts):
+        here = mesh.coordinate(rank)
+        terms = replicas[tuple(at for axis, at in here.items() if axis not in sharding.axes)]
+        term = tuple(here[axis] for axis in pending)
+        changed = _put(part, terms[term].clone(), sharding, mesh, here)
+        if not same_bits(changed, terms[term]):
+            wholes.append(_reduced({**terms, term: changed}, sharding, mesh))
+    return wholes
+
+
+def _put(part: torch.Tensor, whole: torch.Tensor, sharding: Sharding, mesh: Mesh, here: Here) -> torch.Tensor:
+    """Write a rank's elements to their places in the whole, and return it."""
+    for theirs, ours in _places(sharding, whole.shape, mesh, here):
+        whole[theirs] = part[ours]
+    return whole
 
 
 def _places(sharding: Sharding, shape: Sequence[int], mesh: Mesh, here: Here) -> Iterator[tuple[Any, Any]]:
