@@ -15,6 +15,7 @@ import tpcompiler
 from tests.launch import run_ranks
 from tests.passes.stages import Call
 from tests.training.test_gradients import ROWS
+from tests.training.test_steps import Grouped
 from tests.training.ways import master_weights, momentum, overflowing, scaled, step
 from tpcompiler.checkpoint.distributed import _make_state
 from tpcompiler.ir.shares import cut, row_sharding
@@ -114,6 +115,32 @@ def test_written_by_four_ranks_and_read_by_two(tmp_path: Path) -> None:
         torch.testing.assert_close(own["losses"], losses[2:], rtol=1e-12, atol=1e-12)
     assert_shares(two, [own["parameters"] for own in read], dict(model.named_parameters()), 1e-12)
     assert four.world_size == 4
+
+
+@pytest.mark.slow
+def test_a_packed_matrix_is_written_by_three_ranks_and_read_by_two(tmp_path: Path) -> None:
+    """Unequal shares of queries next to keys and values that all ranks hold, with the optimizer's state."""
+    torch.manual_seed(0)
+    model = Grouped().double()
+    model.qkv = nn.Linear(8, 24, bias=False, dtype=torch.float64)  # AdamW would follow the noise of keys' biases
+    program = tpcompiler.export_training(model, (batches()[0][None],))
+    plan = {"qkv": "colwise", "out": "rowwise"}
+    made = {}
+    for name, mesh in {"three": {"tp": [2, 1, 1]}, "two": {"tp": 2}, "one": {"tp": 1}}.items():
+        made[name] = tpcompiler.parallelize(program, mesh, plan)
+        made[name].save(tmp_path / name)
+    assert "parts" in str(next(row.sharding for row in made["three"].manifest().tensors if row.name == "qkv.weight"))
+    torch.save(batches()[:, None], tmp_path / "batches")
+    run_ranks(3, WORKER, tmp_path, "three_write")
+    run_ranks(2, WORKER, tmp_path, "two_resume")
+    run_ranks(1, WORKER, tmp_path, "one_resume")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = [step(model, optimizer, x) for x in batches()[:, None]]
+    for name in ("two", "one"):
+        read = [torch.load(tmp_path / f"{name}_resume.{rank}") for rank in range(made[name].world_size)]
+        for own in read:
+            torch.testing.assert_close(own["losses"], losses[2:], rtol=1e-12, atol=1e-12)
+        assert_shares(made[name], [own["parameters"] for own in read], dict(model.named_parameters()), 1e-12)
 
 
 def test_state_is_made_without_a_trace() -> None:

@@ -34,12 +34,12 @@ for way in ways:
         made["scales"] = scaled(module, overflowing(samples), scaler)
     elif way == "bf16":
         made["master"] = master_weights(module, samples)
-    elif way == "four_write":
+    elif way.endswith("_write"):
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-        mine = samples.chunk(2, 1)[rank // 2]
+        mine = samples.chunk(2, 1)[rank // 2] if way == "four_write" else samples
         made["losses"] = [step(module, optimizer, x) for x in mine[:2]]
         dcp.save(module.distributed_state(optimizer), checkpoint_id=directory / "checkpoint")
-    elif way == "tp_resume":
+    elif way.endswith("_resume"):
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
         with torch.no_grad():
             for each in module.parameters():

@@ -1,7 +1,8 @@
-"""A module in training, and its optimizer, as DTensors for torch.distributed.checkpoint."""
+"""A module in training, and its optimizer, as tensors for torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,16 +10,22 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from tpcompiler._torch.boxes import Box, BoxedTensor
 from tpcompiler.checkpoint.leaves import torch_placements
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir.local import local_strides
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import row_sharding
 from tpcompiler.runtime.records import Manifest, TensorRecord
+from tpcompiler.runtime.world import own_rank
 
 
 class DistributedState:
-    """The state of one module. A DTensor has the memory of the rank's tensor: a checkpoint is read into the module."""
+    """The state of one module, in the memory of the rank's own tensors: a checkpoint is read into the module.
+
+    A tensor is a DTensor, or a `BoxedTensor` if DTensor cannot express its sharding.
+    """
 
     def __init__(self, module: torch.nn.Module, manifest: Manifest) -> None:
         self.module, self.manifest = module, manifest
@@ -30,7 +37,7 @@ class DistributedState:
         An optimizer that has made no step gets its state first, by a step with a rate of 0.
 
         Raises:
-            ArtifactError: DTensor cannot express a sharding.
+            ArtifactError: a parameter is pending.
         """
         if self.mesh is None:
             degrees = self.manifest.degrees
@@ -42,7 +49,7 @@ class DistributedState:
             state["optimizer"] = dict(self._of_optimizer(optimizer))
         return state
 
-    def _tensors(self) -> Iterator[tuple[str, DTensor]]:
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         named = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         for row in self.manifest.tensors:
             if row.name in named and row.tied_to is None and row.persistent:
@@ -58,18 +65,39 @@ class DistributedState:
                 is_share = isinstance(each, torch.Tensor) and each.shape == value.shape and each.ndim > 0
                 yield f"{names[value]}.{key}", self._distributed(rows[names[value]], each) if is_share else each
 
-    def _distributed(self, row: TensorRecord, local: torch.Tensor) -> DTensor:
+    def _distributed(self, row: TensorRecord, local: torch.Tensor) -> torch.Tensor:
         mesh = Mesh.of(self.manifest.mesh, self.manifest.factors)
-        placements = torch_placements(row_sharding(row, mesh), row.shape, mesh)
-        if placements is None:
+        sharding, shape = row_sharding(row, mesh), torch.Size(row.shape)
+        if sharding.partial:
             raise ArtifactError(
-                f"{row.name!r} is sharded as {row.sharding}, which DTensor cannot express",
-                help="cut it over one axis for each dim, in equal shares",
+                f"{row.name!r} is sharded as {row.sharding}: it is the sum of what the ranks hold",
+                help="give it another style in the plan, such as replicate",
             )
-        shape = torch.Size(row.shape)
+        placements = torch_placements(sharding, row.shape, mesh)
+        if placements is None:
+            return _in_boxes(local.detach(), sharding, shape, mesh, own_rank(self.manifest))
         stride = tuple(local_strides(local, shape))
         assert self.mesh is not None
         return DTensor.from_local(local.detach(), self.mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _in_boxes(local: torch.Tensor, sharding: Sharding, shape: torch.Size, mesh: Mesh, rank: int) -> BoxedTensor:
+    """Return a share that DTensor cannot express, as boxes which are equal or disjoint on all ranks."""
+    sides = []  # by dim: start in the whole, start in the share, length
+    for by, size in zip(sharding.dims, shape, strict=True):
+        runs = [by.runs(size, mesh, mesh.coordinate(each)) for each in range(mesh.world_size)]
+        ends = sorted({end for own in runs for run in own for end in (run.start, run.stop)})
+        own, at = [], 0
+        for run in runs[rank]:
+            for start, stop in itertools.pairwise(end for end in ends if run.start <= end <= run.stop):
+                own.append((start, at, stop - start))
+                at += stop - start
+        sides.append(own)
+    boxes = []
+    for each in itertools.product(*sides):
+        held = local[tuple(slice(at, at + length) for _, at, length in each)]
+        boxes.append(Box(tuple(start for start, *_ in each), held))
+    return BoxedTensor.of(boxes, local, shape)
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
