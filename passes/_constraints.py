@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 import torch
 from torch import fx
@@ -136,11 +136,20 @@ def _long_dims(leaf: fx.Node) -> set[int]:
     return {dim for dim, size in enumerate(edit.shape(leaf)) if size != 1}
 
 
+def _find_uses(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    """Yield the ops that use leaves; behind one that only moves their elements, those that use its result too."""
+    for user in (user for node in nodes for user in node.users):
+        yield user
+        rule = rule_of(user)
+        if rule is not None and rule.relayout:
+            yield from _find_uses([user])
+
+
 def _misfit(
     name: str, style: Style, inside: Mapping[str, Sequence[fx.Node]], leaves: Mapping[str, fx.Node]
 ) -> tuple[str, str]:
     """Return why the style cannot shard any weight of a layer, and advice."""
-    users = {fqn: [user for node in nodes for user in node.users] for fqn, nodes in inside.items()}
+    users = {fqn: list(_find_uses(nodes)) for fqn, nodes in inside.items()}
     if inside and not any(users.values()):
         return "no op of the program uses it", "remove the entry"
     if name in inside and not _long_dims(inside[name][0]):

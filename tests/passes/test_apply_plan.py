@@ -284,10 +284,20 @@ def test_layers_that_no_entry_touches_are_noted() -> None:
     ]
 
 
+EMBEDDING = {"embed": "embedding_rowwise"}
+
+
 def error(module: nn.Module, args: tuple[Any, ...], plan: Mapping[str, object], **kwargs: Any) -> str:
     with pytest.raises(TpCompilerError) as caught:
         planned(module, args, plan, **kwargs)
     return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_weight_that_an_op_without_a_rule_uses_behind_a_copy() -> None:
+    """A dim of it cannot be cut either, so the advice does not name one."""
+    text = error(Call(lambda self, x: self.embed(x), embed=nn.Embedding(4, 8, max_norm=1.0)), (X.long(),), EMBEDDING)
+    assert "aten.embedding_renorm.default has no rule for its use of 'embed.weight'" in text
+    assert "help: use 'replicate' for this layer" in text
 
 
 def test_a_style_that_does_not_fit() -> None:

@@ -23,8 +23,8 @@ from tests.state.models import PLAN, Llama, call
 from tests.zoo.case import randomise
 from tests.zoo.index import CASES
 from tests.zoo.measure import exported
-from tpcompiler import MeshError, ParallelProgram, UnsupportedError
-from tpcompiler._torch import tree_flatten
+from tpcompiler import ArtifactError, MeshError, ParallelProgram, UnsupportedError
+from tpcompiler._torch import FakeTensorMode, tree_flatten
 from tpcompiler.frontend.stages import Prices, cut_stages
 from tpcompiler.judge.sound.stages import check_stages
 from tpcompiler.judge.sound.unsound import Unsound
@@ -202,6 +202,8 @@ def test_stages_are_balanced_where_least_crosses() -> None:
         layers = [{name.partition(".")[0] for name in stage.program.state_dict} for stage in stages]
         assert [len(own) for own in layers] == [4 // count] * count
         assert [len(stage.receives) for stage in stages] == [0] + [1] * (count - 1)
+    with pytest.raises(MeshError, match="there are 5 places for a cut\n  help: write pp=6"):
+        cut_stages({"model": program}, 9, prices, {})
     whole = sum(value.nbytes for value in program.source.state_dict.values())
     with pytest.raises(MeshError, match="cannot be cut into 2 stages"):
         cut_stages({"model": program}, 2, replace(prices, limit=whole / 2 - 1), {})
@@ -292,3 +294,14 @@ def _scaled(module: nn.Module) -> nn.Module:
     with torch.no_grad():
         other.down.weight.mul_(1.01)  # type: ignore[union-attr, operator]
     return other
+
+
+def test_stages_without_a_place_for_a_cut_and_without_weights(tmp_path: Path) -> None:
+    """The advice: leave the stages out; cut the weights of all stages, not of the one that lacks them."""
+    with pytest.raises(MeshError, match="there are 0 places for a cut\n  help: leave pp out of the mesh"):
+        tpcompiler.parallelize(export(Call(lambda self, x: x.relu()), (torch.randn(3, 8),)), {"pp": 2, "tp": 1}, {})
+    with FakeTensorMode():
+        program = export(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), (torch.randn(4, 8),))
+    tpcompiler.parallelize(program, {"pp": 2, "tp": 1}, {}).save(tmp_path / "out")
+    with pytest.raises(ArtifactError, match=f"help: cut them: tpcompiler cut {tmp_path / 'out'} --checkpoint DIR"):
+        tpcompiler.open(tmp_path / "out").verify((torch.randn(4, 8),))

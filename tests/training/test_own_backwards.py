@@ -151,3 +151,26 @@ def test_one_tensor_for_two_inputs() -> None:
     program = tpcompiler.export_training(model, (X,), loss=loss, targets={"target": X})
     got = program.module(check_guards=False)(X, target=other)["outputs"]["loss"]
     torch.testing.assert_close(got, loss(model(X), other))
+
+
+def _clamped(self: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        self.w.clamp_(0, 1)
+    return (x @ self.w).sum()
+
+
+@pytest.mark.parametrize(
+    ("module", "x", "name"),
+    [
+        (Call(_clamped, w=(8, 8)), torch.randn(3, 8), "w"),
+        (
+            Call(lambda self, x: self.embed(x).sum(), embed=nn.Embedding(16, 8, max_norm=1.0)),
+            torch.arange(3),
+            "embed.weight",
+        ),
+    ],
+    ids=["clamp", "max_norm"],
+)
+def test_a_parameter_that_the_forward_writes(module: nn.Module, x: torch.Tensor, name: str) -> None:
+    with pytest.raises(ProgramError, match=rf"writes to the parameter '{name}', which only an optimizer may change"):
+        tpcompiler.export_training(module, (x,))

@@ -126,6 +126,7 @@ def _run_module(model: torch.nn.Module, program: ExportedProgram, flat: Sequence
         if spec.kind is OutputKind.GRADIENT_TO_USER_INPUT:
             inputs[str(spec.target)].requires_grad_()
     before = random_state()
+    versions = {name: each._version for name, each in model.named_parameters()}
     try:
         with torch.inference_mode(False), torch.enable_grad():
             args, kwargs = tree_unflatten(list(inputs.values()), program.call_spec.in_spec)
@@ -144,6 +145,11 @@ def _run_module(model: torch.nn.Module, program: ExportedProgram, flat: Sequence
     finally:
         drawn = random_state()
         set_random_state(before)
+    if changed := [name for name, each in model.named_parameters() if each._version != versions[name]]:
+        raise ProgramError(
+            f"the model's forward writes to the parameter {changed[0]!r}, which only an optimizer may change",
+            help="change it after optimizer.step(), outside of the forward, also what Embedding(max_norm=) does",
+        )
     written = {
         str(spec.target): attrgetter(str(spec.target))(model).detach().clone()
         if spec.kind is OutputKind.BUFFER_MUTATION

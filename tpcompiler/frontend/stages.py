@@ -93,9 +93,13 @@ def cut_stages(
         raise MeshError(
             f"{', '.join(programs)} cannot be cut into {count} stages: there are {len(places)} places for a cut"
             + (f", and a rank may hold {prices.limit:,.0f} bytes" if prices.limit < NEVER else ""),
-            help="use fewer stages, or more memory",
+            help="use fewer stages, or more memory" if len(places) >= count - 1 else _fewer_stages(len(places) + 1),
         )
     return {name: order.cut([places[place][at] for place in chosen]) for at, (name, order) in enumerate(orders.items())}
+
+
+def _fewer_stages(most: int) -> str:
+    return f"write pp={most}" if most > 1 else "leave pp out of the mesh"
 
 
 def _least_maximum(cost: Callable[[int, int], float], count: int, stages: int) -> list[int] | None:

@@ -62,9 +62,12 @@ class ProgramFiles:
         """
         self._refuse_outside(rank)
         if rank in lacks_weights(self.manifest):
+            whole = (
+                self.folder if self.manifest.stage is None else self.folder.parent
+            )  # a stage has some of the weights
             raise ArtifactError(
                 f"{self.folder} has no weights of rank {rank}: its model was exported without",
-                help=f"cut them: tpcompiler cut {self.folder} --checkpoint DIR"
+                help=f"cut them: tpcompiler cut {whole} --checkpoint DIR"
                 + option("", ", or pass checkpoint=DIR to load"),
             )
         return self.open(weights_file(rank))
