@@ -271,7 +271,7 @@ def test_run_in_two_processes(model: Path, out: Path, inputs: Path, tmp_path: Pa
         script.chmod(0o755)
         entry = ["--no-python", str(script)]
     written = tmp_path / "outputs.safetensors"
-    done = torchrun(2, *entry, "run", out, "--inputs", inputs, "--outputs", written)
+    done = torchrun(2, *entry, "run", out, "--inputs", inputs, "-o", written)
     assert done.returncode == 0, done.stdout
     expected = torch.export.load(model).module()(*mlp_inputs(seed=7).values())
     found = load_file(written)

@@ -216,12 +216,14 @@ def test_from_a_checkpoint_to_a_verified_artifact(model_type: str, tmp_path: Pat
 
 def test_a_directory_of_hugging_face_is_no_program(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    said = re.sub(r"\s+", " ", refused("convert", tmp_path, "--tp", "2", "--plan", tmp_path, "-o", tmp_path / "out"))
-    assert "is a Hugging Face directory: a config, and maybe weights, and no program" in said
-    assert (
-        f"help: tpcompiler export {tmp_path} -o model.pt2 makes one; {tmp_path}/config.json is a plan for --plan"
-        in said
-    )
+    converting = "convert", tmp_path, "--tp", "2", "--plan", tmp_path, "-o", tmp_path / "out"
+    for words in (converting, ("inspect", tmp_path), ("verify", tmp_path)):
+        said = re.sub(r"\s+", " ", refused(*words))
+        assert "is a Hugging Face directory: a config, and maybe weights, and no program" in said
+        assert (
+            f"help: tpcompiler export {tmp_path} -o model.pt2 makes one; {tmp_path}/config.json is a plan for --plan"
+            in said
+        )
 
 
 def test_other_classes_are_imported_for_nobody(tmp_path: Path) -> None:

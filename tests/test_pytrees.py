@@ -273,7 +273,7 @@ DTYPE = "give a tensor of that dtype and shape"
             (X,),
             {},
             "the program was called with wrong arguments: keyword argument 'c' is missing\n"
-            "  help: it takes the keyword arguments c",
+            "  help: call it as (x, n, a dict, c=...)",
         ),
         (
             (X, 3, W),

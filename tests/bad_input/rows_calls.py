@@ -334,7 +334,7 @@ CALLS = [
         "a loaded program without a keyword argument",
         lambda _: call_shifted(),
         "the program was called with wrong arguments: keyword argument 'shift' is missing",
-        "it takes the keyword arguments shift",
+        "call it as (x, shift=...)",
         code=InputsError,
     ),
     Row(
@@ -342,7 +342,7 @@ CALLS = [
         lambda _: call_shifted(shif=torch.ones(2)),
         "the program was called with wrong arguments: keyword argument 'shift' is missing; it has no keyword argument "
         "'shif'",
-        "it takes the keyword arguments shift",
+        "call it as (x, shift=...)",
         code=InputsError,
     ),
     Row(

@@ -69,7 +69,7 @@ def run(
         Path, typer.Option("--inputs", metavar="FILE", help="Inputs, or prompts, as safetensors, by name.")
     ],
     outputs: Annotated[
-        Path | None, typer.Option("--outputs", metavar="FILE", help="Write the outputs as safetensors, by name.")
+        Path | None, typer.Option("--outputs", "-o", metavar="FILE", help="Write the outputs as safetensors, by name.")
     ] = None,
     tokens: Annotated[
         int | None,

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from msgspec.structs import replace
 
 from tpcompiler.errors import ArtifactError, reason
+from tpcompiler.runtime.hub import refuse_hub_directory
 from tpcompiler.runtime.opened import Opened, read_text
 from tpcompiler.runtime.records import Manifest as Manifest
 from tpcompiler.runtime.records import Package, ProgramList, Record, plain_data, read_record
@@ -161,6 +162,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     try:
         manifest = _read_listing(path, Manifest)
     except (FileNotFoundError, NotADirectoryError) as error:
+        refuse_hub_directory(directory)
         state = (
             f"is not an artifact: it has no {MANIFEST}"
             if os.path.isdir(directory)

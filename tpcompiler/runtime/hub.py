@@ -1,9 +1,12 @@
-"""Recognise the id of a Hugging Face model given instead of a path."""
+"""Recognise the id or the directory of a Hugging Face model given instead of another path."""
 
 from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
+
+from tpcompiler.errors import ArtifactError, option
 
 PART = r"[A-Za-z0-9][\w.-]*"
 OWNED = re.compile(rf"({PART}/{PART}?)(/config\.json)?", re.ASCII)
@@ -27,3 +30,14 @@ def download_help(path: str | os.PathLike[str], then: str, *, bare: bool = False
     directory = name.rpartition("/")[2]
     how = f"hf download {name} --local-dir {directory}"
     return f"download a model of the Hugging Face hub first: {how}; {then.format(directory)}"
+
+
+def refuse_hub_directory(directory: str | os.PathLike[str]) -> None:
+    """Raise ArtifactError for a directory with the config of a model of the hub."""
+    config = Path(directory) / "config.json"
+    if os.path.isfile(config):
+        raise ArtifactError(
+            f"{directory} is a Hugging Face directory: a config, and maybe weights, and no program",
+            help=f"tpcompiler export {directory} -o model.pt2 makes one; {config} is a plan for "
+            + option("--plan", "plan="),
+        )

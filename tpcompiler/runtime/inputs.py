@@ -134,8 +134,12 @@ def _in_order(program: ExportedProgram, args: Sequence[Any], kwargs: Mapping[str
         *(f"keyword argument {name!r} is missing" for name in names if name not in kwargs),
         *(f"it has no keyword argument {name!r}" for name in kwargs if name not in names),
     ]:
-        takes = f"the keyword arguments {', '.join(names)}" if names else "no keyword arguments"
-        raise InputsError(f"the program was called with wrong arguments: {'; '.join(wrong)}", help=f"it takes {takes}")
+        args, _ = tree_unflatten([each.arg.name for each in user_inputs(program)], spec)
+        positional = [each if isinstance(each, str) else f"a {type(each).__name__}" for each in args]
+        call = ", ".join([*positional, *(f"{name}=..." for name in names)])
+        raise InputsError(
+            f"the program was called with wrong arguments: {'; '.join(wrong)}", help=f"call it as ({call})"
+        )
     _, given = tree_flatten((tuple(args), dict(kwargs)))
     if given.num_leaves != spec.num_leaves:
         inputs = [each.arg.name for each in user_inputs(program)]

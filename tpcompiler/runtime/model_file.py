@@ -30,7 +30,7 @@ from tpcompiler._torch import (
 )
 from tpcompiler.errors import ArtifactError, option, reason
 from tpcompiler.runtime.archive import OLD_FORMAT, inspect_archive
-from tpcompiler.runtime.hub import download_help
+from tpcompiler.runtime.hub import download_help, refuse_hub_directory
 from tpcompiler.runtime.inputs import keywords_of
 from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.python_code import WRITE, find_difference
@@ -293,12 +293,7 @@ def _directory(file: Path) -> ArtifactError:
         return ArtifactError(
             f"{file} is a directory that tpcompiler wrote", help="give the .pt2 file of the single-device model"
         )
-    if os.path.isfile(file / "config.json"):
-        return ArtifactError(
-            f"{file} is a Hugging Face directory: a config, and maybe weights, and no program",
-            help=f"tpcompiler export {file} -o model.pt2 makes one; {file / 'config.json'} is a plan for "
-            + option("--plan", "plan="),
-        )
+    refuse_hub_directory(file)
     return ArtifactError(f"{file} is a directory", help="give a .pt2 file")
 
 
