@@ -18,6 +18,7 @@ from tpcompiler import load, parallelize
 from tpcompiler.api.aliases import verify_artifact
 from tpcompiler.errors import (
     ArtifactError,
+    BudgetError,
     InputsError,
     LaunchError,
     MeshError,
@@ -273,13 +274,20 @@ CALLS = [
         code=UnsupportedError,
     ),
     Row(
-        '`memory=100` with `plan="auto"`',
-        lambda program: parallelize(program, 2, "auto", memory=100),
-        "a rank would hold 1.62 kB: weights 1.22 kB, caches 0 B, activations 400 B at the peak ('relu_1'); that is 1.52 kB "
-        "more than the limit of 100 B. The largest weights there are 'layers.0.down.weight' 256 B, 'layers.0.up.weight' "
+        '`memory="1kB"` with `plan="auto"`',
+        lambda program: parallelize(program, 2, "auto", memory="1kB"),
+        "a rank would hold 1.62 kB: weights 1.22 kB, caches 0 B, activations 400 B at the peak ('relu_1'); that is 624 B "
+        "more than the limit of 1 kB. The largest weights there are 'layers.0.down.weight' 256 B, 'layers.0.up.weight' "
         "256 B, 'layers.1.down.weight' 256 B",
         "use more ranks, or a limit of at least 1624 bytes",
         code=ShardingError,
+    ),
+    Row(
+        '`memory=24` with `plan="auto"`',
+        lambda program: parallelize(program, 2, "auto", memory=24),
+        "a rank's memory of 24 is 24 bytes",
+        "did you mean '24GB'?",
+        code=BudgetError,
     ),
     Row(
         "`rank_program(2)` of two",

@@ -14,7 +14,7 @@ import tpcompiler
 from tpcompiler.api import conversions_of, read_plan
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.objective import Objective
-from tpcompiler.errors import ShardingError
+from tpcompiler.errors import BudgetError, ShardingError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.parallel.pipeline import convert_programs
 from tpcompiler.passes.apply_plan import apply_plan
@@ -111,8 +111,19 @@ def test_a_limit_is_kept_where_it_costs_more() -> None:
 
 
 def test_a_plan_that_does_not_fit() -> None:
-    with pytest.raises(ShardingError, match=r"more than the limit of 500 B\. .*\n.*cut more layers"):
-        tpcompiler.parallelize(_exported(), 2, {"up": "replicate"}, memory=500)
+    with pytest.raises(ShardingError, match=r"more than the limit of 1 kB\. .*\n.*cut more layers"):
+        tpcompiler.parallelize(_exported(), 2, {"up": "replicate"}, memory="1kB")
+
+
+@pytest.mark.parametrize("call", [tpcompiler.parallelize, tpcompiler.find_plan])
+def test_an_amount_without_its_unit(call: Any) -> None:
+    for memory in (24, "22.5"):
+        with pytest.raises(BudgetError, match=f"a rank's memory of {memory} is .*\n.*did you mean '{memory}GB'"):
+            call(_exported(), 2, "auto", memory=memory)
+        with pytest.raises(BudgetError, match=f"did you mean '{memory}GB'"):
+            tpcompiler.diagnose(_exported(), memory=memory)
+    with pytest.raises(BudgetError, match="did you mean '12GB'"):
+        tpcompiler.diagnose_devices(_exported(), ["24GB", "12"])
 
 
 def test_a_machine_that_is_given_limits_what_is_held(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 import tpcompiler.rules  # noqa: F401  (registers the rules)
 from tpcompiler._torch import user_inputs
 from tpcompiler.api.parallel_program import ParallelProgram
+from tpcompiler.cost.amounts import read_memory
 from tpcompiler.cost.collective import Collectives
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import read_machine
@@ -68,7 +69,7 @@ def parallelize(
     check_indices: bool = True,
     keep_repeats: bool = False,
     machine: str | os.PathLike[str] | None = None,
-    memory: int | None = None,
+    memory: int | str | None = None,
     optimize: Goal = "latency",
     optimizer: Optimizer = "adamw",
     weights: Mapping[str, float] | None = None,
@@ -96,9 +97,9 @@ def parallelize(
             attention reads each head as it is stored, wherever fewer bytes are moved so (docs/costs.md).
         machine: the YAML file that describes one device and its links (docs/machines.md), or the name of one in
             the package; by default that in the environment variable TPCOMPILER_MACHINE, or "h100".
-        memory: limit on a rank's bytes: weights, caches, inputs, and activations at their estimated peak; of a program
-            with gradients also these and the state of the optimizer. By default 0.9 of the machine's, less 0.4 GB for
-            NCCL; none if a plan names all layers and no machine is given.
+        memory: limit on a rank's bytes (or "24GB"): weights, caches, inputs, and activations at their estimated peak;
+            of a program with gradients also these and the state of the optimizer. By default 0.9 of the machine's,
+            less 0.4 GB for NCCL; none if a plan names all layers and no machine is given.
         optimize: the goal of the search: "latency", the fastest call that fits; "memory", the fewest bytes of weights
             on a rank, and among equals the fastest call.
         optimizer: whose state counts as memory next to the parameters of a program with gradients: "adamw" (two float32
@@ -114,7 +115,7 @@ def parallelize(
         PlanError, MeshError, MachineError, ShardingError, ProgramError, UnsupportedError: each with its cause,
             place, numbers and one action.
     """
-    read = read_plan(plan)
+    read, limit = read_plan(plan), None if memory is None else read_memory(memory)
     conversions = conversions_of(
         exported_program,
         mesh,
@@ -127,12 +128,12 @@ def parallelize(
         check_indices,
         keep_repeats,
         degrees,
-        Cutting(read_machine(machine), memory, weights or {}),
+        Cutting(read_machine(machine), limit, weights or {}),
     )
     calls = _calls_of(weights, conversions)
     made = dict[str, ConvertedProgram]()
     for family in families(conversions, lambda own: own.family):
-        aim = _aim(machine, memory, optimize, optimizer, calls, family, read.searches, collectives)
+        aim = _aim(machine, limit, optimize, optimizer, calls, family, read.searches, collectives)
         made |= convert_programs(family, aim)[1]
     return ParallelProgram({name: made[name] for name in conversions})
 
@@ -146,7 +147,7 @@ def find_plan(
     inputs: Given = None,
     outputs: Given = None,
     machine: str | os.PathLike[str] | None = None,
-    memory: int | None = None,
+    memory: int | str | None = None,
     optimize: Goal = "latency",
     optimizer: Optimizer = "adamw",
     weights: Mapping[str, float] | None = None,
@@ -162,12 +163,12 @@ def find_plan(
     Raises:
         PlanError, MeshError, MachineError, ShardingError, ProgramError, UnsupportedError: as `parallelize`.
     """
-    given = read_plan(plan).with_search()
-    cutting = Cutting(read_machine(machine), memory, weights or {})
+    given, limit = read_plan(plan).with_search(), None if memory is None else read_memory(memory)
+    cutting = Cutting(read_machine(machine), limit, weights or {})
     conversions = conversions_of(exported_program, mesh, given, inputs, outputs, degrees=degrees, cutting=cutting)
     calls, plans = _calls_of(weights, conversions), []
     for family in families(conversions, lambda own: own.family):
-        aim = _aim(machine, memory, optimize, optimizer, calls, family, searches=True)
+        aim = _aim(machine, limit, optimize, optimizer, calls, family, searches=True)
         found = find_placements([*family.values()], aim)
         formed = [own.with_styles(*found.forms) for own in family.values()]
         names = [name for own in formed for name in names_of(own.program)]

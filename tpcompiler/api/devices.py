@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 from tpcompiler.api import Given, Programs, conversions_of, read_calls, read_plan
 from tpcompiler.api.doctor import AXIS, HeldBytes
 from tpcompiler.api.placed import Placed, place_within
-from tpcompiler.cost.amounts import read_bytes
+from tpcompiler.cost.amounts import read_bytes, read_memory
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.timeline import StepTime, duration
@@ -51,10 +51,11 @@ class Device:
     def read(cls, given: str, machine: Machine) -> Device:
         """Return the device of an amount of memory, on this machine otherwise, or of another machine's name or file."""
         try:
-            return cls(given, machine, read_bytes(given))
+            read_bytes(given)
         except BudgetError:  # no amount
             own = read_machine(given)
             return cls(given, own, own.usable_memory)
+        return cls(given, machine, read_memory(given))
 
 
 class DeviceRank(Record, frozen=True):

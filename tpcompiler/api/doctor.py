@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 from tpcompiler._torch import sym_hint
 from tpcompiler.api import Given, Programs, conversions_of, read_calls, read_plan
 from tpcompiler.api.placed import place_within
+from tpcompiler.cost.amounts import read_memory
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.objective import local_bytes
@@ -236,7 +237,7 @@ def diagnose(
     inputs: Given = None,
     outputs: Given = None,
     machine: str | os.PathLike[str] | None = None,
-    memory: int | None = None,
+    memory: int | str | None = None,
     optimizer: Optimizer = "adamw",
     weights: Mapping[str, float] | None = None,
     latency: float | None = None,
@@ -248,7 +249,7 @@ def diagnose(
         other_axes: the other axes of the mesh, such as `{"dp": 2}`, before `tp`, whose degrees are tried.
         inputs: as in `parallelize`, like `outputs`: `{"x": {"dp": "S(0)"}}`.
         machine: the machine to predict step times for: a YAML file that describes one device and its links, or "h100".
-        memory: limit on a rank's bytes; by default 0.9 of the machine's, less 0.4 GB for NCCL.
+        memory: limit on a rank's bytes (or "24GB"); by default 0.9 of the machine's, less 0.4 GB for NCCL.
         optimizer: whose state counts as memory, if the program returns gradients, as in `parallelize`.
         weights: the number of calls of each of several programs, as in `parallelize`.
         latency: seconds that a call may take: the result names the smallest number of ranks within it.
@@ -259,7 +260,7 @@ def diagnose(
         MachineError, PlanError, ProgramError, UnsupportedError: as `parallelize`.
     """
     described = read_machine(machine)
-    limit = described.usable_memory if memory is None else memory
+    limit = described.usable_memory if memory is None else read_memory(memory)
     if other_axes and AXIS in other_axes:
         raise MeshError(f"the degrees of {AXIS} are tried, and none is given", help="give the other axes, such as dp=2")
     one = Mesh.of({**(other_axes or {}), AXIS: 1})

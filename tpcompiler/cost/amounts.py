@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tpcompiler.errors import BudgetError
+from tpcompiler.errors import BudgetError, option
 
 UNITS = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -33,13 +33,14 @@ def read_seconds(time: str) -> float:
     return float(match[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[match[2]]
 
 
-def read_memory(amount: str) -> int:
+def read_memory(amount: int | str) -> int:
     """Return the bytes of a rank's memory. A bare number below 1000 lacks its unit: no rank has so little.
 
     Raises:
         BudgetError: a text that is no amount, or one without its unit.
     """
-    count = read_bytes(amount)
-    if count < 1000 and (number := amount.strip()).isdecimal():
-        raise BudgetError(f"a rank's memory of {number} is {number} bytes", help=f"did you mean {number}GB?")
+    count, number = read_bytes(amount), str(amount).strip()
+    if count < 1000 and number.replace(".", "", 1).isdecimal():
+        text = option(f"{number}GB", repr(f"{number}GB"))
+        raise BudgetError(f"a rank's memory of {number} is {number} bytes", help=f"did you mean {text}?")
     return count
