@@ -11,7 +11,8 @@ from torch import nn
 
 import tpcompiler
 from tests.passes.stages import Call
-from tpcompiler.errors import ProgramError, TpCompilerError, UnsupportedError
+from tpcompiler._torch import FakeTensor
+from tpcompiler.errors import ProgramError, TpCompilerError, TpCompilerWarning, UnsupportedError
 from tpcompiler.frontend.exporting import export_without_weights
 
 
@@ -174,3 +175,16 @@ def _clamped(self: Any, x: torch.Tensor) -> torch.Tensor:
 def test_a_parameter_that_the_forward_writes(module: nn.Module, x: torch.Tensor, name: str) -> None:
     with pytest.raises(ProgramError, match=rf"writes to the parameter '{name}', which only an optimizer may change"):
         tpcompiler.export_training(module, (x,))
+
+
+def test_a_module_that_rejects_other_values() -> None:
+    """The second draw is not compared, and a warning says so."""
+    x = torch.ones(3, 8)
+
+    def only_ones(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(x, FakeTensor) and not torch.equal(x, torch.ones_like(x)):
+            raise ValueError("give ones")
+        return self.a(x).square().mean()
+
+    with pytest.warns(TpCompilerWarning, match="compared on the example alone: .*give ones"):
+        tpcompiler.export_training(Call(only_ones, a=nn.Linear(8, 4)), (x,))

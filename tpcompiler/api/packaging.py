@@ -130,8 +130,7 @@ def _without_ops(program: ExportedProgram) -> ExportedProgram:
     graph = fx.Graph()
     known: dict[fx.Node, fx.Node] = {}
     for node in program.graph.find_nodes(op="placeholder"):
-        known[node] = graph.node_copy(node)
-        known[node].name = node.name  # which the signature names, also if it is a builtin's
+        known[node] = edit.copy_node(graph, node, known)
     (old,) = program.graph.find_nodes(op="output")
     some = next(iter(known.values()), None)
     for node in old.all_input_nodes:

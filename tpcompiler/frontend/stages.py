@@ -307,15 +307,15 @@ class _StageWriter:
         specs = []
         for node, spec in self.order.inputs.items():
             if node in needed:
-                self._copy(node)
+                self.env[node] = edit.copy_node(self.graph, node, self.env)
                 specs.append(spec)
         for node in received:
-            self.env[node] = self.graph.placeholder(node.name)
-            self.env[node].name, self.env[node].meta["val"] = node.name, node.meta["val"]
+            self.env[node] = edit.add_input(self.graph, node.name)
+            self.env[node].meta["val"] = node.meta["val"]
             specs.append(InputSpec(InputKind.USER_INPUT, TensorArgument(name=node.name), None))
         for node in self.order.graph.nodes:
             if node.op in ("get_attr", "call_function") and node in needed:
-                self._copy(node)
+                self.env[node] = edit.copy_node(self.graph, node, self.env)
                 edit.allow_copy(self.env[node])  # a view may rely on the memory order of a kernel's fake result
         results = [self.env[value] for value in ended]
         self.graph.output(tuple(results))
@@ -337,11 +337,6 @@ class _StageWriter:
         _describe(program, [spec.arg.name for spec in specs if spec.kind is InputKind.USER_INPUT], list(returned))
         check_built(program)
         return PipelineStage(program, {node.name: self.stages[node] for node in received}, list(outputs))
-
-    def _copy(self, node: fx.Node) -> None:
-        """Copy a node under its name, also if fx would change it, as `input`."""
-        self.env[node] = self.graph.node_copy(node, self.env.__getitem__)
-        self.env[node].name = node.name
 
     def _find_results(self) -> tuple[list[tuple[OutputKind, str, Any]], dict[str, Any]]:
         """Return the values that the stage writes back, and the outputs of the model that it returns, by name."""

@@ -127,8 +127,7 @@ class _JointWriter:
         given = 0
         placeholders = (node for node in self.program.graph.nodes if node.op == "placeholder")
         for node, spec in zip(placeholders, self.program.graph_signature.input_specs, strict=True):
-            copied = self.graph.placeholder(node.name)
-            copied.name = copied.target = node.name  # fx gives another to an argument such as `input`
+            copied = edit.add_input(self.graph, node.name)
             copied.meta = dict(node.meta)
             key: Key = str(spec.target)
             if spec.kind is InputKind.USER_INPUT:

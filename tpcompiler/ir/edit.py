@@ -234,6 +234,20 @@ def _graft(
     return inserted, {old.name: new for old, new in replaced.items()}
 
 
+def add_input(graph: fx.Graph, name: str) -> fx.Node:
+    """Add a placeholder of this name, also if fx would change it: the signature names inputs, maybe `input` or `id`."""
+    made = graph.placeholder(name)
+    made.name = name
+    return made
+
+
+def copy_node(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """Copy a node under its name, as `add_input`, with the copies of its operands."""
+    made = graph.node_copy(node, copies.__getitem__)
+    made.name = node.name
+    return made
+
+
 def placeholders(program: ExportedProgram) -> Iterator[tuple[fx.Node, InputSpec]]:
     """Yield each placeholder with its entry in the signature, in order."""
     yield from zip(program.graph.find_nodes(op="placeholder"), program.graph_signature.input_specs, strict=True)

@@ -176,8 +176,7 @@ def _inputs(made: Folded, manifest: Manifest) -> None:
         value = node.meta.get("val")
         if isinstance(spec.arg, ConstantArgument) and (type(value), value) != (type(spec.arg.value), spec.arg.value):
             raise Unsound(node, f"is {value!r}, and the signature says {spec.arg.value!r}")
-        new = made.graph.placeholder(node.name)
-        new.name = node.name  # fx renames Python's own names, such as an input called `input`
+        new = edit.add_input(made.graph, node.name)
         new.meta["val"] = value
         made.stands_for(node, new)
         if not isinstance(value, torch.Tensor):
