@@ -17,6 +17,9 @@ from torch.export import ExportedProgram, export
 
 import tpcompiler
 from tests.runtime.commands import call
+from tpcompiler.ir import edit
+from tpcompiler.ir.node_placement import placement_of
+from tpcompiler.ir.program import reshard
 
 ROOT = Path(__file__).parents[1]
 README = {"0": "colwise", "2": "rowwise"}
@@ -119,11 +122,20 @@ def test_reasons_name_the_entry_that_decides(page: str, tmp_path: Path) -> None:
     program = tpcompiler.parallelize(exported, 2, plan)
     entries = {name: entry for name, entry in plan.items() if name != "**"}
     decided = 0
+
+    def entry_of(layer: str) -> str:
+        patterns = {each: each.replace(".", r"\.").replace("*", r"\d+") for each in entries}
+        return next((each for each, pattern in patterns.items() if re.fullmatch(pattern, layer)), "")
+
+    for node in edit.calls(program.converted.resharded.graph):
+        if placement_of(node).reason and node.target is not reshard:
+            answer = program.explain(node.name)
+            entry = entry_of(answer.module)
+            assert (f'("{entry}": "{entries[entry]}")' in answer.reason) if entry else "plan" not in answer.reason, (
+                answer
+            )
     for row in program.manifest().tensors:
-        layer = row.name.rpartition(".")[0]
-        entry = next(
-            (each for each in entries if re.fullmatch(each.replace(".", r"\.").replace("*", r"\d+"), layer)), ""
-        )
+        entry = entry_of(row.name.rpartition(".")[0])
         reason = program.explain(row.name).reason
         assert (f'("{entry}": "{entries[entry]}")' in reason) if entry else "pinned" not in reason, (row.name, reason)
         assert not (entry and "the search" in reason), (row.name, reason)
