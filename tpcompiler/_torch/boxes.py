@@ -18,7 +18,7 @@ class Box(NamedTuple):
 
 
 class BoxedTensor(torch.Tensor):
-    """A tensor of which a rank holds some boxes. It has the shape of the whole and no values of its own."""
+    """A tensor whose boxes a rank holds some of. It has the shape of the whole, and no values outside the boxes."""
 
     boxes: Sequence[Box]
 

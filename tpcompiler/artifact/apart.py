@@ -1,4 +1,4 @@
-"""Find a buffer that programs of one model would not share, since they run over other ranks."""
+"""Find a buffer that programs of one model would not share, because they run over other ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tpcompiler.runtime.records import TensorRecord
 
 
 def find_state_apart(programs: Mapping[str, ArtifactProgram]) -> str:
-    """Return which buffer one program writes and another has again, both of one model; empty if there is none.
+    """Describe a buffer that one program writes and another of the same model also holds; return "" without one.
 
     `parallelize` refuses such programs; an artifact may have been written before it did.
     """

@@ -111,7 +111,7 @@ def join_dim(pieces: Sequence[torch.Tensor], dim: int, by: DimSharding, size: in
 def join(parts: Sequence[torch.Tensor], sharding: Sharding, mesh: Mesh, shape: Sequence[int]) -> list[torch.Tensor]:
     """Join the ranks' shares: return one whole tensor per coordinate on the replicated axes.
 
-    Elements of parts that several ranks hold are the last rank's; a rank that differs there gives a whole of its own.
+    Elements of parts that several ranks hold are the last rank's; a rank that differs there adds another whole.
 
     Raises:
         ValueError: the shapes of the shares do not match the sharding.
