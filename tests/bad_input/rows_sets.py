@@ -63,7 +63,7 @@ SETS = [
         "more stages than places for a cut",
         "tpcompiler convert model.pt2 --mesh pp=64,tp=2 --plan auto --dry-run",
         "model cannot be cut into 64 stages: there are 3 places for a cut",
-        "use fewer stages, or more memory",
+        "write pp=4",
     ),
     Row(
         "a stage without the others",

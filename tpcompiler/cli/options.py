@@ -222,12 +222,20 @@ Optimizer = Annotated[
         "--optimizer", help="Of a program with gradients: the optimizer whose state takes memory next to parameters."
     ),
 ]
+
+
+def _amount_of_memory(text: str) -> str:
+    """Refuse an amount at once, before a model is read; only the text has the unit."""
+    read_memory(text)
+    return text
+
+
 Memory = Annotated[
-    int | None,
+    str | None,
     typer.Option(
         "--memory",
         metavar="BYTES",
-        parser=read_memory,
+        parser=_amount_of_memory,
         help="Memory of a rank, which limits the search: 24GB, 22.5GiB, or bytes.",
     ),
 ]
