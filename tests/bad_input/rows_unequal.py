@@ -52,7 +52,7 @@ UNEQUAL = [
     ),
     Row(
         "devices that hold too little",
-        f"{PLAN} --devices 200,100",
+        f"{PLAN} --devices 0.2kB,0.1kB",
         "no shares of these devices fit: in 2, rank 1 would hold 1.7 kB, 1.6 kB more than it may",
         "use more or larger devices: tpcompiler plan without --devices compares numbers of ranks",
     ),
