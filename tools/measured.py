@@ -71,6 +71,12 @@ def _decisions() -> Mapping[str, Any]:
     return {"bench_auto": None, "bench_cost": NAMES, "bench_decisions": subject()}
 
 
+def _decoding() -> Mapping[str, Any]:
+    from tools.decode_bytes import LATENT, NAMES, ROOM, SIZES
+
+    return {name: [ROOM, SIZES, LATENT] for name in NAMES}
+
+
 def _gpu() -> Mapping[str, Any]:
     from tools.gpu_check import DTYPES, PLAN
     from tools.gpu_steps import PHASES, SHAPES
@@ -104,6 +110,7 @@ PAGES = {
     "architectures.md": Page("python -m tools.hf_table --write", _architectures),
     "compat.md": Page("make compat", _compat),
     "decisions.md": Page("python -m tools.bench_auto", _decisions),
+    "decoding.md": Page("python -m tools.decode_bytes --write", _decoding),
     "gpu.md": Page("make gpu-check", _gpu),
     "ops.md": Page("make ops", _ops),
     "scale.md": Page("python -m tools.scale", _scale),
