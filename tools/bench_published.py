@@ -29,6 +29,7 @@ from torch.export import ExportedProgram
 from tools.measured import front_line, record
 from tools.published.model import Dims, export_decoder, megatron_plan
 from tpcompiler.api import conversions_of, read_plan
+from tpcompiler.cost.kernels import PARTS
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.timeline import StepTime
 from tpcompiler.parallel.pipeline import find_placements
@@ -73,7 +74,8 @@ class Row:
         """The step under a plan."""
         two, three = (astuple(self.predict_layers(layers, plan)) for layers in (2, 3))
         rest = self.dims.layers - 2
-        return StepTime.of(*(part + rest * (more - part) for part, more in zip(two[:-1], three[:-1], strict=True)))
+        each = [part + rest * (more - part) for part, more in zip(two[:-1], three[:-1], strict=True)]
+        return StepTime.of(dict(zip(PARTS, each, strict=False)), *each[len(PARTS) :])
 
     def predict_layers(self, layers: int, plan: Mapping[str, object] | str) -> StepTime:
         """The step of a model that has so many layers."""
