@@ -59,20 +59,20 @@ def group_queries(program: PlannedProgram, device_type: str = "cpu") -> PlannedP
             elif node.target in KERNELS and program.gradients():
                 kept += _repeated_bytes(node, constants)
         remove_unused(graph)
-    notes = (
-        [Note("attention", f"{_calls(saved)}: not repeated, {format_bytes(sum(saved))} less to move")] if saved else []
-    )
+    notes = list[Note]()
+    if saved:
+        how = "once, not once for each head of queries"
+        text = f"{_calls(saved)} each head of keys and values {how}: {format_bytes(sum(saved))} less to move"
+        notes.append(Note("attention", text))
     if kept:
-        text = (
-            f"{_calls(kept)}, {format_bytes(sum(kept))} in all: repeated, because gradients go through the repetition"
-        )
+        why = "because gradients go through the repetition"
+        text = f"{_calls(kept)} keys and values whose heads are repeated, {format_bytes(sum(kept))} in all, {why}"
         notes.append(Note("attention", text))
     return replace(program, graph=graph if saved else program.graph, notes=(*program.notes, *notes))
 
 
 def _calls(counted: Sequence[int]) -> str:
-    calls = f"{len(counted)} calls that attend" if len(counted) > 1 else "the call that attends"
-    return f"{calls} to repeated heads of keys or values"
+    return f"{len(counted)} calls of attention read" if len(counted) > 1 else "the call of attention reads"
 
 
 def _repeated_bytes(kernel: fx.Node, constants: Mapping[fx.Node, Tensor]) -> list[int]:

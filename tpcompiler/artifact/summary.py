@@ -34,7 +34,7 @@ NOTE_TITLES = {  # kinds of `Note`, as people read them
     "both": "conds of which both branches are computed",
     "shared": "weights that several ranks share",
     "experts": "experts with a capacity, beyond which rows of tokens are dropped",
-    "attention": "attention that reads heads of keys and values as they are stored, not repeated for their queries",
+    "attention": "heads of keys and values that several heads of queries share",
     "idle": "axes that cut nothing: their ranks repeat each other",
     "examples": "example inputs",
     "collectives": "collectives over symmetric memory",
