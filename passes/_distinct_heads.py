@@ -229,7 +229,7 @@ def _constant(constants: Mapping[fx.Node, Tensor], index: fx.Node) -> list[int] 
     for node in index.graph.nodes:
         if node in behind and node not in values:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            values[node] = node.target(*args, **kwargs)
     made: list[int] = values[index].tolist()
     return made
 

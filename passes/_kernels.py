@@ -61,11 +61,11 @@ def read_again(node: fx.Node, device_type: str) -> int:
     times = int(edit.shape(args["query"])[-3]) // int(keys.shape[-3]) if args["enable_gqa"] else 1
     repeated = times * sum(sym_hint(each.numel()) * each.element_size() for each in (keys, values))
     if device_type == "cpu":
-        return repeated - sum(map(bytes_in_memory, (keys, values)))
-    return 2 * repeated if times > 1 and args["attn_mask"] is not None else 0
+        return int(repeated) - sum(map(bytes_in_memory, (keys, values)))
+    return 2 * int(repeated) if times > 1 and args["attn_mask"] is not None else 0
 
 
 def bytes_in_memory(value: torch.Tensor) -> int:
     """Return the bytes that a value takes in memory, where an expanded dim occurs once."""
     sizes = (sym_hint(size) for size, stride in zip(value.shape, value.stride(), strict=True) if sym_hint(stride))
-    return math.prod(sizes) * value.element_size()
+    return int(math.prod(sizes)) * value.element_size()

@@ -40,7 +40,7 @@ class Case(NamedTuple):
     """A call: its batch and tokens, the tokens that its cache can hold and holds already, and the model's shape."""
 
     batch: int
-    count: int
+    tokens: int
     room: int = 320
     held: int = 0
     shape: Mapping[str, int] = {}
@@ -75,7 +75,8 @@ def config_of(**shape: int) -> Any:
 
     heads = {"num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 64}
     sizes = {"hidden_size": 768, "intermediate_size": 2048, "vocab_size": 10_000}
-    return LlamaConfig(**(heads | sizes | shape), architectures=["LlamaForCausalLM"])
+    asked: dict[str, Any] = {**heads, **sizes, **shape, "architectures": ["LlamaForCausalLM"]}
+    return LlamaConfig(**asked)
 
 
 def cached(model: Any, case: Case, ranks: int = 1) -> Step:
@@ -182,7 +183,7 @@ def work(folder: Path, name: str, rounds: int) -> None:
     case = CASES[name]
     directory, artifact = folder / case.checkpoint, folder / name
     plain, compiled = (
-        tpcompiler.load(artifact, compiled=way)["decode" if case.count == 1 else "prefill"] for way in (False, True)
+        tpcompiler.load(artifact, compiled=way)["decode" if case.tokens == 1 else "prefill"] for way in (False, True)
     )
     hand, alone = cached(sliced(directory), case), cached(whole(directory), case)
     arms: dict[str, Step] = {
@@ -198,15 +199,14 @@ def work(folder: Path, name: str, rounds: int) -> None:
         arms["repeats"] = lambda ids, at: repeats(input_ids=ids, cache_position=at)
     if importlib.util.find_spec("accelerate"):
         arms["transformers"] = cached(by_transformers(directory), case, WORLD)
-    ids = torch.arange(case.batch * case.count).reshape(case.batch, case.count) % 9_973
-    positions = torch.arange(case.count) + case.held
+    ids = torch.arange(case.batch * case.tokens).reshape(case.batch, case.tokens) % 9_973
+    positions = torch.arange(case.tokens) + case.held
     wanted = alone(ids, positions)
     calls = {arm: partial(step, ids, positions) for arm, step in arms.items()}
     times = timed(calls, wanted, rounds, 5 if name == "decode" else 1)
     if dist.get_rank() == 0:
-        print(
-            f"{name} {case.batch, case.count}: {statistics.median(times['hand']) * 1e3:.1f} ms by hand; ratios to that:"
-        )
+        by_hand = statistics.median(times["hand"]) * 1e3
+        print(f"{name} {case.batch, case.tokens}: {by_hand:.1f} ms by hand; ratios to that:")
         print_ratios(times)
         if "transformers" not in arms:
             print("  transformers' own: not run, for want of accelerate (pip install accelerate)")
@@ -319,12 +319,10 @@ def main() -> int:
         torch.manual_seed(0)
         plain = not asked.cache
         cases = {name: case for name, case in CASES.items() if not asked.train and (plain or case.shape)}
-        for checkpoint, shape in {case.checkpoint: case.shape for case in cases.values()}.items() or [
-            ("checkpoint", {})
-        ]:
-            LlamaForCausalLM(config_of(**({"num_hidden_layers": asked.layers} | shape))).save_pretrained(
-                folder / checkpoint
-            )
+        shapes = {case.checkpoint: case.shape for case in cases.values()} or {"checkpoint": {}}
+        for checkpoint, shape in shapes.items():
+            config = config_of(**{"num_hidden_layers": asked.layers, **shape})
+            LlamaForCausalLM(config).save_pretrained(folder / checkpoint)
         if plain:
             prepare_training(folder)
             _torchrun("--trainer", folder, "--rounds", asked.rounds)

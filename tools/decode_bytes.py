@@ -82,17 +82,18 @@ def measure(row: Row) -> Moved:
         program = export_prefill_and_decode(directory, batch=1, length=16, max_length=ROOM)["decode"].program
     planned = _planned(program)
     written = group_queries(planned, "cuda")
-    repeats, now = (Counter(dict(_moves(each))) for each in (planned, written))
+    repeats, now = (dict(_moves(each)) for each in (planned, written))
     more = Counter[str]()
     for (name, is_stored), count in now.items():
-        more[name] += 0 if is_stored else count
+        more[name] += 0 if is_stored else round(count)
     return Moved(sum(repeats.values()), sum(now.values()), _least(written), more)
 
 
 def _class_name(row: Row) -> str:
     from transformers import AutoModelForCausalLM
 
-    return str(AutoModelForCausalLM._model_mapping[type(row.config())].__name__)
+    model: Any = AutoModelForCausalLM._model_mapping[type(row.config())]
+    return str(model.__name__)
 
 
 def _planned(program: ExportedProgram) -> PlannedProgram:
@@ -102,16 +103,18 @@ def _planned(program: ExportedProgram) -> PlannedProgram:
 
 def _moves(program: PlannedProgram) -> Iterator[tuple[tuple[str, bool], float]]:
     """Yield (op, True for a stored operand) with the bytes that all its calls move."""
-    total = Counter[tuple[str, bool]]()
+    total = dict[tuple[str, bool], float]()
     caches = {value for value, _ in program.written()}
     for node, kernel in find_kernels(program.graph).items():
         operands = edit.operands(node)
         values = [*map(edit.fake, operands), *edit.outputs(node)]
         held = [_source(operand) in caches for operand in operands] + [False] * len(edit.outputs(node))
         for share, stored, is_cache, value in zip(kernel.moves, kernel.stored, held, values, strict=bool(kernel.moves)):
-            total[op_name(node), stored or is_cache] += share * bytes_in_memory(value)
+            place = op_name(node), stored or is_cache
+            total[place] = total.get(place, 0.0) + share * bytes_in_memory(value)
         if node.target is ATTENTION:
-            total[op_name(node), False] += read_again(node, "cuda")
+            place = op_name(node), False
+            total[place] = total.get(place, 0.0) + read_again(node, "cuda")
     yield from total.items()
 
 

@@ -95,7 +95,7 @@ class _Grouped:
     node: fx.Node
     parts: Sequence[DistinctHeads]
     others: Sequence[fx.Node]
-    bodies: Sequence[Callable[..., Tensor]]
+    bodies: Sequence[Callable[..., Any]]
 
     def region(self, body: Callable[..., Tensor]) -> Region:
         return region_on(self.node, self.parts, self.others, body, WHOLE)
@@ -134,7 +134,8 @@ def _find_grouped(node: fx.Node, constants: Mapping[fx.Node, Tensor]) -> _Groupe
     """Return the ways to read a call's repeated operands, in the largest groups."""
     if node.target in PRODUCTS:
         q, *repeated = edit.operands(node)
-        others, bodies, is_grouped = [q], [_multiply_rows], False
+        bodies: list[Callable[..., Any]] = [_multiply_rows]
+        others, is_grouped = [q], False
     elif node.target is ATTENTION and IN_TURNS not in node.meta and not edit.arguments(node).dropout_p:
         args = edit.bound(node)
         q, *repeated = (args[name] for name in ("query", "key", "value"))
@@ -165,7 +166,7 @@ class _Attention:
     scale: float | None
     order: list[int]
 
-    def attend_in_groups(self, k: Tensor, v: Tensor, q: Tensor, mask: Tensor | None = None) -> Tensor:
+    def attend_in_groups(self, k: Tensor, v: Tensor, q: Tensor, mask: Tensor | None = None) -> Any:
         return ATTENTION(q, k, v, mask, is_causal=self.is_causal, scale=self.scale, enable_gqa=True)
 
     def attend_in_rows(self, k: Tensor, v: Tensor, q: Tensor, mask: Tensor | None = None) -> Any:
@@ -200,7 +201,7 @@ def _rows_of_mask(mask: Tensor, count: int, times: int, steps: Any) -> Any:
     return aten.flatten.using_ints(by_head.expand(sizes), -3, -2)
 
 
-def _multiply_rows(few: Tensor, q: Tensor) -> Tensor:
+def _multiply_rows(few: Tensor, q: Tensor) -> Any:
     """Multiply rows [group * steps], which are a view of both the operand and the result if these are dense."""
     rows = aten.flatten.using_ints(aten.unflatten.int(q, HEADS, [few.shape[HEADS], -1]), HEADS, STEPS)
     times = q.shape[HEADS] // few.shape[HEADS]

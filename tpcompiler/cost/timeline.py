@@ -44,8 +44,9 @@ class StepTime(Record, frozen=True):
 
     @classmethod
     def of(cls, work: Mapping[Part, float], kernels: float, network: float, host: float = 0.0) -> StepTime:
-        own = [work.get(part, 0.0) for part in PARTS]
-        return cls(*own, kernels, network, host, max(math.fsum(own) + kernels + network, host))
+        own: dict[str, float] = {part: work.get(part, 0.0) for part in PARTS}
+        total = max(math.fsum(own.values()) + kernels + network, host)
+        return cls(**own, kernels=kernels, network=network, host=host, total=total)
 
     @property
     def work(self) -> float:
