@@ -108,12 +108,12 @@ class Degree(Record, frozen=True, kw_only=True):
     remarks: list[str]
 
     def limits(self, name: str) -> Iterator[str]:
-        """Yield the largest part of a call's time, and its collectives."""
+        """Yield the parts of a call's time, and its collectives."""
         call, ranks, of = self.calls[name], _named(self.mesh), _of(name, self.calls)
         time = call.seconds
-        shares = [f"{seconds / time.total:.0%} {part}" for part, seconds in time.parts.items()]
-        if shares:
-            yield f"{ranks}: a call{of} is {', '.join(shares)}"
+        shares = ((seconds / time.total, part) for part, seconds in time.parts.items())
+        if named := [f"{share:.0%} {part}" for share, part in shares if share >= 0.005]:
+            yield f"{ranks}: a call{of} is {', '.join(named)}"
         yield from (f"{ranks}: {each.text}" for each in call.sends)
 
     def spoken(self) -> tuple[str, ...]:
