@@ -20,7 +20,7 @@ from tests.passes.stages import Call
 from tests.training.test_gradients import PLAN, Images, cross_entropy, with_own_samples
 from tests.training.test_steps import group_of_one as group_of_one
 from tpcompiler.checkpoint.halves import Halves
-from tpcompiler.errors import UnsupportedError
+from tpcompiler.errors import InputsError, UnsupportedError
 from tpcompiler.ir import edit
 
 HOW = ["min-cut", "all", "none"]
@@ -130,6 +130,34 @@ def test_values_that_change_before_the_backward(tmp_path: Path, group_of_one: No
         loss = module(*given)["loss"]
         loss.backward()
         given[0].zero_()  # as the next batch is read
+
+
+def test_only_the_loss_has_a_backward(tmp_path: Path, group_of_one: None) -> None:
+    """What comes before the module, or uses another output, would be trained without its part of the gradient."""
+
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        h = self.up(x)
+        return {"loss": h.square().mean(), "aux": (h.abs().mean(), h.argmax()), "same": x}
+
+    model, x = Call(forward, up=nn.Linear(8, 8)), torch.randn(4, 8)
+    asks = x.clone().requires_grad_()
+    for module in loaded(tmp_path, model, asks, loss="loss").values():
+        with pytest.raises(InputsError, match="input 'x' requires a gradient"):
+            module(asks)
+        with torch.no_grad():
+            assert not module(asks)["loss"].requires_grad
+        made = module(x)
+        assert not x.requires_grad
+        made["aux"][0].mul_(2)
+        with pytest.raises(RuntimeError, match=r"output 'aux\.0' has no gradient"):
+            (made["loss"] + made["aux"][0]).backward()
+        made, wanted = module(x), model(x)
+        assert made["aux"][1].dtype == torch.int64
+        model.zero_grad()
+        module.zero_grad()
+        (made["loss"] + made["aux"][0].detach()).backward()
+        wanted["loss"].backward()
+        torch.testing.assert_close(gradients(module), gradients(model))
 
 
 def test_sums_left_out_are_handed_out_later(tmp_path: Path, group_of_one: None) -> None:

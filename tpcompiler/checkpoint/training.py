@@ -17,10 +17,10 @@ from torch.autograd.function import once_differentiable
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
-from tpcompiler._torch import RETURNED_KINDS, Recompute, tree_map, tree_unflatten
+from tpcompiler._torch import RETURNED_KINDS, Recompute, tree_flatten, tree_map, tree_names, tree_unflatten
 from tpcompiler.checkpoint.distributed import DistributedState
 from tpcompiler.checkpoint.halves import Halves
-from tpcompiler.errors import ArtifactError
+from tpcompiler.errors import ArtifactError, InputsError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import holders_of, row_sharding
 from tpcompiler.runtime.agree import named_failures
@@ -102,18 +102,55 @@ class _Backward:
 
 
 def _differentiable(module: Any, loss: int, backward: _Backward) -> Any:
-    """Return a forward that returns the model's outputs, of which the loss has a backward."""
+    """Return a forward that returns the model's outputs, of which the loss has a backward, and others one that raises.
+
+    Raises:
+        InputsError: an input requires a gradient, which nothing would compute.
+    """
     run, spec = module.forward, module.exported_program.call_spec.out_spec
     place = tree_unflatten([*range(spec.num_leaves)], spec)["outputs"]
+    takes = module.exported_program.graph_signature.user_inputs
+    names = [name.removeprefix("outputs.") for name in tree_names(spec)]
 
     @functools.wraps(run)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            _refuse_gradients_of_inputs(takes, tree_flatten((args, kwargs))[0])
         results = run(*args, **kwargs)
         outputs, parameters = results["outputs"], [module.get_parameter(name) for name in backward.halves.names]
+        for at, value in enumerate(outputs):
+            if at != loss and isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
+                outputs[at] = _WithoutGradient.apply(parameters[0], [value], names[at])  # type: ignore[no-untyped-call]
         outputs[loss] = _Loss.apply(outputs[loss], results["saved"], backward, *parameters)  # type: ignore[no-untyped-call]
         return tree_map(lambda at: outputs[at], place)
 
     return forward
+
+
+def _refuse_gradients_of_inputs(names: Sequence[Any], values: Sequence[Any]) -> None:
+    for name, value in zip(names, values, strict=True):
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            raise InputsError(
+                f"input {str(name)!r} requires a gradient, and a module loaded for training computes those of its "
+                "parameters alone",
+                help="pass its detach(), and export what makes it as a part of the model",
+            )
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """An output of which the program has no gradient: without this, a loss that uses it would lose its part."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.nn.Parameter, value: list[torch.Tensor], name: str) -> torch.Tensor:
+        ctx.name = name
+        return value[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: torch.Tensor) -> Any:
+        raise RuntimeError(
+            f"output {ctx.name!r} has no gradient in this program, only the loss has: detach it, or add it to the loss "
+            "inside the model and export again"
+        )
 
 
 class _Loss(torch.autograd.Function):
