@@ -49,24 +49,30 @@ def add_backward(program: ExportedProgram, kept: Collection[OpOverload], loss: s
     Raises:
         InputsError: no output, or several, can be the loss.
         ProgramError: torch cannot trace the backward.
-        UnsupportedError: control flow, or an op with effects.
+        UnsupportedError: control flow, an op with effects, or a sparse gradient.
     """
     at = _find_loss(program, loss)
     try:
         joint = trace_joint(program, at, kept, draws)
     except Exception as error:  # whatever torch raises on the way
         raise ProgramError(f"torch cannot trace the backward: {reason(error)}") from error
-    _refuse_bodies(joint)
+    _refuse_ops(joint)
     return _JointWriter(program, joint, at).written()
 
 
-def _refuse_bodies(joint: fx.Graph) -> None:
+def _refuse_ops(joint: fx.Graph) -> None:
     for node in edit.calls(joint):
         if isinstance(node.target, HigherOrderOperator):
             called = next((each for each in node.args if isinstance(each, OpOverload)), node.target)
             raise UnsupportedError(
                 f"'{node.name}' ({called}) is not supported in a program with gradients",
                 help="compute both branches and choose with torch.where, or call an op without checks or effects",
+                used_at=edit.source_line(node),
+            )
+        if edit.is_tensor(node) and edit.fake(node).layout is not torch.strided:
+            raise UnsupportedError(
+                f"'{node.name}' makes a sparse gradient ({node.target})",
+                help="make the layer with sparse=False",
                 used_at=edit.source_line(node),
             )
 
