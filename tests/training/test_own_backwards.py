@@ -1,4 +1,4 @@
-"""Backwards that torch.export leaves out are refused; those that it keeps are the module's own."""
+"""Backwards that torch.export leaves out are refused, even if they agree on the example; the others are compared."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import tpcompiler
 from tests.passes.stages import Call
@@ -51,16 +52,35 @@ def detached(x: torch.Tensor) -> torch.Tensor:
     return -x + (x + x).detach()
 
 
+def recomputed(x: torch.Tensor, use_reentrant: bool = False) -> torch.Tensor:
+    return checkpoint(torch.tanh, x, use_reentrant=use_reentrant)  # type: ignore[no-any-return]
+
+
 def layers(between: Callable[[torch.Tensor], torch.Tensor], **more: Any) -> nn.Module:
     torch.manual_seed(0)
     forward = lambda self, x: self.o(between(self.a(torch.relu(self.i(x))))).square().mean()  # noqa: E731
     return Call(forward, i=nn.Linear(8, 8), a=nn.Linear(8, 8), o=nn.Linear(8, 8), **more)
 
 
+class Straight(torch.autograd.Function):
+    """Straight through a clamp: the same as torch's backward if no value is clamped."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clamp(-100, 100)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
 def with_hook(kind: str) -> nn.Module:
     model = layers(nn.Identity())
+    weight: Any = model.a.weight  # type: ignore[union-attr]
     if kind == "of a parameter":
-        model.a.weight.register_hook(lambda gradient: 3 * gradient)  # type: ignore[union-attr, operator]
+        weight.register_hook(lambda gradient: gradient.clamp(-100, 100))
+    elif kind == "after accumulation":
+        weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(0.5))
     elif kind == "of a module":
         model.a.register_full_backward_hook(lambda _, given, made: (3 * given[0],))  # type: ignore[union-attr, operator]
     else:
@@ -71,7 +91,11 @@ def with_hook(kind: str) -> nn.Module:
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "reversed": (lambda: layers(Reverse.apply), "Reverse (a torch.autograd.Function)"),
+    "a checkpoint": (lambda: layers(lambda x: recomputed(x, True)), "checkpoint(use_reentrant=True), instead of False"),
     "a hook": (lambda: layers(hooked), "a hook of a tensor"),
+    "the same on the example": (lambda: layers(Straight.apply), "Straight (a torch.autograd.Function)"),
+    "the same everywhere": (lambda: layers(Square.apply), "Square (a torch.autograd.Function)"),
+    "a hook after accumulation": (lambda: with_hook("after accumulation"), "a hook of 'a.weight'"),
     "a hook of a parameter": (lambda: with_hook("of a parameter"), "a hook of 'a.weight'"),
     "a hook of a module": (lambda: with_hook("of a module"), "a backward hook of 'a'"),
     "a hook before a module": (lambda: with_hook("before a module"), "a backward hook of 'a'"),
@@ -81,22 +105,44 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_backward_that_torch_export_leaves_out(name: str) -> None:
     make, names = REFUSED[name]
-    with pytest.raises(ProgramError, match=r"'gradients\.[ai]\.weight' of the exported program is not") as raised:
+    with pytest.raises(UnsupportedError, match="the model has its own backward") as raised:
         tpcompiler.export_training(make(), (X,))
     assert names in str(raised.value)
 
 
 def test_a_loss_with_a_backward_of_its_own() -> None:
-    """A function may be called by the loss; and in the example a parameter of zero may hide its gradient."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    nn.init.zeros_(model[1].weight)  # type: ignore[arg-type]
     loss = lambda output, target: (Reverse.apply(output) - target).square().mean()  # noqa: E731
-    with pytest.raises(ProgramError, match="Reverse"):
-        tpcompiler.export_training(model, (X,), loss=loss, targets={"target": X})
-    inside = layers(Reverse.apply)
-    nn.init.zeros_(inside.o.weight)  # type: ignore[union-attr, arg-type]
-    with pytest.raises(ProgramError, match="Reverse"):
-        tpcompiler.export_training(inside, (X,))
+    with pytest.raises(UnsupportedError, match="Reverse"):
+        tpcompiler.export_training(nn.Linear(8, 8), (X,), loss=loss, targets={"target": X})
+
+
+def test_a_parameter_that_is_not_the_models() -> None:
+    """The program would hold its value, and nothing would train it."""
+    scale = nn.Parameter(torch.tensor(2.0))
+    loss = lambda output, target: (scale * output - target).square().mean()  # noqa: E731
+    with pytest.raises(ProgramError, match=r"depends on a tensor \[\] that requires a gradient and is no parameter"):
+        tpcompiler.export_training(nn.Linear(8, 8), (X,), loss=loss, targets={"target": X})
+    assert scale.grad is None
+    scale.requires_grad_(False)
+    tpcompiler.export_training(nn.Linear(8, 8), (X,), loss=loss, targets={"target": X})
+
+
+def before_accumulation(change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[nn.Module, Any]:
+    """Return a model with a hook that Python cannot list, and the node that holds it."""
+    model = layers(nn.Identity())
+    weight: Any = model.a.weight  # type: ignore[union-attr]
+    node: Any = weight.view_as(weight).grad_fn.next_functions[0][0]
+    node.register_prehook(lambda gradients: (change(gradients[0]),))
+    return model, node
+
+
+def test_a_hook_before_accumulation() -> None:
+    model, _node = before_accumulation(lambda gradient: 3 * gradient)
+    model.i.weight.grad = torch.ones(8, 8)  # type: ignore[union-attr, assignment]
+    with pytest.raises(ProgramError, match=r"'gradients\.a\.weight' of the exported program is not the module's own"):
+        tpcompiler.export_training(model, (X,))
+    assert torch.equal(model.i.weight.grad, torch.ones(8, 8))  # type: ignore[union-attr, arg-type]
+    assert model.a.weight.grad is None  # type: ignore[union-attr]
 
 
 @torch.library.custom_op("tests::reverse", mutates_args=())
@@ -108,7 +154,7 @@ reverse.register_fake(torch.empty_like)
 reverse.register_autograd(lambda ctx, gradient: -gradient)
 
 
-@pytest.mark.parametrize("between", [Square.apply, detached, reverse], ids=["same", "detached", "custom"])
+@pytest.mark.parametrize("between", [detached, reverse, recomputed], ids=["detached", "custom", "checkpoint"])
 def test_a_backward_that_is_kept(between: Any) -> None:
     model = layers(between, norm=nn.BatchNorm1d(8), drop=nn.Dropout(0.5)).train()
     state, drawn = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
@@ -136,13 +182,21 @@ def test_without_weights_there_is_nothing_to_compare() -> None:
 
 
 def test_a_module_without_a_backward() -> None:
-    class Broken(Reverse):
-        @staticmethod
-        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-            raise ValueError("no backward")
+    def refuse(gradient: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no backward")
 
+    model, _node = before_accumulation(refuse)
     with pytest.raises(TpCompilerError, match="the model's own backward raises: no backward"):
-        tpcompiler.export_training(layers(Broken.apply), (X,))
+        tpcompiler.export_training(model, (X,))
+
+
+def test_sparse_gradients() -> None:
+    model = nn.EmbeddingBag(11, 8, sparse=True, mode="sum")
+    with pytest.raises(UnsupportedError, match=r"makes a sparse gradient.*") as raised:
+        tpcompiler.export_training(
+            model, (torch.ones(2, 2, dtype=torch.int64),), loss=lambda output: output.square().sum()
+        )
+    assert "sparse=False" in str(raised.value)
 
 
 def test_one_tensor_for_two_inputs() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import _SingleLevelFunction
+from torch.utils.checkpoint import CheckpointFunction
 
 TORCH = "torch."  # its own functions have the backward that torch derives of their forward
 
@@ -17,7 +18,8 @@ TORCH = "torch."  # its own functions have the backward that torch derives of th
 def record_own_backwards(model: nn.Module) -> Iterator[dict[str, None]]:
     """Yield the names of the backwards of the model's own that are called or registered in the block.
 
-    These are the backwards of `torch.autograd.Function`s, and hooks on gradients of tensors, parameters and modules.
+    These are the backwards of `torch.autograd.Function`s, among them that of a reentrant checkpoint, and hooks on
+    gradients of tensors, parameters and modules.
     """
     names: dict[str, None] = {}
     for name, module in model.named_modules():
@@ -28,7 +30,9 @@ def record_own_backwards(model: nn.Module) -> Iterator[dict[str, None]]:
     register = torch.Tensor.register_hook
 
     def record_apply(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
-        if not f"{cls.__module__}.".startswith(TORCH):
+        if issubclass(cls, CheckpointFunction):
+            names["checkpoint(use_reentrant=True), instead of False"] = None
+        elif not f"{cls.__module__}.".startswith(TORCH):
             names[f"{cls.__name__} (a torch.autograd.Function)"] = None
         return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
 
@@ -47,8 +51,22 @@ def record_own_backwards(model: nn.Module) -> Iterator[dict[str, None]]:
         torch.Tensor.register_hook = register  # type: ignore[method-assign]
 
 
+def accumulated_into(value: torch.Tensor) -> list[torch.Tensor]:
+    """Return the leaves to whose `grad` the backward of a value adds."""
+    leaves, seen, nodes = list[torch.Tensor](), set[Any](), [value.grad_fn]
+    while nodes:
+        if (node := nodes.pop()) is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            leaves.append(leaf)
+        nodes += [each for each, _ in node.next_functions]
+    return leaves
+
+
 def _hooks(parameter: nn.Parameter) -> list[Any]:
-    return list((parameter._backward_hooks or {}).values())
+    after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return [*(parameter._backward_hooks or {}).values(), *(after or {}).values()]
 
 
 def _title(function: Any) -> str:

@@ -14,6 +14,7 @@ from tpcompiler._torch import record_own_backwards
 from tpcompiler.api.own_gradients import check_own_gradients
 from tpcompiler.errors import ProgramError, reason
 from tpcompiler.frontend.example_inputs import copy_repeated
+from tpcompiler.frontend.own_backwards import refuse_own_backwards
 from tpcompiler.frontend.training import add_backward
 from tpcompiler.rules.registry import ops_with_rules
 
@@ -45,11 +46,10 @@ def export_training(
 
     Raises:
         InputsError: no output, or several, can be the loss.
-        ProgramError: torch cannot export the model, or not its backward; or a gradient is not the module's own, as
-            with backwards that torch.export leaves out (`torch.autograd.Function`, hooks): it is compared on the
-            example and on a second draw.
-        UnsupportedError: the model has control flow (`torch.cond`), or ops with effects; or its own backward,
-            and no values to compare gradients with.
+        ProgramError: torch cannot export the model, or not its backward; a gradient is not the module's own (it is
+            compared on the example and on a second draw); or the loss depends on a parameter outside the model.
+        UnsupportedError: the model has control flow (`torch.cond`), or ops with effects; or its own backward, which
+            torch.export leaves out (`torch.autograd.Function`, hooks on gradients).
     """
     args, named = copy_repeated((tuple(args), {**(kwargs or {}), **(targets or {})}))
     own = dict(model.__dict__)
@@ -58,8 +58,9 @@ def export_training(
     try:
         with record_own_backwards(model) as own_backwards:
             program = _exported(model, tuple(args), named, dynamic_shapes)
+        refuse_own_backwards(own_backwards)
         program = add_gradients(program, "loss" if callable(loss) else loss)
-        check_own_gradients(model, program, args, named, own_backwards)
+        check_own_gradients(model, program, args, named)
     finally:
         model.__dict__.pop("forward", None)
         model.__dict__.update({name: own[name] for name in ("forward",) if name in own})
