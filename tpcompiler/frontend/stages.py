@@ -67,7 +67,7 @@ def cut_stages(
     """Cut programs of one model into `count` stages, each leaf in the same stage of all programs.
 
     Raises:
-        UnsupportedError: a program has gradients, draws random numbers, writes to an input or returns a size.
+        UnsupportedError: a program has gradients, draws random numbers, writes to an input, returns a size or a text.
         MeshError: no places for the cuts, or the leaves of no stages fit the limit.
     """
     orders = {name: _Order(name, program) for name, program in programs.items()}
@@ -150,6 +150,10 @@ def _refuse_uncut(name: str, program: CanonicalProgram) -> None:
     for key, value in results_of(program).items():
         if isinstance(value, fx.Node) and not edit.is_tensor(value):
             raise UnsupportedError(f"{name} returns the size {key!r}", help=f"return tensors, or {whole}")
+        if isinstance(value, str):
+            raise UnsupportedError(
+                f"output '{key}' is the text {value!r}, which no stage returns", help="return tensors and numbers only"
+            )
 
 
 class _Order:
