@@ -23,7 +23,7 @@ from tests.state.models import PLAN, Llama, call
 from tests.zoo.case import randomise
 from tests.zoo.index import CASES
 from tests.zoo.measure import exported
-from tpcompiler import ArtifactError, MeshError, ParallelProgram, UnsupportedError
+from tpcompiler import ArtifactError, InputsError, MeshError, ParallelProgram, UnsupportedError
 from tpcompiler._torch import FakeTensorMode, tree_flatten
 from tpcompiler.frontend.stages import Prices, cut_stages
 from tpcompiler.judge.sound.stages import check_stages
@@ -178,8 +178,9 @@ def test_a_swapped_value_is_not_sound() -> None:
 
 
 def record(stage: Any, index: int) -> StageRecord:
-    said = {"of": "model", "count": 2, "inputs": ["x"], "returns": ["output"], "takes": "", "makes": ""}
-    return StageRecord(index=index, receives=dict(stage.receives), outputs=list(stage.outputs), **said)  # type: ignore[arg-type]
+    said: dict[str, Any] = {"of": "model", "count": 2, "returns": ["output"], "takes": "", "makes": "", "fixed": {}}
+    said |= {"inputs": ["x"], "arguments": ["x"]}
+    return StageRecord(index=index, receives=dict(stage.receives), outputs=list(stage.outputs), **said)
 
 
 def test_stages_are_balanced_where_least_crosses() -> None:
@@ -286,6 +287,70 @@ def test_outputs_that_are_no_tensors(returns: Any) -> None:
     staged = tpcompiler.parallelize(program, {"pp": 2, "tp": 2}, {"up": "colwise", "down": "rowwise"})
     assert staged.verify((x,)).ok
     assert not staged.verify((x,), original=export(_scaled(module), (x,))).ok
+
+
+def test_a_text_is_not_returned() -> None:
+    module = Call(lambda self, x: {"y": self.down(self.up(x)), "t": "text"}, up=nn.Linear(8, 12), down=nn.Linear(12, 8))
+    with pytest.raises(UnsupportedError, match="output 't' is the text 'text'"):
+        tpcompiler.parallelize(export(module, (torch.randn(4, 8),)), {"pp": 2, "tp": 1}, {})
+
+
+def with_arguments() -> Any:
+    """A model that takes constants, a dynamic number and what no op uses, and returns a conjugated value."""
+
+    def forward(self: Any, x: torch.Tensor, k: int, y: torch.Tensor, n: int, mask: Any = None) -> Any:
+        return {"y": (torch.complex(self.down(torch.relu(self.up(x))), x * n) * k).conj()}
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 8)
+    args = x, 2, x + 1, 3, None
+    module = Call(forward, up=nn.Linear(8, 12), down=nn.Linear(12, 8))
+    dynamic = None, None, None, torch.export.Dim.DYNAMIC, None
+    return module, args, export(module, args, dynamic_shapes=dynamic)
+
+
+def test_arguments_that_are_no_tensors() -> None:
+    """An input may have the name of an output that an earlier stage returns."""
+    module, (x, *rest), program = with_arguments()
+    staged = tpcompiler.parallelize(program, MESH, {"up": "colwise", "down": "rowwise"})
+    assert staged.verify((x, *rest)).ok
+    assert staged.verify((x, 2, x, 5, None)).ok
+    assert not staged.verify((x, *rest), original=export(_scaled(module), (x, *rest))).ok
+    with pytest.raises(InputsError, match="input 'k' is 3, the program was exported with 2"):
+        staged.verify((x, 3, x, 5, None))
+
+
+def test_other_arguments_are_refused_in_a_call(tmp_path: Path) -> None:
+    module, (x, *rest), program = with_arguments()
+    tpcompiler.parallelize(program, {"pp": 2, "tp": 1}, {}).save(tmp_path / "out")
+    calls = [
+        (x, *rest),
+        (x, 2, x, 5, None),
+        (x, 3, x, 3, None),
+        (x, 2, x, 3, x),
+        (x, 2, None, 3, None),
+        (x, 2, x, x, None),
+    ]
+    torch.save((calls, [module(*each)["y"] for each in calls[:2]]), tmp_path / "calls")
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import sys, torch, tpcompiler, torch.distributed as dist\n"
+        "from pathlib import Path\n"
+        "from tpcompiler.errors import InputsError\n"
+        "module = tpcompiler.load(Path(sys.argv[1]) / 'out')\n"
+        "calls, wanted = torch.load(Path(sys.argv[1]) / 'calls')\n"
+        "for call, want in zip(calls, wanted):\n    torch.testing.assert_close(module(*call)['y'].resolve_conj(), want)\n"
+        "for call in calls[2:]:\n"
+        "    try:\n        module(*call)\n"
+        "    except InputsError as error:\n        print(error.message)\n"
+        "dist.destroy_process_group()\n"
+    )
+    ended = fork_ranks(2, script, tmp_path, timeout=60)
+    for printed in ended.printed:
+        assert "input 'k' is 3, the program was exported with 2" in printed
+        assert "input 'mask' is a tensor, the program was exported with None" in printed
+        assert "input 'y' is of type NoneType, and the program takes a tensor" in printed
+        assert "input 'n' is of type Tensor, and the program takes a number" in printed
 
 
 def _scaled(module: nn.Module) -> nn.Module:

@@ -15,6 +15,8 @@ from tpcompiler.artifact.stored import StoredProgram
 from tpcompiler.checkpoint.fill import computed_values, fill_weights
 from tpcompiler.checkpoint.ranks import RankShares, open_source
 from tpcompiler.errors import ArtifactError
+from tpcompiler.ir import edit
+from tpcompiler.ir.sharding import Sharding
 from tpcompiler.judge.compare.judge import Layout
 from tpcompiler.judge.compare.simulate import RankResult, simulate
 from tpcompiler.judge.compare.subject import Subject
@@ -51,24 +53,27 @@ def subject_of_stages(
     ranks = len(each[0].programs)
     held = {} if held is None else held
 
+    receives = [program.manifest.stage.receives for program in stages if program.manifest.stage is not None]
+
     def run(shares: Sequence[Sequence[Any]]) -> list[RankResult]:
-        tensors = [[value for value in share if isinstance(value, torch.Tensor)] for share in shares]
-        values = [dict(zip(record.inputs, own, strict=True)) for own in tensors]
+        values = [dict(zip(record.arguments, share, strict=True)) for share in shares]
+        made: list[dict[str, Any]] = [{} for _ in range(ranks)]
         written: list[dict[str, torch.Tensor]] = [{} for _ in range(ranks)]
         for stage, subject in enumerate(each):
             state = held.setdefault(stage, [{} for _ in range(ranks)])
             given = [
-                [own[spec.arg.name] for spec in user_inputs(program)]
-                for own, program in zip(values, subject.programs, strict=True)
+                [(own if spec.arg.name in receives[stage] else taken)[spec.arg.name] for spec in user_inputs(program)]
+                for own, taken, program in zip(made, values, subject.programs, strict=True)
             ]
             for rank, result in enumerate(simulate(subject.programs, given, state=state)):
-                values[rank] |= dict(zip(subject.output_names, result.outputs, strict=True))
+                made[rank] |= dict(zip(subject.output_names, result.outputs, strict=True))
                 written[rank] |= result.mutated
                 state[rank].update(result.mutated)
-        results = [{**record.constants, **own} for own in values]
+        results = [{**record.constants, **own} for own in made]
         return [RankResult([own[name] for name in record.returns], written[rank]) for rank, own in enumerate(results)]
 
-    shardings = {name: sharding for program in stages for name, sharding in shardings_of(program).items()}
+    shardings = {node.name: Sharding.replicated(edit.fake(node).ndim) for node in canonical.user_inputs()}  # if unused
+    shardings |= {name: sharding for program in stages for name, sharding in shardings_of(program).items()}
     indices = [row for program in stages for row in program.manifest.inputs if row.name in record.inputs]
     return Subject(
         whole,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import fx
 from torch.export import ExportedProgram
 
-from tpcompiler._torch import TreeSpec, treespec_dumps
+from tpcompiler._torch import TreeSpec, treespec_dumps, user_inputs
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.timeline import predict_times
 from tpcompiler.errors import MeshError, UnsupportedError
@@ -20,6 +20,7 @@ from tpcompiler.ir.program import CanonicalProgram, results_of
 from tpcompiler.parallel.batches import find_batches
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.runtime.artifact import is_single
+from tpcompiler.runtime.inputs import fixed_arguments
 from tpcompiler.runtime.pipeline import is_plain
 from tpcompiler.runtime.records import StageRecord
 
@@ -85,6 +86,8 @@ def stage_programs(
                     receives=dict(stage.receives),
                     outputs=list(stage.outputs),
                     inputs=[node.name for node in canonical[name].user_inputs()],
+                    arguments=[spec.arg.name for spec in user_inputs(canonical[name].source)],
+                    fixed=fixed_arguments(canonical[name].source),
                     returns=list(results),
                     constants={key: value for key, value in results.items() if not isinstance(value, fx.Node)},
                     takes=_tree_text(name, whole.call_spec.in_spec),

@@ -163,11 +163,7 @@ def _check_inputs(program: ExportedProgram, flat: Sequence[Any]) -> None:
     for spec, given in zip(specs, flat, strict=True):
         name, expected = spec.arg.name, values.get(spec.arg.name)
         if isinstance(spec.arg, ConstantArgument):
-            if type(given) is not type(spec.arg.value) or given != spec.arg.value:
-                raise InputsError(
-                    f"input {name!r} is {given!r}, the program was exported with {spec.arg.value!r}",
-                    help="pass the same value, or export again: it is a constant of the program",
-                )
+            check_fixed(name, given, spec.arg.value)
         elif isinstance(expected, torch.Tensor) and isinstance(given, torch.Tensor):
             check_tensor(name, given, expected)
         elif isinstance(expected, torch.Tensor) or type(given) is not _python_type(expected):
@@ -176,6 +172,26 @@ def _check_inputs(program: ExportedProgram, flat: Sequence[Any]) -> None:
                 f"input {name!r} is of type {type(given).__name__}, the program takes one of type {kind}",
                 help="pass what it was exported with",
             )
+
+
+def check_fixed(name: str, given: Any, value: Any) -> None:
+    """Check an argument that is a constant of the program.
+
+    Raises:
+        InputsError: it is another.
+    """
+    if type(given) is not type(value) or given != value:
+        shown = "a tensor" if isinstance(given, torch.Tensor) else repr(given)
+        raise InputsError(
+            f"input {name!r} is {shown}, the program was exported with {value!r}",
+            help="pass the same value, or export again: it is a constant of the program",
+        )
+
+
+def fixed_arguments(program: ExportedProgram) -> dict[str, Any]:
+    """Return the arguments that are constants of the program."""
+    arguments = [spec.arg for spec in user_inputs(program)]
+    return {arg.name: arg.value for arg in arguments if isinstance(arg, ConstantArgument)}
 
 
 def _python_type(value: Any) -> type:

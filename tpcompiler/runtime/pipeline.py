@@ -17,6 +17,7 @@ from tpcompiler._torch import TreeSpec, tree_flatten, tree_unflatten, treespec_l
 from tpcompiler.errors import ArtifactError, InputsError, reason
 from tpcompiler.runtime.agree import named_failures
 from tpcompiler.runtime.batches import cut_inputs, dtype_of, join_outputs, refuse_batches
+from tpcompiler.runtime.inputs import check_fixed, keywords_of
 from tpcompiler.runtime.leave import destroy_at_exit
 from tpcompiler.runtime.records import BoundaryRecord, Manifest, StageRecord
 
@@ -87,18 +88,16 @@ class Pipeline(torch.nn.Module):
         made = zip(self.stage.returns, tree_flatten(self(*args, **kwargs))[0], strict=True)
         return {name: value for name, value in made if isinstance(value, torch.Tensor)}
 
-    def _run(self, given: Mapping[str, torch.Tensor], sent: list[Any]) -> dict[str, torch.Tensor]:
+    def _run(self, given: Mapping[str, Any], sent: list[Any]) -> dict[str, torch.Tensor]:
         """Run this stage on the values of the stages before it, and send its own to those behind it."""
-        own = self._stages[self.stage.index]
-        inputs = {}
-        for row in own.inputs:
+        takes = keywords_of(self.exported_program.call_spec.in_spec)
+        inputs = {name: given[name] for name in takes if name not in self.stage.receives}
+        for row in self._stages[self.stage.index].inputs:  # in the order in which they are sent
             if row.name in self.stage.receives:
                 inputs[row.name] = self._receive(row, self._peers[self.stage.receives[row.name]])
-            else:
-                inputs[row.name] = given[row.name]
         made: dict[str, torch.Tensor] = self.module(**inputs)
         for target, row in self._wanted():
-            value = made[row.name].contiguous()
+            value = _resolve(made[row.name])
             pieces = [value] if _is_static(row) else [torch.tensor(value.shape, device=value.device), value]
             sent += [(dist.isend(piece, self._peers[target]), piece) for piece in pieces]
         return {name: made[name] for name in self.stage.outputs}
@@ -129,14 +128,13 @@ class Pipeline(torch.nn.Module):
         )
         dist.broadcast(shape, self._peers[owner], group=self._group)
         made = (
-            torch.empty(shape.tolist(), dtype=dtype_of(row), device=shape.device)
-            if value is None
-            else value.contiguous()
+            torch.empty(shape.tolist(), dtype=dtype_of(row), device=shape.device) if value is None else _resolve(value)
         )
         dist.broadcast(made, self._peers[owner], group=self._group)
         return made
 
-    def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments by name, without those that are constants of the program."""
         flat, spec = tree_flatten((tuple(args), dict(kwargs)))
         if spec.num_leaves != self._takes.num_leaves:
             raise InputsError(
@@ -150,8 +148,17 @@ class Pipeline(torch.nn.Module):
                 "the arguments have another structure than the program takes",
                 help=f"pass what it was exported with: {', '.join(self.stage.inputs)}",
             ) from error
-        tensors = [value for value in flat if isinstance(value, torch.Tensor)]
-        return dict(zip(self.stage.inputs, tensors, strict=True))
+        given = dict(zip(self.stage.arguments, flat, strict=True))
+        for name, value in self.stage.fixed.items():
+            check_fixed(name, given.pop(name), value)
+        for name, value in given.items():
+            kinds, kind = (torch.Tensor, "tensor") if name in self.stage.inputs else ((int, float), "number")
+            if not isinstance(value, kinds):
+                raise InputsError(
+                    f"input {name!r} is of type {type(value).__name__}, and the program takes a {kind}",
+                    help="pass what it was exported with",
+                )
+        return given
 
     def _enter(self, number: int) -> None:
         """Put the buffers of a micro-batch into the program, which keeps what it has written there."""
@@ -184,6 +191,11 @@ def _read_tree(text: str) -> TreeSpec:
     if not is_plain(spec):
         raise ArtifactError("a stage's pytree has a class", help="convert the model again")
     return spec
+
+
+def _resolve(value: torch.Tensor) -> torch.Tensor:
+    """Return a value whose memory has its elements: in order, conjugated and negated."""
+    return value.resolve_conj().resolve_neg().contiguous()
 
 
 def _is_static(row: BoundaryRecord) -> bool:

@@ -229,6 +229,8 @@ class StageRecord(Record, frozen=True, kw_only=True):
     receives: dict[str, Count]  # input -> the earlier stage that returns it under the same name
     outputs: list[str]  # the outputs of the whole that this stage returns
     inputs: list[str]  # the tensors that the whole takes, in order
+    arguments: list[str]  # these, and the numbers and texts that the whole takes, in order
+    fixed: dict[str, bool | int | float | str | None]  # the arguments that are constants of the whole
     returns: list[str]  # the outputs of the whole, in order
     constants: dict[str, bool | int | float | str | None] = {}  # those that are no tensors
     takes: str  # the pytree of the arguments of the whole, as torch writes it

@@ -11,6 +11,7 @@ from tpcompiler._torch import aten, tree_flatten
 from tpcompiler.ir import edit
 from tpcompiler.ir.program import CanonicalProgram, results_of
 from tpcompiler.judge.sound.unsound import Unsound
+from tpcompiler.runtime.inputs import fixed_arguments
 from tpcompiler.runtime.records import StageRecord
 
 COPIES = (aten.clone.default, aten.alias.default)
@@ -26,6 +27,8 @@ def check_stages(stages: Stages, whole: CanonicalProgram) -> int:
     Raises:
         Unsound: they do not; or a stage takes a value that no earlier stage returns, or two return one output.
     """
+    if any(record.fixed != fixed_arguments(whole.source) for record, _ in stages):
+        raise Unsound(None, "the arguments that are constants are not those of the whole")
     made = [results_of(program) for _, program in stages]
     named = [_inputs(program) for _, program in stages]
     own = _inputs(whole)
