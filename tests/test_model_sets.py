@@ -16,6 +16,7 @@ from torch.export import ExportedProgram, export
 
 import tpcompiler
 from tests.launch import called
+from tests.passes.stages import Call
 from tests.training.test_steps import group_of_one as group_of_one
 from tests.zoo.case import randomise
 from tpcompiler import ArtifactError, InputsError, MeshError, ParallelProgram, PlanError, ProgramError, UnsupportedError
@@ -264,6 +265,21 @@ def test_an_artifact_of_such_programs_is_refused(degrees: dict[str, int]) -> Non
             assert text in str(made.check())
             with pytest.raises(ArtifactError, match=text):
                 made.verify(calls)
+
+
+def test_a_parameter_that_is_trained_over_other_ranks_is_refused() -> None:
+    """After a step the reader would have the old weights."""
+    layers = {"up": nn.Linear(8, 8), "down": nn.Linear(8, 8)}
+    model, x = Call(lambda self, x: self.down(self.up(x)).mean(), **layers), torch.randn(4, 8)
+    train, evaluate = tpcompiler.export_training(model, (x,)), export(model, (x,))
+    plan = {"up": "colwise", "down": "rowwise"}
+    for name in ("eval", "train"):
+        with pytest.raises(UnsupportedError, match=r"'up.weight' is a parameter that 'train' trains on tp=[12]"):
+            tpcompiler.parallelize({"train": train, "eval": evaluate}, 2, plan, degrees={name: 1})
+    with pytest.raises(UnsupportedError, match=r"is a parameter that .(train|other). trains"):
+        tpcompiler.parallelize({"train": train, "other": train}, 2, plan, degrees={"other": 1})
+    made = tpcompiler.parallelize({"train": train, "eval": evaluate}, 2, plan)
+    assert made.verify([("train", (x,)), ("eval", (x,))]).ok
 
 
 def test_an_entry_of_the_plan_may_match_in_one_program_only() -> None:

@@ -34,7 +34,8 @@ def find_families(conversions: Mapping[str, Conversion]) -> dict[str, Conversion
 
     Raises:
         ProgramError: a leaf of one name that is not one tensor, in programs of one model.
-        UnsupportedError: a buffer that a program writes and one of another mesh has too, in programs of one model.
+        UnsupportedError: a program writes a buffer or trains a parameter that one of another mesh has too, in programs of
+            one model.
     """
     found: dict[str, dict[str, Conversion]] = {}  # by the name of the first
     for name, own in conversions.items():
@@ -67,23 +68,28 @@ def find_families(conversions: Mapping[str, Conversion]) -> dict[str, Conversion
 
 
 def _refuse_state_apart(name: str, own: Conversion, family: Mapping[str, Conversion]) -> None:
-    """Raise UnsupportedError if a program would not see a buffer that one of another mesh writes: each has its own.
+    """Raise UnsupportedError if a program would not see what changes a leaf in one of another mesh: each has its own.
 
-    Two models may have buffers of one name, of the same zeros: programs are of one if no common leaf differs, and they
-    have more in common than such buffers.
+    Programs write buffers, and train parameters. Two models may have buffers of one name, of the same zeros: programs
+    are of one if no common leaf differs, and they have more in common than such buffers.
     """
     common, unlike = _compare(own, family)
     programs = {**family, name: own}
     written = {fqn: each for each, other in programs.items() for _, fqn in other.program.mutations()}
+    trained = {fqn: each for each, other in programs.items() for _, fqn in other.program.gradients()}
     states = [fqn for fqn in common if fqn in written]
-    if unlike or not states or len(states) == len(common):
+    states = [fqn for fqn in common if fqn in trained] + (states if len(states) < len(common) else [])
+    if unlike or not states:
         return
-    first, writer = states[0], written[states[0]]
+    first = states[0]
+    is_trained = first in trained
+    writer = trained[first] if is_trained else written[first]
     reader = next(each for each in family if _has(family[each], first)) if writer == name else name
     meshes = {each: programs[each].mesh for each in (writer, reader)}
+    kind, does = ("parameter", "trains") if is_trained else ("buffer", "writes")
     raise UnsupportedError(
-        f"{first!r} is a buffer that {writer!r} writes on {meshes[writer]}, and {reader!r} has it on {meshes[reader]}: "
-        "each would have its own buffer, and see nothing of the other's",
+        f"{first!r} is a {kind} that {writer!r} {does} on {meshes[writer]}, and {reader!r} has it on {meshes[reader]}: "
+        f"each would have its own {kind}, and see nothing of the other's",
         help="run both over the same ranks: "
         + option(
             f"leave out the --degree of {writer} and {reader}", f"leave {writer!r} and {reader!r} out of degrees="
