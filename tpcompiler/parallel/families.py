@@ -34,8 +34,8 @@ def find_families(conversions: Mapping[str, Conversion]) -> dict[str, Conversion
 
     Raises:
         ProgramError: a leaf of one name that is not one tensor, in programs of one model.
-        UnsupportedError: a program writes a buffer or trains a parameter that one of another mesh has too, in programs of
-            one model.
+        UnsupportedError: a program of the same model has, over another mesh, a buffer that one writes or a parameter
+            that it trains.
     """
     found: dict[str, dict[str, Conversion]] = {}  # by the name of the first
     for name, own in conversions.items():
