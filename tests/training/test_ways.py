@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 
@@ -16,6 +18,7 @@ from tests.launch import run_ranks
 from tests.passes.stages import Call
 from tests.training.test_gradients import ROWS
 from tests.training.test_steps import Grouped
+from tests.training.test_steps import group_of_one as group_of_one
 from tests.training.ways import master_weights, momentum, overflowing, scaled, step
 from tpcompiler.checkpoint.distributed import _make_state
 from tpcompiler.ir.shares import cut, row_sharding
@@ -143,20 +146,67 @@ def test_a_packed_matrix_is_written_by_three_ranks_and_read_by_two(tmp_path: Pat
         assert_shares(made[name], [own["parameters"] for own in read], dict(model.named_parameters()), 1e-12)
 
 
-def test_state_is_made_without_a_trace() -> None:
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "adamw": lambda values: torch.optim.AdamW(values, lr=0.1, weight_decay=0.5),
+    "adam": lambda values: torch.optim.Adam(values, lr=0.1, weight_decay=0.5),
+    "decay": lambda values: torch.optim.SGD(values, lr=0.1, momentum=0.9, weight_decay=0.5),
+    "dampening": lambda values: torch.optim.SGD(values, lr=0.1, momentum=0.9, dampening=0.5),
+    "nadam": lambda values: torch.optim.NAdam(values, lr=0.1),
+    "asgd": lambda values: torch.optim.ASGD(values, lr=0.1),
+    "rprop": lambda values: torch.optim.Rprop(values, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_is_made_without_a_trace(name: str) -> None:
     """For a checkpoint before the first step: gradients that wait stay, and steps are those of a new optimizer."""
     torch.manual_seed(0)
     start, gradient = torch.randn(4), torch.randn(4)
     results = []
     for makes_state in (True, False):
-        value = torch.nn.Parameter(start.clone())
+        value, frozen = nn.Parameter(start.clone()), nn.Parameter(start.clone())
         value.grad = gradient.clone()
-        optimizer = torch.optim.AdamW([value], lr=0.1, weight_decay=0.5)
+        optimizer = OPTIMIZERS[name]([value, frozen])
         if makes_state:
-            _make_state(optimizer)
+            _make_state(optimizer, [value])
             assert torch.equal(value, start)
             assert torch.equal(value.grad, gradient)
-        for _ in range(2):
+            assert [*optimizer.state] == [value]
+        for _ in range(3):
             optimizer.step()
         results.append(value.detach())
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_checkpoint_is_read_before_the_first_step(name: str, tmp_path: Path, group_of_one: None) -> None:
+    """Of one before the first step, and one behind two; a layer is frozen, and another has no gradient."""
+    model = Call(
+        lambda self, x: self.o(torch.relu(self.f(self.i(x)))).square().mean(),
+        **{each: nn.Linear(8, 8) for each in ("i", "f", "o", "unused")},
+    )
+    model.f.requires_grad_(False)  # type: ignore[union-attr]
+    torch.manual_seed(0)
+    x = torch.randn(4, 8)
+    tpcompiler.parallelize(tpcompiler.export_training(model, (x,)), 1, {}).save(tmp_path / "out")
+
+    def begin(saved: str = "") -> tuple[Any, Any]:
+        module = tpcompiler.load(tmp_path / "out", training=True)
+        optimizer = OPTIMIZERS[name](module.parameters())
+        if saved:
+            dcp.load(module.distributed_state(optimizer), checkpoint_id=tmp_path / saved)
+        return module, optimizer
+
+    module, optimizer = begin()
+    dcp.save(module.distributed_state(optimizer), checkpoint_id=tmp_path / "0")
+    for _ in range(2):
+        step(module, optimizer, x)
+    dcp.save(module.distributed_state(optimizer), checkpoint_id=tmp_path / "2")
+    results = []
+    for saved, steps in (("", 4), ("0", 4), ("2", 2)):
+        module, optimizer = begin(saved)
+        for _ in range(steps):
+            step(module, optimizer, x)
+        results.append({key: value.detach() for key, value in module.named_parameters()})
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=0, atol=0)

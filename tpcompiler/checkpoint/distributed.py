@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -27,14 +27,16 @@ class DistributedState:
     A tensor is a DTensor, or a `BoxedTensor` if DTensor cannot express its sharding.
     """
 
-    def __init__(self, module: torch.nn.Module, manifest: Manifest) -> None:
-        self.module, self.manifest = module, manifest
+    def __init__(self, module: torch.nn.Module, manifest: Manifest, trained: Collection[str]) -> None:
+        """`trained`: the parameters that have a gradient."""
+        self.module, self.manifest, self.trained = module, manifest, trained
         self.mesh: DeviceMesh | None = None
 
     def __call__(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, dict[str, Any]]:
         """Return `{"model": {name: tensor}, "optimizer": {"name.key": tensor}}`; all ranks must call it.
 
-        An optimizer that has made no step gets its state first, by a step with a rate of 0.
+        An optimizer that has made no step gets state of zeros, into which a checkpoint can be read. If none is, its
+        first step is as if it had not been asked.
 
         Raises:
             ArtifactError: a parameter is pending.
@@ -59,7 +61,7 @@ class DistributedState:
         rows = {row.name: row for row in self.manifest.tensors}
         names: dict[torch.Tensor, str] = {value: name for name, value in self.module.named_parameters()}
         if not optimizer.state:
-            _make_state(optimizer)
+            _make_state(optimizer, [self.module.get_parameter(name) for name in self.trained])
         for value, own in optimizer.state.items():
             for key, each in own.items():
                 is_share = isinstance(each, torch.Tensor) and each.shape == value.shape and each.ndim > 0
@@ -100,19 +102,35 @@ def _in_boxes(local: torch.Tensor, sharding: Sharding, shape: torch.Size, mesh: 
     return BoxedTensor.of(boxes, local, shape)
 
 
-def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the tensors in which an optimizer keeps its state, without a change of parameters, gradients and counts."""
+def _make_state(optimizer: torch.optim.Optimizer, trained: Collection[torch.Tensor]) -> None:
+    """Make the tensors in which an optimizer keeps its state for parameters with a gradient, all of zeros.
+
+    Zeros are not how every optimizer begins (weight decay, dampening, step sizes), so the first step takes them away
+    again, unless a checkpoint was read into them. Parameters and gradients are as before.
+    """
     rates = [group["lr"] for group in optimizer.param_groups]
     gradients = [(each, each.grad) for group in optimizer.param_groups for each in group["params"]]
+    held = {id(each) for each in trained}
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
         for each in group["params"]:
-            each.grad = torch.zeros_like(each)
+            each.grad = torch.zeros_like(each) if id(each) in held else None
     optimizer.step()
     for each, gradient in gradients:
         each.grad = gradient
-    for own in optimizer.state.values():
-        if isinstance(step := own.get("step"), torch.Tensor):
-            step.zero_()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+    for each in _state_tensors(optimizer):
+        each.zero_()
+
+    def begin(*_: Any) -> None:
+        hook.remove()
+        if not any(each.any() for each in _state_tensors(optimizer)):
+            optimizer.state.clear()
+
+    hook = optimizer.register_step_pre_hook(begin)
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for own in optimizer.state.values():
+        yield from (each for each in own.values() if isinstance(each, torch.Tensor))

@@ -50,7 +50,7 @@ def make_trainable(modules: Mapping[str, Any], manifests: Mapping[str, Manifest]
         steps = _Backward(halves, manifest)
         module.forward = _differentiable(module, at, steps)
         module.saved_bytes, module.no_sync = halves.saved_bytes, steps.no_sync
-        module.distributed_state = DistributedState(module, manifest)
+        module.distributed_state = DistributedState(module, manifest, halves.names)
         blocks = _Blocks(manifest, own_rank(manifest))
         module.clip_grad_norm_ = MethodType(functools.partial(_clip_grad_norm, blocks=blocks), module)
 
