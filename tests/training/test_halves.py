@@ -16,12 +16,14 @@ from torch.export import Dim
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tpcompiler
+from tests.launch import run_ranks
 from tests.passes.stages import Call
 from tests.training.test_gradients import PLAN, Images, cross_entropy, with_own_samples
 from tests.training.test_steps import group_of_one as group_of_one
 from tpcompiler.checkpoint.halves import Halves
 from tpcompiler.errors import InputsError, UnsupportedError
 from tpcompiler.ir import edit
+from tpcompiler.ir.shares import cut, row_sharding
 
 HOW = ["min-cut", "all", "none"]
 
@@ -78,6 +80,48 @@ def test_no_collective_twice(rest: dict[str, str]) -> None:
     assert len(sent) == len(each[0]) + len(each[1])
     assert saved["min-cut"] < saved["none"]
     assert rest or saved["all"] < saved["min-cut"]  # of gathered parameters the products are saved, not these
+
+
+def test_a_rank_without_samples_has_the_collectives_of_the_others(tmp_path: Path) -> None:
+    """4 samples over 3 ranks are 2, 2 and 0, and a convolution of none uses no weight: its gather stays in the forward."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = F.relu(self.conv(self.up(x).transpose(1, 2)))
+        return self.down(F.avg_pool1d(y, 2).transpose(1, 2)).square().mean()
+
+    torch.manual_seed(0)
+    model = Call(forward, up=nn.Linear(6, 6), conv=nn.Conv1d(6, 6, 3, padding=1), down=nn.Linear(6, 6)).double()
+    x = torch.randn(4, 4, 6, dtype=torch.float64)
+    program = tpcompiler.parallelize(
+        tpcompiler.export_training(model, (x,)), {"dp": 3}, {"**": "shard_at_rest(dp)"}, inputs=[{"dp": "S(0)"}]
+    )
+    ranks = [program.only.rank_program(rank) for rank in range(3)]
+    for how in HOW:
+        first, *others = [Halves(rank, how).collectives for rank in ranks]  # type: ignore[arg-type]
+        assert others == [first, first]
+        assert sum(map(len, first)) == sum(map(edit.is_collective, ranks[0].graph.nodes))
+    program.save(tmp_path / "out")
+    torch.save([x[:2], x[2:], x[4:]], tmp_path / "shares")
+    script = tmp_path / "step.py"
+    script.write_text(
+        "import sys, torch, tpcompiler, torch.distributed as dist\n"
+        "module = tpcompiler.load(sys.argv[1] + '/out', training=True)\n"
+        "loss = module(torch.load(sys.argv[1] + '/shares')[dist.get_rank()])\n"
+        "loss.backward()\n"
+        "made = loss.detach(), module.clip_grad_norm_(1e9), {name: v.grad for name, v in module.named_parameters()}\n"
+        "torch.save(made, f'{sys.argv[1]}/{dist.get_rank()}.made')\n"
+        "dist.destroy_process_group()\n"
+    )
+    run_ranks(3, script, tmp_path)
+    wanted = model(x)
+    wanted.backward()
+    norm, whole = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9), gradients(model)
+    for rank in range(3):
+        loss, own_norm, own = torch.load(tmp_path / f"{rank}.made")
+        torch.testing.assert_close((loss, own_norm), (wanted.detach(), norm), rtol=1e-12, atol=0)
+        rows = {row.name: row_sharding(row, program.mesh) for row in program.manifest().tensors if row.name in whole}
+        shares = {name: cut(whole[name], sharding, program.mesh, rank) for name, sharding in rows.items()}
+        torch.testing.assert_close(own, shares, rtol=1e-11, atol=1e-14)
 
 
 def test_micro_batches_in_flight(tmp_path: Path, group_of_one: None) -> None:

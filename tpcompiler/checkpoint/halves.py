@@ -26,7 +26,9 @@ from tpcompiler._torch import (
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import read_bodies, root_of
+from tpcompiler.ir.calls import nodes_named
 from tpcompiler.ir.draws import draws
+from tpcompiler.ir.node_placement import claims_of
 from tpcompiler.runtime.inputs import flatten_inputs
 
 SUMS = ("all_reduce", "all_reduce_coalesced", "reduce_scatter_tensor")
@@ -38,6 +40,7 @@ class Halves:
     Attributes:
         names: the parameters that have a gradient, in the order of the backward's results.
         saved_names: the values that the forward leaves to the backward; of leaves and inputs as users know them.
+        collectives: the ops and groups of both halves, in order, which must be those of all ranks.
         saved_bytes: bytes that the forward leaves to the backward, without parameters, buffers and inputs.
     """
 
@@ -50,6 +53,7 @@ class Halves:
         self.program = program
         signature, graph = program.graph_signature, edit.copy_graph(program.graph)
         read_bodies(graph, program.graph_module)
+        _use_operands(graph)
         output = graph.output_node()
         values: Any = output.args[0]
         self.kinds = [spec.kind for spec in signature.output_specs]
@@ -67,6 +71,10 @@ class Halves:
         forward |= {each for node in forward for each in node.users if each.target is operator.getitem}
         free = [at for at, spec in enumerate(signature.input_specs) if spec.kind in LEAF_KINDS]
         self.forward, self.backward = cut_joint(root_of(graph), graph, forward, tangent, len(own), free, recompute)
+        self.collectives = [
+            [(str(node.target), str(node.args[-1])) for node in half.graph.nodes if edit.is_collective(node)]
+            for half in (self.forward, self.backward)
+        ]
         self.first_saved = len(own)
         results: Any = self.forward.graph.output_node().args[0]
         placeholders = self.forward.graph.find_nodes(op="placeholder")
@@ -109,6 +117,37 @@ class Halves:
     def apart(self) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The backward without the last sums over ranks, and these sums."""
         return _without_sums(self.backward)
+
+
+def _use_operands(graph: fx.Graph) -> None:
+    """Make empty shares depend on all operands of their op, and so on collectives that other ranks call for these.
+
+    A rank that makes an empty share without the op would have such a collective in its backward, or in no half.
+    """
+    at = {node: position for position, node in enumerate(graph.nodes)}
+    named = {node.name: node for node in at}
+    for node, claim in list(claims_of(graph)):
+        if claim.call is None or not edit.is_tensor(node) or not _is_empty(edit.fake(node)):
+            continue
+        others = [named[name] for name in sorted(nodes_named(claim.call)) if name in named]
+        others = [each for each in others if edit.is_tensor(each) and at[each] < at[node]]
+        if others := [each for each in others if each not in node.all_input_nodes]:
+            users = list(node.users)
+            with graph.inserting_after(node):
+                joined = graph.call_function(aten.cat.default, ([node],))
+            joined.meta = {"val": node.meta["val"]}
+            with graph.inserting_before(joined):
+                nothing = [graph.call_function(aten.new_zeros.default, (each, [0])) for each in others]
+            for each in nothing:
+                each.kwargs = {"dtype": edit.fake(node).dtype}
+                each.meta = {"val": edit.fake(node).new_zeros([0])}
+            joined.args = ([node, *nothing],)  # a tensor [0] adds nothing to one of any shape
+            for user in users:
+                user.replace_input_with(node, joined)
+
+
+def _is_empty(value: torch.Tensor) -> bool:
+    return any(isinstance(size, int) and not size for size in value.shape)
 
 
 def _memory(value: torch.Tensor) -> int:

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from tpcompiler._torch import Recompute
 from tpcompiler.errors import InputsError, UnsupportedError
-from tpcompiler.runtime.agree import WAIT
+from tpcompiler.runtime.agree import WAIT, agreeing
 from tpcompiler.runtime.artifact import SINGLE
 from tpcompiler.runtime.load import load as load_rank
 
@@ -107,5 +107,7 @@ def load(
         from tpcompiler.runtime.program_files import open_programs
 
         manifests = {name: files.manifest for name, files in open_programs(directory, trust=trust).items()}
-        make_trainable(loaded if isinstance(loaded, dict) else {SINGLE: loaded}, manifests, recompute)
+        with agreeing(timeout) as mine:
+            modules = loaded if isinstance(loaded, dict) else {SINGLE: loaded}
+            mine["the list of collectives of forward and backward"] = make_trainable(modules, manifests, recompute)
     return loaded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import math
 import operator
@@ -31,8 +32,11 @@ from tpcompiler.runtime.world import own_rank
 _Block = tuple[tuple[slice, ...], int]
 
 
-def make_trainable(modules: Mapping[str, Any], manifests: Mapping[str, Manifest], recompute: Recompute) -> None:
+def make_trainable(modules: Mapping[str, Any], manifests: Mapping[str, Manifest], recompute: Recompute) -> str:
     """Give the modules of programs with gradients a loss with a backward, and the methods that `load` documents.
+
+    Returns:
+        A digest of the collectives in the halves of all programs, which all ranks must have.
 
     Raises:
         ArtifactError: no program returns gradients.
@@ -43,9 +47,11 @@ def make_trainable(modules: Mapping[str, Any], manifests: Mapping[str, Manifest]
             "the artifact's programs return no gradients, so they cannot be trained",
             help="export the model and its loss by tpcompiler.export_training",
         )
+    collectives = []
     for name, at in found.items():
         module, manifest = modules[name], manifests[name]
         halves = Halves(module.exported_program, recompute)
+        collectives.append(halves.collectives)
         type(module).forward = halves.run_forward  # what `load` calls after its checks
         steps = _Backward(halves, manifest)
         module.forward = _differentiable(module, at, steps)
@@ -53,6 +59,7 @@ def make_trainable(modules: Mapping[str, Any], manifests: Mapping[str, Manifest]
         module.distributed_state = DistributedState(module, manifest, halves.names)
         blocks = _Blocks(manifest, own_rank(manifest))
         module.clip_grad_norm_ = MethodType(functools.partial(_clip_grad_norm, blocks=blocks), module)
+    return hashlib.sha256(repr(collectives).encode()).hexdigest()[:12]
 
 
 def _loss_position(program: ExportedProgram) -> int | None:
