@@ -16,6 +16,7 @@ from torch.export import export
 import tpcompiler
 from tests.compared import compare
 from tests.launch import called
+from tests.passes.stages import Call
 from tests.trust.damage import Artifact
 from tests.zoo.case import randomise
 from tpcompiler.artifact.collective_records import is_exchange
@@ -340,6 +341,30 @@ def test_a_tampered_exchange_is_noticed(damage: Callable[[fx.Graph], None]) -> N
     names = [spec.name for spec in program.manifest().outputs]
     report = compare(program.only.original(), artifact.ranks, (x,), {}, layout_of(program.only), ["input"], names)
     assert not report.ok
+
+
+@pytest.mark.parametrize("shares", [2, [2, 1]], ids=str)
+def test_windows_of_a_pending_sum(shares: Any) -> None:
+    """Each rank's columns are a term of a sum over dp: of all terms together they must be the whole's."""
+    torch.manual_seed(0)
+    net = Call(
+        lambda self, x: self.q(F.conv1d(self.a(x), self.w, padding=1)),
+        a=nn.Linear(8, 14),
+        q=nn.Linear(14, 5),
+        w=torch.randn(6, 6, 3),
+    )
+    x, mesh, plan = torch.randn(4, 6, 8), {"dp": 2, "tp": shares}, {"a": "colwise", "q": "rowwise"}
+    program = tpcompiler.parallelize(export(net, (x,)), mesh, plan, inputs=[{"dp": "S(2)"}], machine="h100")
+    assert right(program, x)
+    artifact = Artifact.of(program).copied()
+    for rank in artifact.ranks:
+        for node in rank.graph.find_nodes(op="call_function", target=torch.ops.aten.index_select.default):
+            place = node.args[2]
+            if node.args[1] == 2 and place.target is torch.ops.aten.add.Tensor:
+                node.replace_input_with(place, place.args[0])  # the first columns, on every rank
+                rank.graph_module.recompile()
+    (finding,) = {str(each) for each in check_programs(artifact.written(), artifact.manifest).findings}
+    assert "does not become [P(sum), S(2, spans" in finding
 
 
 def test_an_exchange_of_a_file_that_lists_no_sizes() -> None:

@@ -20,7 +20,7 @@ from tpcompiler.judge.sound.drawn import LONGER, SHORT, DrawnSizes
 from tpcompiler.judge.sound.folded import Folded
 from tpcompiler.judge.sound.numbering import Numbering
 from tpcompiler.judge.sound.region import ProgramRegion
-from tpcompiler.judge.sound.shares import cut, join
+from tpcompiler.judge.sound.shares import cut, join, reduce_terms
 from tpcompiler.judge.sound.unsound import DoesNotRun, Unsound
 
 MANY = 2**22  # elements
@@ -134,8 +134,9 @@ class ChangeRunner:
         except (RuntimeError, IndexError, ValueError, TypeError) as error:  # an op on shapes that do not fit
             raise DoesNotRun(last, f"is the end of {regions[0].name}, which does not run: {reason(error)}") from error
         if target.has_spans:  # shares overlap, and may leave elements out
-            shares = [cut(whole, target, mesh, rank) for rank in range(mesh.world_size)]
-            if target.partial or not all(map(torch.equal, parts, shares)):
+            shares = [cut(whole, Sharding(target.dims), mesh, rank) for rank in range(mesh.world_size)]
+            is_right = all(part.shape == share.shape for part, share in zip(parts, shares, strict=True))
+            if not is_right or not all(map(torch.equal, reduce_terms(parts, target, mesh), shares)):
                 raise Unsound(last, f"does not become {target.text(mesh)} of the whole in its region")
             return
         try:

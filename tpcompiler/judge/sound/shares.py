@@ -131,6 +131,19 @@ def _put(part: torch.Tensor, whole: torch.Tensor, sharding: Sharding, mesh: Mesh
     return whole
 
 
+def reduce_terms(parts: Sequence[torch.Tensor], sharding: Sharding, mesh: Mesh) -> list[torch.Tensor]:
+    """Return every rank's share with the terms of the ranks that differ from it on pending axes alone."""
+    pending = [axis for axis, _ in sharding.partial]
+    terms: dict[tuple[int, ...], dict[tuple[int, ...], torch.Tensor]] = {}
+    places = []
+    for rank, part in enumerate(parts):
+        here = mesh.coordinate(rank)
+        places.append(tuple(at for axis, at in here.items() if axis not in pending))
+        terms.setdefault(places[-1], {})[tuple(here[axis] for axis in pending)] = part
+    reduced = {place: _reduced(own, sharding, mesh) for place, own in terms.items()}
+    return [reduced[place] for place in places]
+
+
 def _places(sharding: Sharding, shape: Sequence[int], mesh: Mesh, here: Here) -> Iterator[tuple[Any, Any]]:
     """Yield the place of each box of a rank's share in the whole, and in the share."""
     sides = []
