@@ -290,7 +290,12 @@ def drops_after_others(self: Any, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-@pytest.mark.parametrize("forward", [drops, drops_after_others])
+def drops_paths(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Drawn in float64 by the kernel, and in float32 by torch's decomposition."""
+    return (self.up(x) * torch.bernoulli(torch.full((len(x), 1), 0.7).to(x))).square().sum()
+
+
+@pytest.mark.parametrize("forward", [drops, drops_after_others, drops_paths])
 def test_random_numbers_are_drawn_once(forward: Any, tmp_path: Path, group_of_one: None) -> None:
     """After a step the generator's state is the single device's, so that the next call drops the same."""
     torch.manual_seed(0)

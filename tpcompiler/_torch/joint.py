@@ -50,7 +50,9 @@ def trace_joint(
     in `nn_module_stack`, those of the backward in `fwd_nn_module_stack`.
     """
     table: dict[Any, Any] = {
-        op: each for op, each in _core_aten_decompositions_post_autograd().items() if op not in kept
+        op: each
+        for op, each in _core_aten_decompositions_post_autograd().items()
+        if op not in kept and not _draws_otherwise(op)
     }
     table[aten._native_batch_norm_legit_functional.default] = _batch_norm_of_dense
     module = program.module(check_guards=False)
@@ -77,6 +79,11 @@ def trace_joint(
             stack, module, (*args, *kwargs.values()), decompositions=table, _record_nn_module_stack=True
         )
     return traced.graph_module.graph
+
+
+def _draws_otherwise(op: Any) -> bool:
+    """Return True for an op that draws: its decomposition may draw numbers of another dtype than its kernel."""
+    return isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
 
 
 def _batch_norm_of_dense(x: torch.Tensor, *args: Any) -> Any:
