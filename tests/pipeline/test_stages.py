@@ -353,6 +353,16 @@ def test_other_arguments_are_refused_in_a_call(tmp_path: Path) -> None:
         assert "input 'n' is of type Tensor, and the program takes a number" in printed
 
 
+def test_a_weight_that_is_returned_is_in_the_stage_of_its_layer() -> None:
+    layers = {name: nn.Linear(*sizes) for name, sizes in zip("abcd", [(8, 12), (12, 8)] * 2, strict=True)}
+    forward = lambda self, x: (self.d(torch.relu(self.c(self.b(torch.relu(self.a(x)))))), self.a.weight)  # noqa: E731
+    program = export(Call(forward, **layers), (torch.randn(4, 8),))
+    staged = tpcompiler.parallelize(program, MESH, {"a": "colwise", "b": "rowwise"})
+    assert [each.manifest().stage.outputs for each in staged.values()] == [["1"], ["0"]]  # type: ignore[union-attr]
+    assert staged.verify().ok
+    assert staged.check().ok
+
+
 def _scaled(module: nn.Module) -> nn.Module:
     other = copy.deepcopy(module)
     other.forward = MethodType(module.forward.__func__, other)  # type: ignore[operator]

@@ -350,12 +350,16 @@ class _StageWriter:
         for value, spec in zip(values, self.order.program.source.graph_signature.output_specs, strict=True):
             if spec.kind is OutputKind.USER_OUTPUT:
                 name = next(names)
-                owner = self.stages.get(value, max(self.stages.values()))
-                if isinstance(value, fx.Node) and owner == self.stage:
+                if isinstance(value, fx.Node) and self._stage_of_returned(value) == self.stage:
                     outputs[name] = value
             elif self._stage_of_written(value, str(spec.target)) == self.stage:
                 kept.append((spec.kind, str(spec.target), value))
         return kept, outputs
+
+    def _stage_of_returned(self, value: fx.Node) -> int:
+        """Return the stage that makes a value, or uses a leaf first; the last for what every stage may make."""
+        users = value.users if value in self.order.leaves else ()
+        return next((self.stages[node] for node in (value, *users) if node in self.stages), max(self.stages.values()))
 
     def _stage_of_written(self, value: fx.Node, name: str) -> int:
         """Return the stage that uses a leaf or an input that is written, or makes its new value."""
