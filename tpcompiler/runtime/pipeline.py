@@ -90,7 +90,8 @@ class Pipeline(torch.nn.Module):
 
     def _run(self, given: Mapping[str, Any], sent: list[Any]) -> dict[str, torch.Tensor]:
         """Run this stage on the values of the stages before it, and send its own to those behind it."""
-        takes = keywords_of(self.exported_program.call_spec.in_spec)
+        program: Any = self.exported_program
+        takes = keywords_of(program.call_spec.in_spec)
         inputs = {name: given[name] for name in takes if name not in self.stage.receives}
         for row in self._stages[self.stage.index].inputs:  # in the order in which they are sent
             if row.name in self.stage.receives:
