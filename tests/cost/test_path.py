@@ -6,7 +6,7 @@ import itertools
 import math
 from dataclasses import replace
 from functools import lru_cache
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,9 +22,10 @@ from torch.distributed.tensor._redistribute import _gen_transform_infos_non_cach
 from tests.ir.drawn import GRID, Cut, cuts, levels
 from tests.long import some
 from tpcompiler._torch import DeviceMesh, traced_mesh
+from tpcompiler.cost import path
 from tpcompiler.cost.collective import wire_bytes
 from tpcompiler.cost.machine import Link, Machine
-from tpcompiler.cost.path import WIRE, cheapest_path, path_text, reshard_wire_bytes, steps_along, steps_between
+from tpcompiler.cost.path import WIRE, Step, cheapest_path, path_text, reshard_wire_bytes, steps_along, steps_between
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
@@ -311,3 +312,34 @@ def test_every_cut_is_reached_and_left(drawn: Cut, data: st.DataObject) -> None:
             states = [ends[0], *(step.target for step in steps)]
             assert [step.source for step in steps] == states[:-1]
             assert states[-1] == ends[1]
+
+
+THREE = Mesh((("dp", 2), ("cp", 2), ("tp", 2)))
+LINK = Machine(1.0, 1e12, 1.0, {("", 0): [Link(1e-5, 4e9)]})  # as many bytes as there are take 0.1 to 4 us
+
+
+def paths_of_three_axes(monkeypatch: pytest.MonkeyPatch, collectives: int) -> tuple[list[tuple[Step, ...]], int]:
+    """Return paths with a bound of at most so many collectives, and the number of shardings that were left."""
+    expanded, count = 0, path._count_collectives
+
+    def counting(*args: Any) -> Any:
+        nonlocal expanded
+        expanded += 1
+        return all_steps(*args)
+
+    with monkeypatch.context() as patch:
+        all_steps = path._steps
+        patch.setattr(path, "_steps", counting)
+        patch.setattr(path, "_count_collectives", lambda *ends: min(count(*ends), collectives))
+        texts = [f"[{', '.join(some)}]" for some in itertools.product(("R", "S(0)", "S(1)", "P(sum)"), repeat=3)]
+        states = [read_sharding(text, THREE, 3) for text in texts]
+        pairs = list(itertools.product(states, repeat=2))[::23]
+        made = [cheapest_path.__wrapped__(*pair, SHAPE, ITEM, THREE, LINK) for pair in pairs]
+    return made, expanded
+
+
+def test_a_bound_on_the_rest_of_a_path_saves_work_and_changes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths, expanded = paths_of_three_axes(monkeypatch, 2)
+    plain, most = paths_of_three_axes(monkeypatch, 0)  # without a bound: Dijkstra's order alone
+    assert paths == plain
+    assert 2 * expanded < most

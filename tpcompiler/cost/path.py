@@ -1,23 +1,22 @@
 """The fastest path from one sharding to another, in collectives.
 
 A shortest path (Dijkstra, 1959) over shardings: every edge is one collective over one axis, or over several axes as one
-flattened group, or a step that moves nothing. Weights are a machine's seconds; ties go to the path with the fewest wire
-bytes, then to the one with the fewest steps.
+flattened group, or a step that moves nothing. Weights are a machine's seconds.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Literal, NamedTuple
 
 from tpcompiler._torch import sym_hint
-from tpcompiler.cost.collective import wire_bytes
+from tpcompiler.cost.collective import KINDS, wire_bytes
 from tpcompiler.cost.machine import Link, Machine
+from tpcompiler.cost.shortest import Timed, find_shortest
 from tpcompiler.ir.dim_sharding import DimSharding, Size
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.ordered import sent_itemsize
@@ -28,7 +27,6 @@ Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slic
 
 FREE = ("slice", "hold")
 WIRE = Machine(1.0, math.inf, 1.0, {("", 0): [Link(0.0, 1e9)]}, name="wire bytes")  # counts bytes alone
-UNIT = 1e-15  # seconds: smaller differences between paths are ties
 
 
 class Step(NamedTuple):
@@ -62,21 +60,38 @@ def cheapest_path(
     """
     if source == target:
         return ()
-    nearest, seconds_to = {source: (0, 0, 0)}, {source: 0.0}  # (time, wire bytes, steps), and seconds
-    reached: dict[Sharding, Step] = {}
-    serial = itertools.count()  # of equally distant states the target goes first, then the earliest one
-    open_ = [(nearest[source], True, next(serial), source)]
-    while (state := heapq.heappop(open_)[-1]) != target:
-        for step in _steps(state, source, target, shape, itemsize, mesh, dynamic):
-            seconds, (_, sent, count) = seconds_to[state] + step_seconds(step, machine, mesh), nearest[state]
-            far = round(seconds / UNIT), sent + step.wire_bytes, count + 1
-            if step.target not in nearest or far < nearest[step.target]:
-                nearest[step.target], seconds_to[step.target], reached[step.target] = far, seconds, step
-                heapq.heappush(open_, (far, step.target != target, next(serial), step.target))
-    path = [reached[target]]
-    while path[-1].source != source:
-        path.append(reached[path[-1].source])
-    return tuple(reversed(path))
+    least = _least_seconds(mesh.ordered(source.axes | target.axes), machine, mesh)
+
+    @cache
+    def find_steps(state: Sharding) -> list[Timed]:
+        steps = _steps(state, source, target, shape, itemsize, mesh, dynamic)
+        return [(step, step_seconds(step, machine, mesh)) for step in steps]
+
+    @cache
+    def find_rest(state: Sharding) -> float:
+        return _count_collectives(state, target) * least
+
+    return tuple(find_shortest(source, target, find_steps, find_rest))
+
+
+@lru_cache(maxsize=1 << 10)
+def _least_seconds(axes: tuple[str, ...], machine: Machine, mesh: Mesh) -> float:
+    """Return the least time of a collective over some of these axes."""
+    return min(machine.collective_seconds(kind, some, 0, mesh) for kind in KINDS for some in _subsets(axes))
+
+
+def _subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    for count in range(1, len(axes) + 1):
+        yield from itertools.combinations(axes, count)
+
+
+def _count_collectives(state: Sharding, target: Sharding) -> int:
+    """Return how many collectives the way to the target has at least.
+
+    A step that sends nothing takes no axis off a dim, and reduces nothing; no collective does both.
+    """
+    is_cut = any(not set(have.axes) <= set(want.axes) for have, want in zip(state.dims, target.dims, strict=True))
+    return is_cut + (not set(state.partial) <= set(target.partial))
 
 
 def step_seconds(step: Step, machine: Machine, mesh: Mesh) -> float:
@@ -149,16 +164,16 @@ def _steps(
             return Step(kind, axes, state, state_after, 0)
         if kind in ("all_gather", "reduce_scatter"):  # of shares that are padded to the largest
             shares = state if kind == "all_gather" else state_after
-            moved = shares.local_bytes(shape, size, mesh) * mesh.size(axes)
+            moved = _largest_bytes(shares, shape, size, mesh) * mesh.size(axes)
         elif kind == "all_to_all" and any(cut.parts for cut in state_after.dims):  # what stays whole goes to every rank
             moved = _exchanged(state, state_after, axes, shape, mesh) * size
         else:
-            moved = state.local_bytes(shape, size, mesh)
+            moved = _largest_bytes(state, shape, size, mesh)
         in_rows = kind in ("all_gather", "reduce_scatter") and len(axes) > 1
         copied = moved if in_rows and _reorders(state, state_after, shape, mesh) else 0
         return Step(kind, axes, state, state_after, wire_bytes(kind, moved, mesh.size(axes)), copied)
 
-    for axes in (some for count in range(1, len(used) + 1) for some in itertools.combinations(used, count)):
+    for axes in _subsets(used):
         if len({pending.get(axis) for axis in axes}) > 1:
             continue
         if axes[0] in pending:
@@ -188,6 +203,11 @@ def _steps(
             if axes[0] in target_pending and commute([target_pending[axes[0]], *pending.values()]):
                 partial = tuple(sorted((*state.partial, (axes[0], target_pending[axes[0]]))))
                 yield step("hold", axes, replace(state, partial=partial))
+
+
+@lru_cache(maxsize=1 << 14)
+def _largest_bytes(shares: Sharding, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> int:
+    return shares.local_bytes(shape, itemsize, mesh)
 
 
 def _into_spans(state: Sharding, axes: tuple[str, ...], target: Sharding, dynamic: frozenset[int]) -> Sharding | None:
