@@ -82,6 +82,7 @@ def test_every_long_step_tells_how_far_it_is(model: Path) -> None:
     for name, step in (
         ("convert", "reading the ops"),
         ("convert", "pricing choices"),
+        ("convert", "pricing changes"),
         ("convert", "cutting the ops"),
         ("save", "writing files"),
         ("save", "checking the ops"),

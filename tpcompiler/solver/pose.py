@@ -76,7 +76,7 @@ def pose(
         _state(problem, domain)
     if stage.parts:
         check_size(problem.tables, [(source.variable, to.variable) for _, source, to, *_ in problem.changes])
-    for change in problem.changes:
+    for change in counted(problem.changes, "pricing changes", "values"):
         _price_changes(problem, *change)
     return problem
 
