@@ -17,7 +17,7 @@ from tpcompiler.rules.notation import Dim, RuleText, ShardRange
 from tpcompiler.rules.registry import op_rule
 from tpcompiler.rules.windows import in_rule, sliding
 
-MOST_APART = 4  # equal parts that may be sharded otherwise than each other; of more the search would take seconds
+MOST_APART = 4  # equal parts that may be sharded independently; of more the search would take seconds
 
 
 def dims_text(ndim: int, whole: Collection[int], prefix: str = "d") -> str:
