@@ -94,7 +94,7 @@ def parallelize(
         check_indices: if an indexed dim is cut, assert in the ranks' programs that computed indices are in the whole
             dim. Without it, indices out of range read zeros or write nothing, and do not raise.
         keep_repeats: repeat heads of keys and values for their groups of queries where the model does. By default
-            attention reads each head as it is stored, wherever fewer bytes are moved so (docs/costs.md).
+            attention reads each head as it is stored, wherever fewer bytes are moved so (docs/decoding.md).
         machine: the YAML file that describes one device and its links (docs/machines.md), or the name of one in
             the package; by default that in the environment variable TPCOMPILER_MACHINE, or "h100".
         memory: limit on a rank's bytes (or "24GB"): weights, caches, inputs, and activations at their estimated peak;
