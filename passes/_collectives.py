@@ -28,6 +28,8 @@ def change_on_line(x: torch.Tensor, line: Line, over: DeviceMesh, number: Number
 
 
 def _change(x: torch.Tensor, line: Line, over: DeviceMesh, number: Number) -> torch.Tensor:
+    if line.keeps_all:
+        return x
     source, target, mesh, rank = line.source, line.target, line.mesh, line.here
     # Symbolic sizes are computed from the local tensor, as the traced graph must do.
     shape = tuple(

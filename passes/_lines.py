@@ -38,7 +38,12 @@ class Line:
     def facts(self) -> tuple[Any, ...]:
         """Return all that the graph of the step depends on; an exchange names the ranks that it sends to."""
         place = [self.here] if self.source.has_spans else []
-        return (self.shape, *self.local_shapes(), *place)
+        return (self.shape, *self.local_shapes(), self.keeps_all, *place)
+
+    @property
+    def keeps_all(self) -> bool:
+        """True if the step slices what other groups hold, and this one keeps all of its part."""
+        return self.kind == "slice" and not any(by.axes for by in self.target.dims)
 
 
 def put_on_line(step: Step, shape: Sequence[Size], mesh: Mesh, rank: int, order: Sequence[int]) -> Line:
@@ -122,7 +127,7 @@ def numbers_of(line: Line) -> list[int]:
 
     For a dynamic dim, whose rows are numbered, it is the rank's place on the line. Other steps need no number.
     """
-    if line.kind != "slice" or line.source.has_spans:
+    if line.kind != "slice" or line.source.has_spans or line.keeps_all:
         return []
     ((by, size),) = ((by, size) for by, size in zip(line.target.dims, line.shape, strict=True) if by.axes)
     if by.parts:

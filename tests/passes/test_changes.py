@@ -13,8 +13,10 @@ from tests.long import some
 from tests.passes.changes import program_of, wrong_changes
 from tpcompiler.cost.machine import Link, Machine
 from tpcompiler.cost.path import WIRE, steps_between
+from tpcompiler.ir.dim_sharding import DimSharding, Level
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import REDUCE_OPS
+from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import read_sharding
 from tpcompiler.passes import lower_reshards as lowering
 from tpcompiler.passes._alike import ranks_alike
@@ -149,3 +151,13 @@ def test_a_share_of_the_wrong_rank_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(lowering, "put_on_line", moved)
     assert wrong(["[R, R]", "[S(0), R]"], SQUARE, (4, 4)) == ["[R, R] -> [S(0), R]"]
+
+
+def test_a_group_that_holds_nothing_of_what_is_cut() -> None:
+    """The last ranks of `a` have none of the 12, and keep the 3 that all have; the others cut their 4 once more."""
+    mesh = Mesh((("b", 2), ("a", 4)))
+    once, twice = (
+        Sharding((DimSharding(), DimSharding(parts=((12, DimSharding(levels)), (3, DimSharding())))))
+        for levels in ((Level("a", 0, 4),), (Level("a", 0, 4), Level("b", 0, 2)))
+    )
+    assert wrong_changes([(once, twice), (Sharding.replicated(2), twice)], mesh, torch.randn(4, 15)) == []
