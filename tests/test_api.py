@@ -234,11 +234,11 @@ def test_dump_writes_a_numbered_text_after_every_pass(tmp_path: Path) -> None:
         "05_dispatch_experts.txt",
         "06_attend_in_turns.txt",
         "07_place.txt",
-        "08_fold_reshards.txt",
-        "09_choose_paths.txt",
-        "10_lowered_rank_0.txt",
+        "09_fold_reshards.txt",
+        "10_choose_paths.txt",
+        "11_lowered_rank_0.txt",
     ]
-    assert (tmp_path / "10_lowered_rank_0.txt").read_text() == (
+    assert (tmp_path / "11_lowered_rank_0.txt").read_text() == (
         "p_up_weight: S(0) = up.weight f32[4, 4]\n"
         "p_up_bias: S(0) = up.bias f32[4]\n"
         "p_down_weight: S(1) = down.weight f32[4, 4]\n"

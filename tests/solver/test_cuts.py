@@ -83,19 +83,10 @@ def shared(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.down(scores.softmax(-1).reshape(*x.shape[:2], 8))
 
 
-def halves_apart(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """Equal halves: one is taken apart in three, the other in two."""
-    first, second = self.up(x).split([12, 12], -1)
-    q, k, v = first.chunk(3, -1)
-    gate, up = second.chunk(2, -1)
-    return self.down(torch.cat([q * k + v, gate * up], -1))
-
-
 def module(forward: Callable[..., torch.Tensor]) -> nn.Module:
-    """`up` makes 16 features, some forwards need others; `down` takes what the function makes of them."""
-    inner = {by_split: 12, put_together: 12, halves_apart: 10}.get(forward, 8)
-    made = {shared: 10, halves_apart: 24}.get(forward, 16)
-    parts: dict[str, Any] = {"up": nn.Linear(8, made), "down": nn.Linear(inner, 8)}
+    """`up` makes 16 features (10 for `shared`), `down` takes what the function makes of them."""
+    inner = 12 if forward in (by_split, put_together) else 8
+    parts: dict[str, Any] = {"up": nn.Linear(8, 10 if forward is shared else 16), "down": nn.Linear(inner, 8)}
     if forward is put_together:
         parts = {"a": nn.Linear(8, 8), "b": nn.Linear(8, 4), "down": parts["down"]}
     if forward is through_a_convolution:
@@ -118,7 +109,6 @@ FORWARDS = (
     put_together,
     through_a_convolution,
     shared,
-    halves_apart,
 )
 
 
@@ -205,11 +195,7 @@ down.weight: S(1)
 shared
 up.weight: S(0, parts 8 2r)
 up.bias: S(0, parts 8 2r)
-down.weight: S(1)
-halves_apart
-up.weight: S(0, parts 12b4 12b6)
-up.bias: S(0, parts 12b4 12b6)
-down.weight: S(1, parts 4 6)""",
+down.weight: S(1)""",
     )
 
 

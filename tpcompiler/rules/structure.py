@@ -1,4 +1,4 @@
-"""Ops that split dims or join them: every part is sharded separately, and many parts of one size are sharded alike."""
+"""Ops that split dims or join them: every part is sharded separately, and parts of one size are sharded alike."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from tpcompiler.ir.sizes import statically_equal, sym_quotient
 from tpcompiler.rules.notation import Dim, RuleText, ShardRange
 from tpcompiler.rules.registry import op_rule
 from tpcompiler.rules.windows import in_rule, sliding
-
-MOST_APART = 4  # equal parts that may be sharded independently; of more the search would take seconds
 
 
 def dims_text(ndim: int, whole: Collection[int], prefix: str = "d") -> str:
@@ -84,27 +82,25 @@ def _own_split(value: torch.Tensor, size: Size, dim: int = 0, *, shard: ShardRan
     shards="any",
 )
 def split(node: fx.Node) -> RuleText:
-    """ "d0 [c0 c1] -> d0 c0, d0 c1": parts with sizes of their own are a row; each is sharded by itself.
+    """ "d0 (n! c) -> d0 c, d0 c": parts of one size are blocks, sharded alike; others are a row, "d0 [c0 c1]".
 
-    If sizes are dynamic, or follow from one size or a count, equal parts are blocks, "d0 (n! c)", that are sharded
-    alike, and unequal ones come from a whole dim. More than a few equal parts are blocks too.
+    If sizes are dynamic, or follow from one size or a count, unequal parts come from a whole dim.
     """
     (operand,) = edit.operands(node)
     ndim, parts_made = edit.ndim(operand), edit.outputs(node)
     dim = edit.arguments(node).dim % ndim
-    is_alike = _alike(parts_made, dim)
-    is_fixed = "split_sizes" in edit.bound(node) and all(isinstance(part.shape[dim], int) for part in parts_made)
-    if not is_alike or (is_fixed and len(parts_made) <= MOST_APART):
+    if not _alike(parts_made, dim):
         parts = ", ".join(at_dim(ndim, dim, f"c{i}") for i in range(len(parts_made)))
-        if is_fixed:
+        if "split_sizes" in edit.bound(node) and all(isinstance(part.shape[dim], int) for part in parts_made):
             row = " ".join(f"c{i}" for i in range(len(parts_made)))
             counts = {"split_sizes": tuple((f"c{i}",) for i in range(len(parts_made)))}
             return RuleText(f"{at_dim(ndim, dim, f'[{row}]')} -> {parts}", counts=counts, linear=((0,),))
         return RuleText(f"{at_dim(ndim, dim, f'd{dim}!')} -> {parts}", linear=((0,),))
     text = f"{at_dim(ndim, dim, '(n! c)')} -> {', '.join([at_dim(ndim, dim, 'c')] * len(parts_made))}"
+    counted = "split_sizes" in edit.bound(node)
     return RuleText(
         text,
-        sizes={"split_sizes": (("c",),) * len(parts_made)} if "split_sizes" in edit.bound(node) else {},
+        sizes={"split_sizes": (("c",),) * len(parts_made)} if counted else {},
         factors={"n": len(parts_made)},
         linear=((0,),),
         local={"c": partial(_own_split, count=len(parts_made))} if "split_size" in edit.bound(node) else {},
