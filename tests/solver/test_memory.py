@@ -135,7 +135,10 @@ def test_a_machine_that_is_given_limits_what_is_held(tmp_path: Path) -> None:
 def test_what_the_report_says_of_the_search() -> None:
     said = tpcompiler.parallelize(_exported(), 2, "auto").report().partition("the search for placements:\n")[2]
     lines = said.splitlines()
-    assert lines[0] == "  one call takes 0.934 ns (weights 0.306 ns, copies 0.153 ns, other 0.191 ns, network 0.284 ns) on ideal"
+    assert (
+        lines[0]
+        == "  one call takes 0.934 ns (weights 0.306 ns, copies 0.153 ns, other 0.191 ns, network 0.284 ns) on ideal"
+    )
     assert lines[1] == "  that is the least of all choices that were compared"
     assert lines[2].startswith("  a rank holds about ")
     assert "searched once" in lines
