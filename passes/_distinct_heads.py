@@ -163,10 +163,10 @@ class DistinctHeads:
             for d, size in enumerate(sizes)
         ):
             return None
-        return _Step(
-            [(source, replace(sharding, dims=tuple(have)))],
-            lambda value: value if value.shape == shape else value.expand(sizes),
-        )
+        given = replace(sharding, dims=tuple(have))
+        before = given.local_shape(edit.shape(source), self.mesh, self.mesh.coordinate(0))
+        is_same = not new and all(map(statically_equal, before, shape))
+        return _Step([(source, given)], lambda value: value if is_same else value.expand(sizes))
 
     def _chosen(self, node: fx.Node, dim: int) -> list[int] | None:
         """Return the constant positions that a look-up along a dim chooses."""

@@ -208,7 +208,7 @@ def test_layouts_and_sizes() -> None:
 @pytest.mark.parametrize("attention", [attend, write_out])
 @pytest.mark.parametrize("form", ["expand", "before rope"])
 def test_dynamic_sizes(form: str, attention: Callable[..., Tensor]) -> None:
-    b, s, t = Dim("b", min=2, max=64), Dim("s", min=2, max=64), Dim("t", min=2, max=64)
+    b, s, t = Dim("b", min=2, max=64), Dim("s", min=2, max=64), 2 * Dim("t", min=2, max=64)
     args = (*qkv(), torch.randn(2, 1, STEPS, KEYS))
     dynamic = (({0: b, 2: s}, {0: b, 2: t}, {0: b, 2: t}, {0: b, 2: s, 3: t}),)
     repeated = FORMS[form]
@@ -343,3 +343,15 @@ def test_training_reports_what_it_repeats() -> None:
     (note,) = (note for note in program.manifest().notes if note.kind == "attention")
     repeats = "the call of attention reads keys and values whose heads are repeated, 4.1 kB in all, because gradients"
     assert note.text.startswith(repeats)
+
+
+def test_dynamic_steps_that_are_cut() -> None:
+    """The mesh divides them, so that sizes become multiples."""
+    q, k, v = qkv(8)
+    steps, keys = Dim("steps", min=2, max=64), Dim("keys", min=2, max=64)
+    module = Call(lambda self, *args: attend(args[0], expanded(args[1]), expanded(args[2])))
+    exported = export(module, (q, k, v), dynamic_shapes=(({2: steps}, {2: keys}, {2: keys}),))
+    cut = {"inputs": ["S(2)"] * 3, "outputs": ["S(2)"]}
+    program = tpcompiler.parallelize(exported, 2, {}, **cut)
+    assert program.verify((q, k, v)).ok
+    assert "attention" in [note.kind for note in program.manifest().notes]
