@@ -18,7 +18,8 @@ from tpcompiler.ir.program import UNCUT
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import fitted
 from tpcompiler.ir.static import LeafValues
-from tpcompiler.plan import PlanEntry, Style
+from tpcompiler.plan.plan import PlanEntry
+from tpcompiler.plan.styles import Style
 from tpcompiler.rules.features import feature_dims, is_addend
 from tpcompiler.rules.registry import rule_of
 

@@ -29,7 +29,7 @@ from tpcompiler.ir.static import computed_from_leaves
 from tpcompiler.passes._routes import find_routes
 from tpcompiler.passes.regions.attend_in_turns import ATTENTION, STEPS, axis_of_turns, misfit
 from tpcompiler.passes.regions.spread_experts import Experts, find_matmuls, leaf_behind
-from tpcompiler.plan import Plan
+from tpcompiler.plan.plan import Plan
 from tpcompiler.plan.styles import STYLES
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.solver.drive import PLACING, solve

@@ -29,7 +29,7 @@ from tpcompiler.ir.text import value_text
 from tpcompiler.passes._constraints import find_constraints
 from tpcompiler.passes._wrapped import find_wrapped
 from tpcompiler.passes.regions.attend_in_turns import ask_for_turns
-from tpcompiler.plan import Plan, PlanEntry
+from tpcompiler.plan.plan import Plan, PlanEntry
 
 PINNED_KINDS = (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)  # a gradient is placed as its parameter is
 Boundary = Mapping[str, PlacementSpec] | Sequence[PlacementSpec | None] | None

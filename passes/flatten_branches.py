@@ -20,7 +20,7 @@ from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.ir.static import computed_from_leaves
 from tpcompiler.ir.text import value_text
 from tpcompiler.passes.apply_plan import names_of
-from tpcompiler.plan import Plan, PlanEntry
+from tpcompiler.plan.plan import Plan, PlanEntry
 from tpcompiler.rules.index_range import door_ranges
 from tpcompiler.rules.unguarded import obstacle
 

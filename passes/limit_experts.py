@@ -21,7 +21,7 @@ from tpcompiler.passes._routes import Route, find_routes
 from tpcompiler.passes.apply_plan import names_of
 from tpcompiler.passes.regions.dispatch_experts import Places
 from tpcompiler.passes.regions.spread_experts import leaf_behind
-from tpcompiler.plan import Plan, PlanEntry
+from tpcompiler.plan.plan import Plan, PlanEntry
 from tpcompiler.runtime.artifact import DROPPED
 
 

@@ -36,7 +36,7 @@ from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.passes.divide_sizes import divide_sizes
 from tpcompiler.passes.regions.join_branches import join_branches
-from tpcompiler.plan import Plan
+from tpcompiler.plan.plan import Plan
 from tpcompiler.solver.drive import PLACING, solve
 from tpcompiler.solver.task import Task
 

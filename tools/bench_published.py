@@ -27,12 +27,13 @@ from scipy.stats import spearmanr
 from torch.export import ExportedProgram
 
 from tools.measured import front_line, record
-from tools.published.model import Dims, export_decoder, megatron_plan
+from tools.published.model import Dims, export_decoder, export_from_config, megatron_plan
 from tpcompiler.api import conversions_of, read_plan
 from tpcompiler.cost.kernels import PARTS
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.timeline import StepTime
 from tpcompiler.parallel.pipeline import find_placements
+from tpcompiler.plan.plan import Plan
 from tpcompiler.solver.step_time import measure_step_time
 from tpcompiler.solver.task import Aim
 
@@ -70,17 +71,23 @@ class Row:
         """Equal for rows that differ in their ranks only."""
         return self.source, self.gpu, self.model, self.dims, self.batch, self.prompt, self.is_decode
 
-    def predict(self, plan: Mapping[str, object] | str) -> StepTime:
-        """The step under a plan."""
+    @property
+    def is_in_transformers(self) -> bool:
+        """True if transformers has the architecture, in these dtypes."""
+        return self.dims.gated and self.dims.itemsize == 2
+
+    def predict(self, plan: Mapping[str, object] | str | None) -> StepTime:
+        """The step under a plan; without one, of the program that transformers' model exports, under its config's."""
         two, three = (astuple(self.predict_layers(layers, plan)) for layers in (2, 3))
         rest = self.dims.layers - 2
         each = [part + rest * (more - part) for part, more in zip(two[:-1], three[:-1], strict=True)]
         return StepTime.of(dict(zip(PARTS, each, strict=False)), *each[len(PARTS) :])
 
-    def predict_layers(self, layers: int, plan: Mapping[str, object] | str) -> StepTime:
+    def predict_layers(self, layers: int, plan: Mapping[str, object] | str | None) -> StepTime:
         """The step of a model that has so many layers."""
-        exported = _exported(replace(self.dims, layers=layers), self.batch, self.prompt, self.is_decode)
-        (conversion,) = conversions_of(exported, self.ranks, read_plan(plan)).values()
+        given = replace(self.dims, layers=layers), self.batch, self.prompt, self.is_decode
+        exported, read = _from_config(*given) if plan is None else (_built(*given), read_plan(plan))
+        (conversion,) = conversions_of(exported, self.ranks, read).values()
         machine = read_machine(self.machine)
         found = find_placements([conversion], Aim(machine))
         return measure_step_time(found, machine)
@@ -90,8 +97,13 @@ class Row:
 
 
 @lru_cache(maxsize=2)
-def _exported(dims: Dims, batch: int, prompt: int, is_decode: bool) -> ExportedProgram:
+def _built(dims: Dims, batch: int, prompt: int, is_decode: bool) -> ExportedProgram:
     return export_decoder(dims, batch, prompt, is_decode=is_decode)
+
+
+@lru_cache(maxsize=2)
+def _from_config(dims: Dims, batch: int, prompt: int, is_decode: bool) -> tuple[ExportedProgram, Plan]:
+    return export_from_config(dims, batch, prompt, is_decode=is_decode)
 
 
 def read_rows() -> list[Row]:
@@ -179,7 +191,9 @@ median of predicted over published time, and the number of rows within 15 % and 
 Every model is built from its dimensions without weights, placed by Megatron's plan, and priced with the machine file
 of its GPU ([machines.md](machines.md)). Nothing is fitted to these rows, and no rows were held out: floors, rates and
 links come from timings of kernels and collectives, which the machine files cite. `auto` is the predicted step with the
-plan that the search finds. A speed-up is relative to the fewest ranks of the same run.
+plan that the search finds. `exported` is what users get: the program that `tpcompiler export --prefill-decode` makes of
+transformers' model without weights, under the plan of its config.json; it is left out for models that transformers does
+not have, and for weights of one byte. A speed-up is relative to the fewest ranks of the same run.
 
 Known causes of errors:
 
@@ -206,7 +220,10 @@ def page(rows: Sequence[Sequence[str]], summary: Sequence[Sequence[str]]) -> str
     return f"{head}{lines(SUMMARY, summary)}\n{lines(ROW, rows)}"
 
 
-ROW = ("source", "GPU", "model", "bytes", "batch", "call", "tp", "measured ms", "predicted ms", "ratio", "auto ms")
+ROW = (
+    *("source", "GPU", "model", "bytes", "batch", "call", "tp", "measured ms", "predicted ms", "ratio", "auto ms"),
+    "exported ms",
+)
 SUMMARY = ("rows", "", "median", "15 %", "25 %", "speed-ups", "median", "15 %", "25 %", "rank correlation")
 
 
@@ -216,11 +233,11 @@ def name_row(row: Row) -> tuple[str, ...]:
     return row.gpu, row.model, str(row.dims.itemsize), str(row.batch), call, str(row.ranks)
 
 
-def cells_of(row: Row, step: StepTime, auto: StepTime | None) -> tuple[str, ...]:
-    """A line of the table."""
+def cells_of(row: Row, step: StepTime, *others: StepTime | None) -> tuple[str, ...]:
+    """A line of the table: of the built model, of the search's plan, and of the exported model."""
     source = row.source.removesuffix(" README").removesuffix(" docs/source/performance.md")
     times = f"{row.measured * 1e3:.2f}", f"{step.total * 1e3:.2f}", f"{step.total / row.measured:.2f}"
-    return source, *name_row(row), *times, "" if auto is None else f"{auto.total * 1e3:.2f}"
+    return source, *name_row(row), *times, *("" if each is None else f"{each.total * 1e3:.2f}" for each in others)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -235,7 +252,8 @@ def main(words: Sequence[str] | None = None) -> int:
         if row.source.startswith(asked.only) or row.model.startswith(asked.only):
             step = row.by_megatron()
             steps.append((row, step.total))
-            rows.append(cells_of(row, step, row.predict("auto") if asked.auto else None))
+            exported = row.predict(None) if row.is_in_transformers else None
+            rows.append(cells_of(row, step, row.predict("auto") if asked.auto else None, exported))
             console.print(*rows[-1], step.text, soft_wrap=True)
     summary = [(name, *summarise(own)) for name, own in groups(steps) if own]
     for titles, table in ((ROW, rows), (SUMMARY, summary)):

@@ -2,9 +2,9 @@
 
 A Llama of 100 million parameters, in float32, over a static cache: a prompt of (1, 256) tokens, and a step of (8, 1).
 Narrow layers with the heads of Llama 3 8B, 4 queries to a head of keys, over a cache of 2,048 tokens: steps of (1, 1)
-and (8, 1), alone with `--cache`; `repeats` is converted with `--keep-repeats`. And, alone with `--train`, a step of
-training without a cache: forward and backward of (2, 256) tokens and their labels, where the model by hand has
-Megatron's two autograd functions.
+and (8, 1) and a prompt of (1, 256), alone with `--cache`; `repeats` is converted with `--keep-repeats`. And, alone with
+`--train`, a step of training without a cache: forward and backward of (2, 256) tokens and their labels, where the model
+by hand has Megatron's two autograd functions.
 All arms run in the same two processes, in turn, round after round. What is printed is the median over the rounds of
 each arm's time divided by that of the model that was sliced by hand, in the same round. `null` is that model once more:
 by how much it differs from 1 is the noise. `one device` is the whole model on rank 0 while the other waits.
@@ -63,6 +63,7 @@ CASES = {
     "decode": Case(8, 1, held=40),
     "cache": Case(1, 1, 2048, 2000, GROUPED),
     "cache-8": Case(8, 1, 2048, 2000, GROUPED),
+    "prompt": Case(1, 256, 2048, 0, GROUPED),
 }
 TRAINED = (2, 256)
 COLUMN = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
@@ -182,9 +183,8 @@ def work(folder: Path, name: str, rounds: int) -> None:
     warnings.simplefilter("ignore")
     case = CASES[name]
     directory, artifact = folder / case.checkpoint, folder / name
-    plain, compiled = (
-        tpcompiler.load(artifact, compiled=way)["decode" if case.tokens == 1 else "prefill"] for way in (False, True)
-    )
+    program = "decode" if case.tokens == 1 else "prefill"
+    plain, compiled = (tpcompiler.load(artifact, compiled=way)[program] for way in (False, True))
     hand, alone = cached(sliced(directory), case), cached(whole(directory), case)
     arms: dict[str, Step] = {
         "hand": hand,
@@ -195,7 +195,7 @@ def work(folder: Path, name: str, rounds: int) -> None:
         "one device": alone,
     }
     if case.shape:
-        repeats = tpcompiler.load(folder / f"{name}-repeats")["decode"]
+        repeats = tpcompiler.load(folder / f"{name}-repeats")[program]
         arms["repeats"] = lambda ids, at: repeats(input_ids=ids, cache_position=at)
     if importlib.util.find_spec("accelerate"):
         arms["transformers"] = cached(by_transformers(directory), case, WORLD)

@@ -32,7 +32,7 @@ from tpcompiler.passes._kernels import bytes_in_memory, read_again
 from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.passes.regions.group_queries import ATTENTION, group_queries
-from tpcompiler.plan import Plan
+from tpcompiler.plan.plan import Plan
 from tpcompiler.terminal.printed import format_bytes
 
 PAGE = Path(__file__).parents[1] / "docs" / "decoding.md"

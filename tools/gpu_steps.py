@@ -36,7 +36,7 @@ from tpcompiler.api.packaging import plain_module
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.frontend.exporting import export_prefill_and_decode
 from tpcompiler.passes.move_device import move_device
-from tpcompiler.plan import Plan
+from tpcompiler.plan.plan import Plan
 
 Run = Callable[[], Any]
 SHAPES: dict[str, dict[str, Any]] = {

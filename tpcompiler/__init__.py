@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tpcompiler.judge.rules.check_rule import check_rule as check_rule
     from tpcompiler.judge.rules.discover_rule import discover_rule as discover_rule
     from tpcompiler.judge.rules.placements import sound_placements as sound_placements
-    from tpcompiler.plan import Plan as Plan
+    from tpcompiler.plan.plan import Plan as Plan
     from tpcompiler.rules.notation import RuleText as RuleText
     from tpcompiler.rules.register import register_rule as register_rule
     from tpcompiler.runtime.handover import join_handover as join_handover
@@ -44,7 +44,7 @@ _HOME = {
     "diagnose": "tpcompiler.api.doctor",
     "diagnose_devices": "tpcompiler.api.devices",
     "tensor_parallel_transformation": "tpcompiler.api",
-    "Plan": "tpcompiler.plan",
+    "Plan": "tpcompiler.plan.plan",
     "Mesh": "tpcompiler.ir.mesh",
     "weightless": "tpcompiler.runtime.weightless",
     "save_weightless": "tpcompiler.runtime.weightless",

@@ -22,7 +22,7 @@ from tpcompiler.ir.region import Region, pinned, write_regions
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
 from tpcompiler.passes._distinct_heads import DistinctHeads, find_distinct_heads, region_on
 from tpcompiler.passes._kernels import MULTIPLES, ON_CPU
-from tpcompiler.plan import PlanEntry
+from tpcompiler.plan.plan import PlanEntry
 from tpcompiler.plan.styles import STYLES
 
 HEADS, STEPS, FEATURES = 1, 2, 3  # dims of queries, keys and values: [batch, heads, steps, features]

@@ -39,7 +39,7 @@ from tpcompiler.passes.lower_reshards import lower_reshards
 from tpcompiler.passes.place import place
 from tpcompiler.passes.regions.join_branches import join_branches
 from tpcompiler.passes.shard_state import shard_state
-from tpcompiler.plan import Plan
+from tpcompiler.plan.plan import Plan
 from tpcompiler.rules.registry import ops_with_rules
 from tpcompiler.solver.drive import solve
 from tpcompiler.solver.refuse import refuse_unplaced

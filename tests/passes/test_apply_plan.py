@@ -19,7 +19,7 @@ from tpcompiler.ir.program import PIN, PlannedProgram
 from tpcompiler.ir.text import program_text
 from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize
-from tpcompiler.plan import Plan
+from tpcompiler.plan.plan import Plan
 
 MESH = Mesh.of(2)
 X, Y = torch.randn(2, 4), torch.randn(2, 4)

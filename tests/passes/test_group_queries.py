@@ -23,7 +23,7 @@ from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.passes.regions import group_queries as pass_module
 from tpcompiler.passes.regions.group_queries import group_queries
-from tpcompiler.plan import Plan
+from tpcompiler.plan.plan import Plan
 
 FEW, TIMES, STEPS, KEYS, FEATURES = 2, 4, 3, 24, 4
 HEADS = FEW * TIMES

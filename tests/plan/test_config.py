@@ -11,7 +11,7 @@ import pytest
 from transformers import GptOssConfig, LlamaConfig, MixtralConfig
 
 from tpcompiler.errors import PlanError, UnsupportedError
-from tpcompiler.plan import Plan
+from tpcompiler.plan.plan import Plan
 
 LLAMA = {
     f"layers.*.{name}": "rowwise" if name.endswith(("o_proj", "down_proj")) else "colwise"

@@ -12,7 +12,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 from tpcompiler.errors import PlanError, TpCompilerError
 from tpcompiler.ir.placements import parse_placement
-from tpcompiler.plan import Plan, PlanEntry, Style
+from tpcompiler.plan.plan import Plan, PlanEntry
+from tpcompiler.plan.styles import Style
 from tpcompiler.yaml_file import MAX_BYTES
 
 R, S0 = Replicate(), Shard(0)

@@ -13,7 +13,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
 from tpcompiler.errors import PlanError, UnsupportedError
-from tpcompiler.plan import Plan, PlanEntry, Style
+from tpcompiler.plan.plan import Plan, PlanEntry
+from tpcompiler.plan.styles import Style
 
 COLWISE = Style("colwise", cut="out")
 

@@ -23,8 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tpcompiler.errors import PlanError, TpCompilerError, UnsupportedError
 from tpcompiler.ir.placements import Cut, Piece
-from tpcompiler.plan import Style
-from tpcompiler.plan.styles import ALIASES, REFUSED, STYLES, read_style
+from tpcompiler.plan.styles import ALIASES, REFUSED, STYLES, Style, read_style
 
 R, S0 = Replicate(), Shard(0)
 KNOWN = (

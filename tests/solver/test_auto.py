@@ -23,7 +23,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize
-from tpcompiler.plan import Plan
+from tpcompiler.plan.plan import Plan
 from tpcompiler.runtime.inputs import write_tensors
 from tpcompiler.solver.drive import PLACING, solve
 from tpcompiler.solver.refuse import refuse_unplaced

@@ -18,7 +18,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize
-from tpcompiler.plan import Plan
+from tpcompiler.plan.plan import Plan
 from tpcompiler.solver import retries
 from tpcompiler.solver.changes import price_changes
 from tpcompiler.solver.drive import PLACING, solve

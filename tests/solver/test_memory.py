@@ -19,7 +19,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.parallel.pipeline import convert_programs
 from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize
-from tpcompiler.plan import Plan
+from tpcompiler.plan.plan import Plan
 from tpcompiler.solver.memory import measure_memory
 from tpcompiler.solver.search import search
 from tpcompiler.solver.task import Aim, Task

@@ -23,7 +23,7 @@ from tpcompiler.errors import PlanError
 from tpcompiler.ir import edit
 from tpcompiler.parallel.compared import compared_calls, subject_of
 from tpcompiler.parallel.pipeline import find_placements
-from tpcompiler.plan import Plan
+from tpcompiler.plan.plan import Plan
 from tpcompiler.runtime.artifact import SINGLE
 from tpcompiler.solver.memory import measure_memory
 from tpcompiler.solver.step_time import collectives_of as collectives_found

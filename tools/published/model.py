@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,9 @@ from torch.export import ExportedProgram
 from torch.nn import functional as F
 
 from tpcompiler import weightless
+from tpcompiler.api import read_plan
+from tpcompiler.frontend.exporting import export_prefill_and_decode
+from tpcompiler.plan.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -161,6 +166,30 @@ def export_decoder(dims: Dims, batch: int, prompt: int, *, is_decode: bool) -> E
         example = torch.zeros(batch, steps, dtype=torch.int64), torch.arange(steps)
         with torch.no_grad():
             return torch.export.export(model, example)
+
+
+def export_from_config(dims: Dims, batch: int, prompt: int, *, is_decode: bool) -> tuple[ExportedProgram, Plan]:
+    """Export the step as `tpcompiler export DIR --prefill-decode` does, and read the plan of its config.json."""
+    from transformers import AutoConfig
+
+    room = max(prompt, 2) + 1
+    sizes = {
+        "num_hidden_layers": dims.layers,
+        "hidden_size": dims.hidden,
+        "intermediate_size": dims.intermediate,
+        "num_attention_heads": dims.heads,
+        "num_key_value_heads": dims.kv_heads,
+        "head_dim": dims.width,
+        "vocab_size": dims.vocab,
+        "max_position_embeddings": room,
+        **({"num_local_experts": dims.experts, "num_experts_per_tok": 2} if dims.experts else {}),
+    }
+    kind = "Mixtral" if dims.experts else "Llama"
+    config = AutoConfig.for_model(kind.lower(), **sizes, architectures=[f"{kind}ForCausalLM"], dtype="bfloat16")
+    with tempfile.TemporaryDirectory() as directory:
+        config.save_pretrained(directory)
+        programs = export_prefill_and_decode(directory, batch=batch, length=prompt, max_length=room)
+        return programs["decode" if is_decode else "prefill"].program, read_plan(Path(directory) / "config.json")
 
 
 def export_bert(layers: int, batch: int, steps: int) -> ExportedProgram:

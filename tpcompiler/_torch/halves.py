@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from torch import fx
 from torch._functorch import config
-from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
 
 Recompute = Literal["min-cut", "all", "none"]
@@ -55,6 +54,9 @@ def cut_joint(
     joint.output(fx.node.map_arg(graph.output_node().args[0], lambda used: copies[used]))
     module = fx.GraphModule(root, joint)
     given = [copies[node].meta.get("val") for node in (*held, tangent)]
+    # only who trains needs it
+    from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+
     cut: Any = default_partition if recompute == "none" else min_cut_rematerialization_partition
     with config.patch(cse=False):  # it would gather a parameter once for both halves, and hold it in between
         halves = cut(module, given, num_fwd_outputs=outputs, static_lifetime_input_indices=list(free))

@@ -19,16 +19,10 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTInput,
     PlainAOTOutput,
 )
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
-from torch.export._trace import (  # type: ignore[attr-defined]
-    _compiling_state_context,
-    _fakify_params_buffers,
-    _ignore_backend_decomps,
-)
 from torch.export.exported_program import _register_constants_as_buffers  # type: ignore[attr-defined]
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -49,6 +43,14 @@ def trace_joint(
     Placeholders and the output are described by `input_key` and `output_keys`. Nodes keep the modules of the forward
     in `nn_module_stack`, those of the backward in `fwd_nn_module_stack`.
     """
+    # only who trains needs these, and torch._dynamo with them
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+    from torch.export._trace import (  # type: ignore[attr-defined]
+        _compiling_state_context,
+        _fakify_params_buffers,
+        _ignore_backend_decomps,
+    )
+
     table: dict[Any, Any] = {
         op: each
         for op, each in _core_aten_decompositions_post_autograd().items()

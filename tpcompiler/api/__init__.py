@@ -34,7 +34,9 @@ from tpcompiler.parallel.families import find_families
 from tpcompiler.parallel.pipeline import convert_programs, find_placements
 from tpcompiler.parallel.stages import StageProgram, mesh_of_stage, stage_programs
 from tpcompiler.passes.apply_plan import names_of
-from tpcompiler.plan import SEARCHES, Plan, join_plans
+from tpcompiler.plan.file import SEARCHES
+from tpcompiler.plan.plan import Plan
+from tpcompiler.plan.share import join_plans
 from tpcompiler.runtime.artifact import SINGLE, is_single
 from tpcompiler.runtime.beside import families
 from tpcompiler.runtime.place import place_state

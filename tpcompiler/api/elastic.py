@@ -31,7 +31,8 @@ from tpcompiler.parallel.conversion import Conversion, asked_boundary, share_con
 from tpcompiler.parallel.converted import ConvertedProgram
 from tpcompiler.parallel.pipeline import convert_programs
 from tpcompiler.passes.canonicalize import canonicalize
-from tpcompiler.plan import Plan, join_plans
+from tpcompiler.plan.plan import Plan
+from tpcompiler.plan.share import join_plans
 from tpcompiler.runtime.artifact import MODEL, Manifest, is_single
 from tpcompiler.runtime.beside import families, largest_world
 from tpcompiler.runtime.program_files import ProgramFiles, open_programs

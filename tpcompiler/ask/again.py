@@ -34,7 +34,7 @@ from tpcompiler.parallel.pipeline import convert_programs, find_placements
 from tpcompiler.parallel.unplanned import MOST_WHOLE
 from tpcompiler.passes.place import place
 from tpcompiler.passes.regions.attend_in_turns import ATTENTION, axis_of_turns
-from tpcompiler.plan import Plan
+from tpcompiler.plan.plan import Plan
 from tpcompiler.solver.otherwise import Otherwise, price_otherwise
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.step_time import sends_around

@@ -26,7 +26,7 @@ from tpcompiler.ir.names import layer_of, weight_of
 from tpcompiler.ir.placement_words import describe_sharding
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.text import op_name, value_text
-from tpcompiler.plan import Plan
+from tpcompiler.plan.plan import Plan
 from tpcompiler.runtime.artifact import MODEL
 from tpcompiler.runtime.records import Collective, Record
 from tpcompiler.terminal.printed import format_bytes, nearest_names

@@ -13,7 +13,7 @@ from tpcompiler.errors import one_line
 from tpcompiler.ir import edit
 from tpcompiler.ir.names import layer_of, weight_of
 from tpcompiler.ir.program import Program, tied
-from tpcompiler.plan import Plan
+from tpcompiler.plan.plan import Plan
 from tpcompiler.plan.styles import STYLES
 
 EXPLAINED = ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", "replicate")

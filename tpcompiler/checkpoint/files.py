@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tpcompiler.errors import ArtifactError, reason
-from tpcompiler.runtime.hub import download_help
+from tpcompiler.runtime.hub import refuse_missing_checkpoint
 from tpcompiler.runtime.opened import Opened, read_object
 from tpcompiler.runtime.weights import NAMES
 
@@ -83,8 +83,9 @@ class Checkpoint:
         return {file.name: state_of(file) for file in self.files}
 
     def _listed(self) -> list[Path]:
+        refuse_missing_checkpoint(self.path)
         if not os.path.isdir(self.path):
-            raise ArtifactError(f"{self.path} does not exist", help=download_help(self.path, "give {}") or DOWNLOAD)
+            raise ArtifactError(f"{self.path} is no directory", help=DOWNLOAD)
         if not (self.path / INDEX).is_file():
             if files := sorted(self.path.glob("*.safetensors")):
                 return files

@@ -40,12 +40,14 @@ from tpcompiler.cli.options import (
     Trust,
     app,
     command_with,
+    existing,
     read_mesh,
     refuse_two_meshes,
     report,
 )
 from tpcompiler.cli.weights import IgnoreUnused
 from tpcompiler.errors import TpCompilerWarning, one_line, printable
+from tpcompiler.runtime.hub import refuse_missing_model
 from tpcompiler.runtime.records import Collectives, DeviceType
 from tpcompiler.terminal.printed import mute_logs
 
@@ -86,7 +88,12 @@ def _options(
 
 @app.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(metavar="MODEL.pt2|OUT", help="A model, or a converted directory.")],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="MODEL.pt2|OUT", parser=existing(refuse_missing_model), help="A model, or a converted directory."
+        ),
+    ],
     rank: Annotated[int | None, typer.Option("--rank", metavar="N", help="Show the program of this rank.")] = None,
     tensor: Annotated[
         str | None,
@@ -271,7 +278,8 @@ def convert(
         from tpcompiler.ask.again import find_searched_plan
         from tpcompiler.checkpoint.cut import refuse_other_checkpoint
         from tpcompiler.cli import printing
-        from tpcompiler.plan import SEARCHES, Plan
+        from tpcompiler.plan.file import SEARCHES
+        from tpcompiler.plan.plan import Plan
         from tpcompiler.runtime.artifact import SINGLE, is_single
         from tpcompiler.runtime.target import free_target
 

@@ -16,7 +16,7 @@ from tpcompiler.errors import TpCompilerError
 from tpcompiler.frontend.plain_weights import with_plain_weights
 from tpcompiler.ir.program import Program, tied
 from tpcompiler.ir.text import DTYPES
-from tpcompiler.plan import Plan
+from tpcompiler.plan.plan import Plan
 
 
 def model_data(program: ExportedProgram) -> ModelSummary:

@@ -8,11 +8,17 @@ from typing import Annotated, Any, Literal
 import typer
 
 from tpcompiler.cli.bars import progress
-from tpcompiler.cli.options import NOT_EQUAL, Artifact, Checkpoint, Imports, Json, Limits, Trust, app
+from tpcompiler.cli.options import NOT_EQUAL, Artifact, Checkpoint, Imports, Json, Limits, Trust, app, existing
+from tpcompiler.runtime.hub import refuse_missing_model
 
 Against = Annotated[
     Path | None,
-    typer.Option("--against", metavar="MODEL.pt2", help="The single-device model to compare with."),
+    typer.Option(
+        "--against",
+        metavar="MODEL.pt2",
+        parser=existing(refuse_missing_model),
+        help="The single-device model to compare with.",
+    ),
 ]
 
 

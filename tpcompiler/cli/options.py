@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 import traceback
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -23,6 +23,8 @@ from tpcompiler.cli.old_spellings import replace_old_spellings
 from tpcompiler.cost.amounts import read_memory
 from tpcompiler.cost.machine_file import DEFAULT, VARIABLE, shipped_machines
 from tpcompiler.errors import MeshError, TpCompilerError, naming_options, printable
+from tpcompiler.plan.file import CONFIG, SEARCHES, read_plan_file
+from tpcompiler.runtime.hub import refuse_missing_artifact, refuse_missing_checkpoint, refuse_missing_model
 from tpcompiler.terminal.printed import print_nowhere, printed_streams
 
 if TYPE_CHECKING:
@@ -142,13 +144,38 @@ Machine = Annotated[
         f"Default: ${VARIABLE}, or {DEFAULT}; for an artifact, the machine of its conversion.",
     ),
 ]
-_CHECKPOINT = typer.Option("--checkpoint", metavar="DIR", help="Read weights from a directory of *.safetensors files.")
+
+
+def existing(refuse: Callable[[str], None]) -> Callable[[str], Path]:
+    """Return a parser of a path that is refused at once, before a command imports torch, if nothing is there."""
+
+    def read(text: str) -> Path:
+        refuse(text)
+        return Path(text)
+
+    return read
+
+
+def _readable_plan(text: str) -> Path:
+    """Refuse a plan that is no file, or no YAML, at once."""
+    if text not in SEARCHES and not os.path.isfile(os.path.join(text, CONFIG)):
+        read_plan_file(text)
+    return Path(text)
+
+
+_CHECKPOINT = typer.Option(
+    "--checkpoint",
+    metavar="DIR",
+    parser=existing(refuse_missing_checkpoint),
+    help="Read weights from a directory of *.safetensors files.",
+)
 Checkpoint = Annotated[Path | None, _CHECKPOINT]
 RequiredCheckpoint = Annotated[Path, _CHECKPOINT]
 Models = Annotated[
     list[Path],
     typer.Argument(
         metavar="MODEL.pt2",
+        parser=existing(refuse_missing_model),
         help="Files written by torch.export.save. Several, such as prefill and decode, share weights and caches.",
     ),
 ]
@@ -157,6 +184,7 @@ PlanFile = Annotated[
     typer.Option(
         "--plan",
         metavar="PLAN.yaml",
+        parser=_readable_plan,
         help="Styles of layers; a Hugging Face config.json, for its own plan; or auto (default): search for a plan.",
         show_default=False,
     ),
@@ -248,7 +276,14 @@ Limits = Annotated[
         "a rank, without activations); or above one of a YAML list of limits.",
     ),
 ]
-Artifact = Annotated[Path, typer.Argument(metavar="OUT", help="A directory written by tpcompiler convert.")]
+_EXISTING_ARTIFACT = existing(refuse_missing_artifact)
+Artifact = Annotated[
+    Path,
+    typer.Argument(metavar="OUT", parser=_EXISTING_ARTIFACT, help="A directory written by tpcompiler convert."),
+]
+OtherArtifact = Annotated[
+    Path, typer.Argument(metavar="OUT2", parser=_EXISTING_ARTIFACT, help="Another artifact of the same model.")
+]
 
 
 def refuse_two_meshes(tp: str | None, text: str | None) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tpcompiler.cli.bars import progress
-from tpcompiler.cli.options import NOT_EQUAL, Artifact, Imports, Json, Machine, Trust, app
+from tpcompiler.cli.options import NOT_EQUAL, Artifact, Imports, Json, Machine, OtherArtifact, Trust, app
 from tpcompiler.errors import InputsError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def explain(
 @app.command()
 def diff(
     first: Artifact,
-    second: Annotated[Path, typer.Argument(metavar="OUT2", help="Another artifact of the same model.")],
+    second: OtherArtifact,
     html: Annotated[
         Path | None,
         typer.Option("--html", metavar="FILE", help="Also write the page of OUT2, with the differences marked."),
@@ -111,9 +111,7 @@ def diff(
 @app.command()
 def handover(
     source: Artifact,
-    target: Annotated[
-        Path, typer.Argument(metavar="OUT2", help="An artifact of the same model, for any number of ranks.")
-    ],
+    target: OtherArtifact,
     out: Annotated[
         Path | None, typer.Option("-o", "--out", metavar="FILE.json", help="Write which rank sends which part.")
     ] = None,

@@ -12,6 +12,14 @@ from tpcompiler.cli.bars import progress
 from tpcompiler.cli.memory import return_freed_tensors
 from tpcompiler.cli.options import Artifact, Force, Json, MeshOption, RequiredCheckpoint, Tp, Trust, app, read_mesh
 from tpcompiler.errors import ArtifactError, reason
+from tpcompiler.runtime.hub import refuse_missing_config
+
+
+def _model_source(text: str) -> str:
+    if ":" not in text:
+        refuse_missing_config(text)
+    return text
+
 
 IgnoreUnused = Annotated[
     bool, typer.Option("--ignore-unused", help="Ignore checkpoint tensors that the program does not use.")
@@ -21,7 +29,12 @@ IgnoreUnused = Annotated[
 @app.command()
 def export(
     source: Annotated[
-        str, typer.Argument(metavar="DIR|module:factory", help="A Hugging Face directory, or your own function.")
+        str,
+        typer.Argument(
+            metavar="DIR|module:factory",
+            parser=_model_source,
+            help="A Hugging Face directory, or your own function.",
+        ),
     ],
     out: Annotated[Path, typer.Option("-o", "--out", metavar="MODEL.pt2", help="The file to write.")],
     batch: Annotated[int, typer.Option("--batch", metavar="N", help="Batch size of the example.", min=1)] = 2,

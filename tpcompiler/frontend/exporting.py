@@ -32,14 +32,13 @@ from tpcompiler.frontend.example_inputs import (
 )
 from tpcompiler.frontend.own_backwards import refuse_own_backwards
 from tpcompiler.frontend.prefill_decode import build_steps
-from tpcompiler.runtime.hub import download_help
+from tpcompiler.runtime.hub import FACTORY, refuse_missing_config
 from tpcompiler.runtime.model_file import import_modules
 from tpcompiler.runtime.opened import read_object
 from tpcompiler.runtime.weightless import weightless
 
 MOST_TOKENS, MOST_SAMPLES = 8192, 1 << 20
 REFUSED = " cannot be exported: "
-FACTORY = "write module:factory, of a function that returns (model, args), (model, args, kwargs) or these and shapes"
 
 
 class Export(NamedTuple):
@@ -245,8 +244,7 @@ def _model_of(path: Path, dtype: str | None) -> tuple[torch.nn.Module, str]:
     """Return the model of a config.json, and its class's name."""
     file = path / "config.json" if path.is_dir() else path
     directory = f"give a Hugging Face directory, or {FACTORY}"
-    if not os.path.lexists(path):
-        raise ArtifactError(f"{path} does not exist", help=download_help(path, "give {}", bare=True) or directory)
+    refuse_missing_config(path)
     try:
         data = read_object(file)
     except (OSError, ValueError) as error:

@@ -21,7 +21,7 @@ from tpcompiler.ir.node_placement import placement_of
 from tpcompiler.ir.program import PlacedProgram, PlannedProgram, relax, reshard
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.passes.place import place
-from tpcompiler.plan import Plan, PlanEntry
+from tpcompiler.plan.plan import Plan, PlanEntry
 from tpcompiler.plan.styles import STYLES, read_style
 from tpcompiler.solver.drive import PLACING, solve
 from tpcompiler.solver.task import Aim, Task

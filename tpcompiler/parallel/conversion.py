@@ -24,7 +24,8 @@ from tpcompiler.ir.text import program_text
 from tpcompiler.passes.apply_plan import Boundary, names_of
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.passes.limit_experts import limit_experts
-from tpcompiler.plan import Plan, share_plan
+from tpcompiler.plan.plan import Plan
+from tpcompiler.plan.share import share_plan
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.records import Asked, StageRecord
 from tpcompiler.solver.solution import Solution

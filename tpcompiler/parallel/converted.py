@@ -26,7 +26,7 @@ from tpcompiler.ir.program import Note, PlacedProgram, reshard
 from tpcompiler.parallel.manifest import manifest_of
 from tpcompiler.parallel.partition import Partition
 from tpcompiler.parallel.writing import writer_of
-from tpcompiler.plan import Plan
+from tpcompiler.plan.plan import Plan
 from tpcompiler.runtime.artifact import SINGLE, Manifest, write_program
 from tpcompiler.runtime.rank_file import Weights, put_state
 from tpcompiler.runtime.records import Asked, StageRecord

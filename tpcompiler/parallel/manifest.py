@@ -18,7 +18,7 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.symm_mem import rooms_of
 from tpcompiler.ir.text import DTYPES
 from tpcompiler.parallel.partition import Partition
-from tpcompiler.plan import Plan
+from tpcompiler.plan.plan import Plan
 from tpcompiler.rules.index_range import door_ranges
 from tpcompiler.runtime.artifact import FORMAT, VERSION, Manifest
 from tpcompiler.runtime.records import Asked, BoundaryRecord, TensorRecord

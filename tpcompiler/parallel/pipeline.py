@@ -28,7 +28,7 @@ from tpcompiler.passes.regions.dispatch_experts import dispatch_experts
 from tpcompiler.passes.regions.group_queries import group_queries
 from tpcompiler.passes.regions.join_branches import join_branches
 from tpcompiler.passes.regions.spread_experts import spread_experts
-from tpcompiler.plan import Plan
+from tpcompiler.plan.plan import Plan
 from tpcompiler.solver.drive import solve
 from tpcompiler.solver.memory import measure_leaves, measure_state
 from tpcompiler.solver.refuse import refuse_unplaced

@@ -15,7 +15,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.names import modules_around
 from tpcompiler.ir.program import PlannedProgram, tied
 from tpcompiler.parallel.conversion import Conversion, unseen
-from tpcompiler.plan import Plan
+from tpcompiler.plan.plan import Plan
 from tpcompiler.solver.memory import measure_leaves
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.step_time import measure_step_time

@@ -11,6 +11,7 @@ from tpcompiler.errors import PlanError
 from tpcompiler.runtime.hub import download_help
 from tpcompiler.yaml_file import YamlError, compose, entries, plain, read_small_text
 
+CONFIG = "config.json"
 SEARCHES = ("auto", "auto:free")  # names of plans that the search finds
 
 

@@ -15,11 +15,10 @@ from typing import Any
 from tpcompiler.errors import PlanError, UnsupportedError, option
 from tpcompiler.ir.names import modules_around
 from tpcompiler.plan.config import config_plan, is_config
-from tpcompiler.plan.file import read_plan_file
+from tpcompiler.plan.file import CONFIG, read_plan_file
 from tpcompiler.plan.fold import folded
 from tpcompiler.plan.styles import AUTO, REFUSED, Style, read_style
 
-CONFIG = "config.json"
 SHOWN = 4  # names of a program listed in an error
 MAX_STARS = 100  # per pattern: module names are not that deep, and Python is slow with so many groups
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from msgspec.structs import replace
 
 from tpcompiler.errors import ArtifactError, reason
-from tpcompiler.runtime.hub import refuse_hub_directory
+from tpcompiler.runtime.hub import refuse_hub_directory, refuse_missing_artifact
 from tpcompiler.runtime.opened import Opened, read_text
 from tpcompiler.runtime.records import Manifest as Manifest
 from tpcompiler.runtime.records import Package, ProgramList, Record, plain_data, read_record
@@ -162,14 +162,11 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     try:
         manifest = _read_listing(path, Manifest)
     except (FileNotFoundError, NotADirectoryError) as error:
+        refuse_missing_artifact(directory)
         refuse_hub_directory(directory)
-        state = (
-            f"is not an artifact: it has no {MANIFEST}"
-            if os.path.isdir(directory)
-            else "is a file, not the directory of an artifact"
-            if os.path.exists(directory)
-            else "does not exist"
-        )
+        state = "is a file, not the directory of an artifact"
+        if os.path.isdir(directory):
+            state = f"is not an artifact: it has no {MANIFEST}"
         raise ArtifactError(f"{directory} {state}", help="make one with tpcompiler convert") from error
     name_of = weights_file if manifest.programs else rank_file
     every = {*manifest.programs, *map(name_of, range(manifest.world_size))}

@@ -1,4 +1,4 @@
-"""Recognise the id or the directory of a Hugging Face model given instead of another path."""
+"""Refuse paths that do not exist, and recognise the id or the directory of a Hugging Face model in place of another."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from tpcompiler.errors import ArtifactError, option
 PART = r"[A-Za-z0-9][\w.-]*"
 OWNED = re.compile(rf"({PART}/{PART}?)(/config\.json)?", re.ASCII)
 BARE = re.compile(PART, re.ASCII)  # an id without an owner, such as gpt2
+FACTORY = "write module:factory, of a function that returns (model, args), (model, args, kwargs) or these and shapes"
+WRITE_MODEL = "export the model and write it with torch.export.save(exported_program, path)"
 FILE = re.compile(r"\.(pt2?|pth|bin|ya?ml|json|safetensors|py)", re.ASCII | re.IGNORECASE)
 
 
@@ -30,6 +32,36 @@ def download_help(path: str | os.PathLike[str], then: str, *, bare: bool = False
     directory = name.rpartition("/")[2]
     how = f"hf download {name} --local-dir {directory}"
     return f"download a model of the Hugging Face hub first: {how}; {then.format(directory)}"
+
+
+def refuse_missing_model(path: str | os.PathLike[str]) -> None:
+    """Raise ArtifactError for the path of a .pt2 file that does not exist."""
+    otherwise = f"give the path of a .pt2 file; to make one, {WRITE_MODEL}"
+    _refuse_missing(path, download_help(path, "then tpcompiler export {} -o model.pt2") or otherwise)
+
+
+def refuse_missing_artifact(path: str | os.PathLike[str]) -> None:
+    """Raise ArtifactError for a directory of an artifact that does not exist."""
+    _refuse_missing(path, "make one with tpcompiler convert")
+
+
+def refuse_missing_checkpoint(path: str | os.PathLike[str]) -> None:
+    """Raise ArtifactError for a directory of weights that does not exist."""
+    _refuse_missing(path, download_help(path, "give {}") or "give the directory with the model's *.safetensors files")
+
+
+def refuse_missing_config(path: str | os.PathLike[str]) -> None:
+    """Raise ArtifactError for a directory of a Hugging Face config that does not exist."""
+    _refuse_missing(path, download_help(path, "give {}", bare=True) or f"give a Hugging Face directory, or {FACTORY}")
+
+
+def _refuse_missing(path: str | os.PathLike[str], help: str) -> None:
+    try:
+        os.lstat(path)
+    except FileNotFoundError as error:
+        raise ArtifactError(f"{path} does not exist", help=help) from error
+    except (OSError, ValueError):  # a closed folder, a null character: who reads it says what is wrong
+        pass
 
 
 def refuse_hub_directory(directory: str | os.PathLike[str]) -> None:

@@ -30,7 +30,7 @@ from tpcompiler._torch import (
 )
 from tpcompiler.errors import ArtifactError, option, reason
 from tpcompiler.runtime.archive import OLD_FORMAT, inspect_archive
-from tpcompiler.runtime.hub import download_help, refuse_hub_directory
+from tpcompiler.runtime.hub import WRITE_MODEL, refuse_hub_directory, refuse_missing_model
 from tpcompiler.runtime.inputs import keywords_of
 from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.python_code import WRITE, find_difference
@@ -56,7 +56,6 @@ CACHES = "transformers.cache_utils"
 EXPORTERS = "transformers.exporters.exporter_dynamo"
 PLAIN_PARTS = {"tensor", "sym", "dtype", "device", "size", "items"}  # of a cache in a file of these exporters
 EXPORT_SUPPORT = "transformers.integrations.executorch"
-EXPORT = "export the model and write it with torch.export.save(exported_program, path)"
 
 
 def import_modules(names: Sequence[str]) -> None:
@@ -211,12 +210,9 @@ def open_model(path: str | os.PathLike[str], *, trust: bool = False) -> Iterator
     file = Path(path)
     if os.path.isdir(file):  # unlike pathlib's, it does not raise for a long name or a closed folder
         raise _directory(file)
+    refuse_missing_model(file)
     try:
         opened = Opened(file)
-    except FileNotFoundError as error:
-        help = download_help(path, "then tpcompiler export {} -o model.pt2")
-        help = help or f"give the path of a .pt2 file; to make one, {EXPORT}"
-        raise ArtifactError(f"{file} does not exist", help=help) from error
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
         raise ArtifactError(
             f"{file} cannot be read: {reason(error)}", help="check the path and the permissions"
@@ -313,17 +309,17 @@ def _other_than_pt2(file: Opened) -> tuple[str, str] | None:
 
 def _other_than_zip(head: bytes) -> tuple[str, str]:
     if not head:
-        return "is empty", f"it is not a .pt2: {EXPORT}"
+        return "is empty", f"it is not a .pt2: {WRITE_MODEL}"
     if head.startswith(b"version https://git-lfs"):
         return "is a Git LFS pointer, not the file itself", "get the file with git lfs pull"
     if head.startswith(b"\x80") and head[1:2] in b"\x02\x03\x04\x05":
-        return "is a Python pickle, not a .pt2", EXPORT
+        return "is a Python pickle, not a .pt2", WRITE_MODEL
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 30:
-        return "is a safetensors file: weights without a program, not a .pt2", EXPORT
+        return "is a safetensors file: weights without a program, not a .pt2", WRITE_MODEL
     with contextlib.suppress(UnicodeDecodeError):
         if head[:256].decode("utf-8").isprintable() or b"\n" in head[:256]:
-            return "is a text file, not a .pt2", EXPORT
-    return "is not a .pt2 (no zip archive)", EXPORT
+            return "is a text file, not a .pt2", WRITE_MODEL
+    return "is not a .pt2 (no zip archive)", WRITE_MODEL
 
 
 def _other_archive(names: Sequence[str]) -> tuple[str, str] | None:
@@ -337,7 +333,7 @@ def _other_archive(names: Sequence[str]) -> tuple[str, str] | None:
             "write a file with one program by torch.export.save(exported_program, path)",
         )
     kind = next(kind for entry, kind in ARCHIVES.items() if re.search(entry, inside, re.MULTILINE))
-    return f"is {kind}", EXPORT
+    return f"is {kind}", WRITE_MODEL
 
 
 def _load_error(file: Path, cause: BaseException) -> ArtifactError:

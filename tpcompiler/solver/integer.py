@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
 
 from tpcompiler.errors import UnsupportedError
 from tpcompiler.solver.tables import Tables
+
+if TYPE_CHECKING:  # scipy takes a second to import, and few searches need it
+    from scipy.optimize import LinearConstraint
 
 MOST_CELLS = 1 << 17  # of all tables together
 MOST_NODES = 1000  # of branch and bound
@@ -28,6 +30,8 @@ def solve_integer_program(tables: Tables) -> tuple[float, list[int]]:
     Raises:
         UnsupportedError: more than `MOST_CELLS` cells, or no proof after `MOST_NODES` nodes.
     """
+    from scipy.optimize import Bounds, milp
+
     cells = sum(table.size for _, table in tables.factors)
     if cells > MOST_CELLS:
         raise UnsupportedError(f"the choices depend on each other in {cells:,} cells", help="give a plan")
@@ -66,4 +70,7 @@ def _equal(rows: Iterable[tuple[Iterable[int], int | None]], columns: int) -> Li
             at.append((number, int(other)))
             entries.append(-1.0)
         sums.append(float(other is None))
+    from scipy.optimize import LinearConstraint
+    from scipy.sparse import csr_array
+
     return LinearConstraint(csr_array((entries, tuple(zip(*at, strict=True))), (len(sums), columns)), sums, sums)
