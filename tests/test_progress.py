@@ -107,7 +107,7 @@ def test_every_long_step_tells_how_far_it_is(model: Path) -> None:
 @pytest.mark.parametrize("trust", [False, True])
 def test_a_file_tells_how_many_of_its_bytes_are_read(model: Path, trust: bool) -> None:
     """Each once, and up to the end, also where it cannot be read."""
-    told = heard(lambda: read_model(model, trust=trust))["reading model.pt2"]
+    told = heard(lambda: read_model(model, trust=trust))[f"reading {model}"]
     size = model.stat().st_size
     assert {(unit, total) for unit, _, total in told} == {("bytes", size)}
     done = [done for _, done, _ in told]
@@ -122,7 +122,7 @@ def test_a_file_tells_how_many_of_its_bytes_are_read(model: Path, trust: bool) -
         with pytest.raises(ArtifactError):
             read_model(damaged, trust=trust)
 
-    assert heard(fail)["reading damaged.pt2"][-1] == ("bytes", size, size)
+    assert heard(fail)[f"reading {damaged}"][-1] == ("bytes", size, size)
     hashed = heard(lambda: sha256(model))["hashing model.pt2"]
     assert hashed[-1] == ("bytes", size, size)
 
@@ -150,7 +150,7 @@ def test_a_bar_has_the_rate_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_step_that_lasts_has_a_line_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of steps that begin again and again one, in the order in which they last; of short ones none."""
+    """Its name once, also of steps that begin again and again, and then how far it is; of short ones none."""
     shown = io.StringIO()
     monkeypatch.setattr(sys, "__stderr__", shown)
 
@@ -165,6 +165,7 @@ def test_a_step_that_lasts_has_a_line_in_a_pipe(monkeypatch: pytest.MonkeyPatch)
         reporting("ops of it", "ops")(0, 2)
     assert shown.getvalue() == ""
     monkeypatch.setattr(bars, "PATIENCE", 0.05)
+    monkeypatch.setattr(bars, "AGAIN", 0.1)
     ops, weights = reporting("trying choices", "ops"), reporting("cutting the weights", "bytes")
     with bars.progress("reading \x1b[/b]") as steps:
         wait_for("reading \\x1b[/b]\n")
@@ -172,23 +173,26 @@ def test_a_step_that_lasts_has_a_line_in_a_pipe(monkeypatch: pytest.MonkeyPatch)
         for _ in range(3):
             ops(0, 25_000)
             ops(1_000, 25_000)
-            wait_for("trying choices: 1,000 of 25,000 ops\n")
+            wait_for("trying choices: 25,000 ops\n")
+            wait_for("  1,000 of 25,000 ops\n")
             ops(25_000, 25_000)
         weights(2_000_000, 20_000_000)
-        wait_for("cutting the weights: 2 MB of 20 MB\n")
+        wait_for("cutting the weights: 20 MB\n")
+        wait_for("  2 MB of 20 MB\n")
         wait_for("searching\n")
     lines = shown.getvalue().splitlines()
-    assert len(lines) == 4
-    assert set(lines) == {
+    named = [line for line in lines if not line.startswith("  ")]
+    assert sorted(named) == [
+        "cutting the weights: 20 MB",
         "reading \\x1b[/b]",
         "searching",
-        "trying choices: 1,000 of 25,000 ops",
-        "cutting the weights: 2 MB of 20 MB",
-    }
+        "trying choices: 25,000 ops",
+    ]
+    assert set(lines) - set(named) <= {"  not done yet", "  1,000 of 25,000 ops", "  2 MB of 20 MB"}
     with bars.progress("silent", quiet=True) as nothing:
         nothing.update("as well")
         time.sleep(0.2)
-    assert len(shown.getvalue().splitlines()) == 4
+    assert len(shown.getvalue().splitlines()) == len(lines)
 
 
 @pytest.mark.slow

@@ -82,18 +82,19 @@ class Steps:
 
 
 class Lines:
-    """A line on standard error for each long step, for logs."""
+    """A line on standard error for each long step, for logs: its name and total once, then how far it is."""
 
     def __init__(self, text: str) -> None:
         self._ended = threading.Event()
         self._next: dict[str, float] = {}  # step -> time of its next line
-        self._under_way: dict[str, str] = {}  # step -> its progress
+        self._named: set[str] = set()  # steps that have a line
+        self._under_way: dict[str, tuple[str, str]] = {}  # step -> its total and its progress
         self.update(text)
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
     def update(self, text: str) -> None:
-        self._under_way = {text: ""}
+        self._under_way = {text: ("", "not done yet")}
         self._next[text] = time.monotonic() + PATIENCE
 
     def show(self, step: str, unit: str, done: int, total: int) -> None:
@@ -104,9 +105,9 @@ class Lines:
         if step not in self._under_way:
             # A step that starts again and again, such as a search, keeps the time of its next line.
             self._next[step] = max(self._next.get(step, 0.0), time.monotonic() + PATIENCE)
-        self._under_way[step] = f": {format_bytes(done) if unit == 'bytes' else f'{done:,}'} of " + (
-            format_bytes(total) if unit == "bytes" else f"{total:,} {unit}"
-        )
+        is_bytes = unit == "bytes"
+        whole = format_bytes(total) if is_bytes else f"{total:,} {unit}"
+        self._under_way[step] = f": {whole}", f"{format_bytes(done) if is_bytes else f'{done:,}'} of {whole}"
 
     def stop(self) -> None:
         self._ended.set()
@@ -114,11 +115,13 @@ class Lines:
 
     def _watch(self) -> None:
         while not self._ended.wait(PATIENCE / 4):
-            for step, far in list(self._under_way.items()):
+            for step, (total, far) in list(self._under_way.items()):
                 if time.monotonic() >= self._next[step]:
                     self._next[step] = time.monotonic() + AGAIN
+                    line = f"  {far}" if step in self._named else one_line(step + total)
+                    self._named.add(step)
                     with suppress(OSError, ValueError, AttributeError):  # closed, or no such stream
-                        print(one_line(step + far), file=sys.__stderr__, flush=True)
+                        print(line, file=sys.__stderr__, flush=True)
 
 
 class _Nothing:

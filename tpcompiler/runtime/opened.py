@@ -60,7 +60,7 @@ class Opened(io.RawIOBase):
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
         """Report in the block how many bytes have been read; bytes that are read twice count once."""
-        with measured(f"reading {self.path.name}", "bytes", self.size) as self._report:
+        with measured(f"reading {self.path}", "bytes", self.size) as self._report:
             try:
                 yield
             finally:
