@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch.export import export
 
 import tpcompiler
 from tests.passes.test_shared_heads import Attention
-from tpcompiler.solver import eliminate, integer
+from tpcompiler.solver import eliminate, integer, pose
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 
@@ -96,3 +97,15 @@ def sent(made: tpcompiler.ParallelProgram) -> list[tuple[str, int]]:
 
 def capped(made: tpcompiler.ParallelProgram) -> bool:
     return any("have too many choices" in note.text for note in made.converted.resharded.notes)
+
+
+def test_where_changes_of_sharding_are_too_many_axes_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that may be above the least, and says by how much at most; the control searches all axes at once."""
+    x = torch.randn(8, 64, 16)
+    program = export(Attention(4, 4, packed=True), (x,))
+    joined = tpcompiler.parallelize(program, {"dp": 2, "tp": 2}, "auto")
+    assert "that is the least of all choices" in joined.report()
+    monkeypatch.setattr(pose, "MOST_CHANGES", 0)
+    made = tpcompiler.parallelize(program, {"dp": 2, "tp": 2}, "auto")
+    assert re.search(r"at most [\d.]+% above the least .* one axis after the other", made.report())
+    assert made.verify((x,)).ok

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Mapping, Sequence, Set
@@ -15,6 +16,7 @@ from torch import fx
 from tpcompiler._torch import aten, sym_hint
 from tpcompiler.cost.kernels import NO_KERNEL, Kernel, find_kernels
 from tpcompiler.cost.objective import Objective, local_work
+from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.backward import is_backward
 from tpcompiler.ir.constraints import AnyStyle
@@ -34,6 +36,7 @@ from tpcompiler.solver.weights import add_layers, add_leaf, find_groups, find_le
 from tpcompiler.terminal.progress import counted
 
 MANY, FEW = 4, 3  # users, from which these are fewer, for tables over such values grow with every one of them
+MOST_CHANGES = 4_000  # of one sharding into another, over all axes at once: each takes milliseconds to price
 FREE = aten.sym_size.int  # it takes a value as it is
 
 
@@ -76,9 +79,26 @@ def pose(
         _state(problem, domain)
     if stage.parts:
         check_size(problem.tables, [(source.variable, to.variable) for _, source, to, *_ in problem.changes])
+        _check_changes(problem)
     for change in counted(problem.changes, "pricing changes", "values"):
         _price_changes(problem, *change)
     return problem
+
+
+def _check_changes(problem: Problem) -> None:
+    """Refuse a problem over several axes of which the prices would take minutes to find.
+
+    Raises:
+        UnsupportedError: more than `MOST_CHANGES` different changes of sharding.
+    """
+    changes = {
+        (have, want, key(value))
+        for value, source, target, *_ in problem.changes
+        for have, want in itertools.product(source.shardings, target.shardings)
+        if have != want
+    }
+    if len(changes) > MOST_CHANGES:
+        raise UnsupportedError(f"values may change their shardings in {len(changes):,} ways", help="give a plan")
 
 
 def find_program_kernels(graph: fx.Graph, objective: Objective, known: Known) -> dict[fx.Node, Kernel]:
