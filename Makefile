@@ -8,11 +8,13 @@ INSTALL := $(PIP) install -c constraints.txt
 # More words for pytest: make test PYTEST_ARGS="-k mesh"
 PYTEST_ARGS ?=
 TRUST ?=
-# Two workers, each with whole files (the tests of a file share exports and conversions), the longest first.
+# Two workers, each with whole files: the tests of a file share exports and conversions.
 PYTEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+ORDINARY := not slow and not guide
+
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast check format wheel-test zoo zoo-training hf compat ops trust bench bench-comm gpu-check docs docs-test clean
+.PHONY: help venv demo test test-all check format wheel-test zoo zoo-training hf compat ops trust bench bench-comm gpu-check docs docs-test clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' Makefile
@@ -40,16 +42,13 @@ demo: $(VENV)/.user  ## Cut a real model for several ranks, run them and compare
 	$(BIN)/python examples/minilm.py
 
 # The tests launch several processes at a time: one thread each keeps a small machine usable.
-test test-fast docs-test wheel-test: export OMP_NUM_THREADS := 1
+test test-all docs-test wheel-test: export OMP_NUM_THREADS := 1
 
-# A file of tests that has become slower than tests/durations.json says is named at the end; TPCOMPILER_DURATIONS=record writes it.
-test: export TPCOMPILER_DURATIONS := $(or $(TPCOMPILER_DURATIONS),$(if $(PYTEST_ARGS),,check))
+test: $(VENV)/.with-test  ## Run the tests: each kind of risk once
+	$(BIN)/$(PYTEST) -m "$(ORDINARY)" $(PYTEST_ARGS)
 
-test: $(VENV)/.with-test  ## Run all tests, except most pages of the documentation
-	$(BIN)/$(PYTEST) -m "not guide" $(PYTEST_ARGS)
-
-test-fast: $(VENV)/.with-test  ## Run the fast tests: no real models, few launched processes
-	$(BIN)/$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+test-all: $(VENV)/.with-test  ## Run all tests, with more cases and models, and the pages of the documentation
+	$(BIN)/$(PYTEST) $(PYTEST_ARGS)
 
 check: $(VENV)/.with-dev  ## Lint, formatting, types (of tools too) and import directions
 	$(BIN)/ruff check .
@@ -63,7 +62,7 @@ format: $(VENV)/.with-dev  ## Format, and fix what the linter can fix
 
 # The wheel is built from the sdist, and the tests run from the sdist's copies, where no source package is in reach.
 # `pip install .` builds one from the checkout, which must have the same files.
-wheel-test: $(VENV)/.with-dev  ## Build sdist and wheel, and run the fast tests against the installed wheel
+wheel-test: $(VENV)/.with-dev  ## Build sdist and wheel, and run the tests against the installed wheel
 	@set -eu; unset PYTHONPATH; \
 	tmp=$$(mktemp -d); trap 'rm -rf "$$tmp"' EXIT; \
 	$(BIN)/python -m build --outdir "$$tmp/dist" .; \
@@ -78,7 +77,7 @@ wheel-test: $(VENV)/.with-dev  ## Build sdist and wheel, and run the fast tests 
 		-c constraints.txt "$$(echo "$$tmp"/dist/*.whl)[test]"; \
 	cd "$$tmp/run"; \
 	../venv/bin/python -c "$$CHECK_ORIGIN"; \
-	../venv/bin/$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+	../venv/bin/$(PYTEST) -m "$(ORDINARY)" $(PYTEST_ARGS)
 
 define CHECK_ORIGIN
 import importlib.util, pathlib, sys
@@ -105,7 +104,7 @@ hf: export OMP_NUM_THREADS := 1
 hf: $(VENV)/.with-test  ## Take Hugging Face architectures from a config to a verified artifact, by the command line
 	$(BIN)/python -m tools.hf_table
 
-compat: $(VENV)/.with-test  ## Run the fast tests on every version of torch that this runs on, and write docs/compat.md
+compat: $(VENV)/.with-test  ## Run the tests on every version of torch that this runs on, and write docs/compat.md
 	$(BIN)/python -m tools.compat
 
 ops: export OMP_NUM_THREADS := 1

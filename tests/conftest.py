@@ -1,4 +1,4 @@
-"""What holds for every test: no network, one thread for each process, an order, and how long a file may take."""
+"""What holds for every test: no network, one thread for each process, and which cases `make test` runs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import pytest
 import torch
 
 import tpcompiler
-from tests.durations import VARIABLE, Durations, read_record
-from tests.long import left_out
+from tests.long import left_out, left_to_all
 from tests.machines import WIRE
-from tests.needs import Missing
 from tests.runtime.models import PLAN, export_mlp
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -35,11 +33,12 @@ def machine(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def forget(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What a module keeps for its tests ends with it: of a large heap, each look for garbage takes seconds."""
+    """What a module keeps for its tests ends with it, and what refers to itself, as graphs do: a worker stays small."""
     yield
     for each in vars(request.module).values():
         if getattr(each, "__module__", "") == request.module.__name__ and hasattr(each, "cache_clear"):
             each.cache_clear()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
@@ -58,30 +57,19 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput"):
-        return
-    config.pluginmanager.register(Missing())
-    if mode := os.environ.get(VARIABLE):
-        config.pluginmanager.register(Durations(mode))
-
-
 def pytest_collection_finish() -> None:
-    """Torch's own million objects are looked through seldom: a tenth of all the time."""
+    """Torch's own million objects are not looked through again: a tenth of all the time."""
     gc.collect()
+    gc.freeze()
     gc.set_threshold(50_000, 20, 50)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest's own looks for marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A part of each sweep, unless cases are selected by name; and the longest files first, so that workers end together."""
+    """Leave out most cases of each sweep, unless cases are selected by name, and more of them in `make test`."""
     named = config.option.keyword or len(items) == 1
     if thinned := [] if named else left_out(items):
         config.hook.pytest_deselected(items=thinned)
         items[:] = [item for item in items if item not in thinned]
-    recorded = read_record()
-
-    def order(item: pytest.Item) -> tuple[float, str, bool]:
-        file = item.nodeid.partition("::")[0]
-        return -recorded.get(file, 0.0), file, item.get_closest_marker("slow") is not None
-
-    items.sort(key=order)
+    for item in left_to_all(items):
+        item.add_marker(pytest.mark.slow)

@@ -24,6 +24,20 @@ def some(items: Iterable[T], every: int) -> list[T]:
     return list(items)[:: 1 if os.environ.get(LONG) else every]
 
 
+def left_to_all(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield the cases that `make test` leaves to `make test-all`: of a test marked `sample(n)` all but n."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for each in cases.values():
+        marker = each[0].get_closest_marker("sample")
+        assert marker is not None
+        (count,) = marker.args
+        kept = {at * len(each) // count for at in range(count)}
+        yield from (item for at, item in enumerate(each) if at not in kept)
+
+
 def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """Return the cases of swept tests that a short run leaves out; a long run leaves out none."""
     cases: dict[str, list[pytest.Item]] = {}

@@ -277,7 +277,6 @@ class Result:
     extra: torch.Tensor
 
 
-@pytest.mark.slow
 def test_an_output_class_is_saved_as_a_dict(tmp_path: Path) -> None:
     """The files load where the class is unknown; `keep_output_types` keeps it."""
     pytree.register_dataclass(Result, serialized_type_name="tests.Result")

@@ -67,7 +67,6 @@ def test_a_right_conversion_has_no_wrong_piece() -> None:
     assert bisect(program, 2, PLAN, (X,)) is None
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("wrong_rule")
 def test_the_op_with_a_wrong_rule(tmp_path: Path) -> None:
     program = torch.export.export(randomised(Two()), (X,))
@@ -113,7 +112,6 @@ def test_unequal_shares_are_the_pieces_too() -> None:
     assert not parallelize(piece.program, piece.mesh, dict(piece.plan), inputs=list(piece.inputs)).verify().ok
 
 
-@pytest.mark.slow
 def test_on_the_command_line(tmp_path: Path) -> None:
     """A file that was damaged, with its hash: converted anew, the model is right."""
     program = torch.export.export(randomised(Two()), (X,))

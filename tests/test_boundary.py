@@ -132,7 +132,6 @@ def test_a_size_that_the_ranks_do_not_divide(programs: dict[str, ExportedProgram
         converted(programs["dynamic"], "outputs only", 2).verify(inputs(5, 4))
 
 
-@pytest.mark.slow
 def test_every_rank_gives_and_gets_its_own_rows(programs: dict[str, ExportedProgram], tmp_path: Path) -> None:
     """In real processes: batch-sharded inputs of two sizes, outputs sharded, whole, and a number."""
     converted(programs["dynamic"], "both inputs and the outputs", 2).save(tmp_path / "out")

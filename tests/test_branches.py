@@ -30,8 +30,6 @@ from tpcompiler.runtime.artifact import read_manifest
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 
-pytestmark = pytest.mark.slow
-
 
 def both_planned(self: Any, x: torch.Tensor) -> Any:
     y = self.both(x)

@@ -134,7 +134,6 @@ measure.main(sys.argv[1])
 """
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*measure again on an idle machine")
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def measure_quickly(command: list[str], *_: object, **__: object) -> None:
@@ -161,7 +160,6 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(read.view, read.other, read.product, read.attention, read.cache_bandwidth) > 0
 
 
-@pytest.mark.slow
 def test_it_ends_in_time() -> None:
     with pytest.raises(LaunchError, match=r"the ranks did not end within 0\.5 s"):
         measure_machine(2, timeout=timedelta(seconds=0.5))

@@ -260,7 +260,6 @@ def test_json_has_no_infinities(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out) == {"a": ["inf", {"b": "nan"}], "c": 1.5}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("entry", [["-m", "tpcompiler.cli"], ["--no-python", "tpcompiler"]])
@@ -286,7 +285,6 @@ def test_run_in_two_processes(model: Path, out: Path, inputs: Path, tmp_path: Pa
     assert float(rows[1].split()[-1]) == pytest.approx(expected["logits"].abs().amax().item(), rel=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_run_takes_and_gives_whole_tensors_where_ranks_have_shares(tmp_path: Path) -> None:
     """Four rows over two ranks, and back; every rank answers for its own half."""
@@ -338,7 +336,6 @@ def press_later(*given, save=torch.export.save, done=[]):
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "where",
     ["tpcompiler.runtime.model_file.read_model = press", "tpcompiler.runtime.model_file.read_model = press_half",

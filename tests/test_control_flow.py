@@ -29,8 +29,6 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import all_calls, has_bodies
 from tpcompiler.parallel.compared import layout_of
 
-pytestmark = pytest.mark.slow
-
 
 def choose(self: Any, x: torch.Tensor) -> torch.Tensor:
     y = self.both(x)

@@ -26,7 +26,6 @@ SECONDS = 300
 HEADERS = ("gloo/algorithm.h", "nlohmann/json.hpp")
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.guide,
     pytest.mark.skipif(not PAGE.exists(), reason="an installed wheel has no docs beside the tests"),
     needs("c++"),  # AOTInductor calls one

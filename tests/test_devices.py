@@ -22,8 +22,6 @@ from tpcompiler.parallel.compared import compared_calls, subject_of
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.inputs import read_inputs, write_tensors
 
-pytestmark = pytest.mark.slow
-
 NOTE = "run on cpu: the same graphs as those for cuda, with the device renamed"
 
 

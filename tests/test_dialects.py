@@ -17,8 +17,6 @@ import tpcompiler
 from tests.zoo.case import randomise
 from tests.zoo.decoders import LLAMA
 
-pytestmark = pytest.mark.slow
-
 Dialect = Callable[[ExportedProgram], ExportedProgram]
 
 DIALECTS: dict[str, Dialect] = {

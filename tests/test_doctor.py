@@ -119,7 +119,6 @@ def test_an_uneven_cut_is_named() -> None:
     assert "up.weight: the largest share is 1.04 times an even one" in eight.remarks
 
 
-@pytest.mark.slow
 def test_heads_that_ranks_share_are_named() -> None:
     """Four heads for eight ranks: both ranks of a pair hold a head's values; its keys are cut once more, and gathered."""
     found = tpcompiler.diagnose(CASES["llama"].export(False))

@@ -52,7 +52,6 @@ def works(*words: object) -> str:
     return result.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("page", PLANS)
 def test_every_command_takes_it(page: str, tmp_path: Path) -> None:
     model, program = model_of(page, tmp_path)
@@ -159,7 +158,6 @@ class Shadowing(nn.Module):
         return {"input": h, "list": h + filter, "type": filter * hash}
 
 
-@pytest.mark.slow
 def test_names_of_builtins(tmp_path: Path) -> None:
     torch.manual_seed(0)
     args, kwargs = (torch.randn(4, 8), torch.randn(4, 8)), {"filter": torch.randn(4, 8), "hash": torch.randn(4, 8)}

@@ -12,7 +12,7 @@ from tests.launch import fork_code
 from tests.long import in_long_runs
 from tools import gpu_steps, gpu_zoo
 
-pytestmark = [pytest.mark.slow, in_long_runs]
+pytestmark = in_long_runs
 
 
 def test_on_the_cpu(tmp_path: Path) -> None:

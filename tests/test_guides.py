@@ -32,7 +32,6 @@ COMMAND = "from tpcompiler.cli.commands import main\nmain()"
 SCRIPT = "import runpy, sys\nrunpy.run_path(sys.argv[1], run_name='__main__')"
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(not DOCS.exists(), reason="an installed wheel has no docs beside the tests"),
 ]
 

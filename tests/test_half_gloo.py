@@ -15,8 +15,6 @@ from tpcompiler import cli
 from tpcompiler.judge.compare.simulate import simulate
 from tpcompiler.runtime.inputs import write_tensors
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

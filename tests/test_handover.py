@@ -143,7 +143,6 @@ def hand_over(sides: dict[str, tpcompiler.ParallelProgram], path: Path, calls: d
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "target"), [((4, "S(2)"), (2, "S(1)")), ((2, "S(1)"), (3, "S(2)"))], ids=["4 to 2", "2 to 3"]
 )
@@ -206,7 +205,6 @@ def ran(words: str) -> str:
     return result.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_caches_of_models(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the command line: prefill on 4 ranks, decode on 2 or 3, which hold 2, 1 and 1 of the heads."""
@@ -256,7 +254,6 @@ class Mixed(nn.Module):
         return x + self.b_state
 
 
-@pytest.mark.slow
 def test_buffers_of_several_dtypes(tmp_path: Path) -> None:
     """In one message, in which a number may begin anywhere."""
     x = torch.tensor([1.0, -1.0, 1.0, 0.5, 2.0])

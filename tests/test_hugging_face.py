@@ -44,7 +44,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.slow
 def test_a_config_is_the_plan(llama: Path) -> None:
     """Without a flag, and with what is cut said under the program's own names."""
     said = right("convert", llama / "model.pt2", "--tp", "2", "--plan", llama, "-o", llama / "out")
@@ -55,7 +54,6 @@ def test_a_config_is_the_plan(llama: Path) -> None:
     assert right("verify", llama / "out", "--against", llama / "model.pt2").startswith("equal")
 
 
-@pytest.mark.slow
 @pytest.mark.guide
 @pytest.mark.skipif(not PAGE.exists(), reason="an installed wheel has no docs beside the tests")
 def test_the_page_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +82,6 @@ def test_the_page_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert [[int(each) for each in line.split()] for line in ended.printed[0].splitlines()] == wanted.tolist()
 
 
-@pytest.mark.slow
 @pytest.mark.guide
 @pytest.mark.skipif(not PAGE.exists(), reason="an installed wheel has no docs beside the tests")
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +110,6 @@ print(cut["keys_0"], cut["cumulative_length_0"], [c.kind for c in program.collec
     assert done.stdout.splitlines()[-3:] == [str(plan), str(plan), f"S(1) R {['all_reduce'] * 4}"]
 
 
-@pytest.mark.slow
 def test_a_counter_that_is_no_buffer() -> None:
     model = LlamaForCausalLM(
         LlamaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
@@ -127,7 +123,6 @@ def test_a_counter_that_is_no_buffer() -> None:
     assert error.value.help.startswith("register what forward changes as buffers, each in separate memory, the")
 
 
-@pytest.mark.slow
 def test_a_process_that_knows_nothing_of_transformers(llama: Path) -> None:
     """The file's own names say which modules define its classes; no other module is imported for it."""
     script = f"""
@@ -193,7 +188,6 @@ WITH_PLANS: dict[str, tuple[dict[str, Any], dict[str, str], dict[str, str]]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("model_type", WITH_PLANS)
 def test_from_a_checkpoint_to_a_verified_artifact(model_type: str, tmp_path: Path) -> None:

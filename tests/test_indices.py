@@ -314,7 +314,6 @@ for path in sorted(here.glob("*.out")):
 """
 
 
-@pytest.mark.slow
 def test_real_ranks_raise_from_files(tmp_path: Path) -> None:
     chosen = dict(enumerate(some(OPS, 3)))
     for at, name in chosen.items():
@@ -340,7 +339,6 @@ print("an answer")
 """
 
 
-@pytest.mark.slow
 def test_a_rank_with_its_own_indices_ends_the_others(tmp_path: Path) -> None:
     program = exported("embedding")
     mesh = {"dp": 2, "tp": 2}

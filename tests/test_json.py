@@ -192,7 +192,6 @@ def test_the_page_is_fresh() -> None:
     assert SCHEMA.read_text(encoding="utf-8") == schema_text()
 
 
-@pytest.mark.slow
 def test_what_ranks_print(tmp_path: Path) -> None:
     torch.export.save(export_mlp(), tmp_path / "model.pt2")
     (tmp_path / "plan.yaml").write_text(PLAN_TEXT)

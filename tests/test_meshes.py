@@ -138,7 +138,6 @@ def test_uneven_and_empty_shards(inputs: dict[str, str], sizes: tuple[int, ...])
     assert report.ok, str(report)
 
 
-@pytest.mark.slow
 def test_real_processes_from_a_saved_artifact(tmp_path: Path) -> None:
     """Four processes, groups of two of them, and rank 3's part of the batch."""
     program = tpcompiler.parallelize(exported(), {"dp": 2, "tp": 2}, PLAN, **BATCH)

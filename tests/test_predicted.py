@@ -36,7 +36,6 @@ def all_of(directory: Path, weight: str, machine: str) -> list[StepTime]:
     return [step, *both]
 
 
-@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("optimize", ["latency", "memory"])
 @pytest.mark.parametrize("machine", ["ideal", "h100"])

@@ -199,7 +199,6 @@ def test_names_that_differ_in_digits_are_folded_at_once() -> None:
     assert [pattern for pattern, _ in folded(repeated)] == ["layers.*.up", "layers.*.0.up", "layers.*.1.up"]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize(
@@ -227,7 +226,6 @@ print(sorted(name for name in sys.modules if name.startswith("mine")), sys.path[
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "imported"),
     [

@@ -22,8 +22,6 @@ from tpcompiler.cost.collective import wire_bytes
 from tpcompiler.parallel.compared import shardings_of
 from tpcompiler.runtime.artifact import read_manifest
 
-pytestmark = pytest.mark.slow
-
 PROMPT, *STEPS = call(2, 0, 4), call(2, 4, 1), call(2, 5, 1)
 CALLS = [("prefill", *PROMPT), *(("decode", *step) for step in STEPS)]
 

@@ -195,7 +195,6 @@ def test_a_step_that_lasts_has_a_line_in_a_pipe(monkeypatch: pytest.MonkeyPatch)
     assert len(shown.getvalue().splitlines()) == len(lines)
 
 
-@pytest.mark.slow
 def test_nothing_is_shown_in_a_pipe_nor_with_json(model: Path) -> None:
     """But for steps that last. The same words on a terminal show bars there, and what is printed stays as it is."""
     out = model.with_name("out")

@@ -67,7 +67,6 @@ def test_what_the_search_finds(model: nn.Module, expected: dict[str, str]) -> No
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "t5", "minilm"])
 def test_no_slower_than_what_a_person_would_write(name: str) -> None:
     case = CASES[name]

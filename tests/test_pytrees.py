@@ -24,8 +24,6 @@ from tpcompiler.parallel.compared import layout_of
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.model_file import read_model
 
-pytestmark = pytest.mark.slow
-
 
 @dataclasses.dataclass
 class Batch:

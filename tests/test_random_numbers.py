@@ -26,8 +26,6 @@ from tpcompiler.judge.compare.simulate import simulate
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.rules.registry import rule_of
 
-pytestmark = pytest.mark.slow
-
 aten = torch.ops.aten
 ALLOWED = torch.tensor([[1, 0, 0, 1], [1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 1, 1]], dtype=torch.bool)
 

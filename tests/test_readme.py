@@ -24,7 +24,6 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 @needs_readme
-@pytest.mark.slow
 @pytest.mark.guide
 def test_the_example_and_its_serving_script_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (example,), (output,) = blocks(README, "python"), blocks(README, "text")

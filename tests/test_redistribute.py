@@ -12,8 +12,6 @@ import torch
 
 from tests.launch import fork_ranks, run_ranks
 
-pytestmark = pytest.mark.slow
-
 SHAPE = (5, 8)  # the rows divide over no number of ranks
 PLACEMENTS = "R", "S(0)", "S(1)", "P(sum)"
 Spec = Mapping[str, str]

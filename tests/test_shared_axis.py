@@ -22,8 +22,6 @@ from tests.passes.test_shared_heads import SEPARATE, Attention, X
 from tests.runtime.commands import call, right
 from tpcompiler.errors import ArtifactError
 
-pytestmark = pytest.mark.slow
-
 MACHINE = "h100"
 HEADS, KV_HEADS, HEAD, WIDTH, VOCABULARY, RANKS = 6, 2, 8, 48, 97, 4
 TOKENS = torch.arange(16).view(1, 16) * 6

@@ -58,7 +58,6 @@ def test_a_newer_torch_is_a_warning(version: str, said: bool) -> None:
     assert all(each.category is tpcompiler.TpCompilerWarning for each in heard)
 
 
-@pytest.mark.slow
 def test_the_command_line_says_it_in_one_line(tmp_path: Path) -> None:
     script = "import torch; torch.__version__ = '9.0'\nfrom tpcompiler.cli import main\nmain()"
     ran = subprocess.run(

@@ -15,7 +15,6 @@ from tpcompiler._torch import DeviceMesh, group_is_registered
 from tpcompiler.judge.compare.simulate import simulate
 
 
-@pytest.mark.slow
 def test_torchs_scenarios_on_real_ranks() -> None:
     """Results, collective counts and group names; a compile inside the group for other worlds leaves it as it was."""
     run_ranks(2, Path(__file__).parent / "tp_transform_worker.py")

@@ -55,7 +55,6 @@ def faults_of(events: list[Any]) -> list[str]:
     return faults + [f"arrow {key} without its other end" for key, left in arrows.items() if left]
 
 
-@pytest.mark.slow
 def test_each_collective_is_there_once_with_its_bytes(out: Path, tmp_path: Path) -> None:
     """On every rank, at sizes that are not the example's, inside of its module's span."""
     inputs, file = tmp_path / "in.safetensors", tmp_path / "trace.json"

@@ -32,7 +32,6 @@ class Doubled(torch.nn.Module):
 
 
 @pytest.mark.sweep(4)
-@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("world", [2, 4, {"tp": [3, 1, 1]}], ids=str)
 def test_every_pair(world: Any, dynamic: bool) -> None:
@@ -53,7 +52,6 @@ class Merged(torch.nn.Module):
 
 
 @pytest.mark.sweep(5)
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "dynamic"),
     [*itertools.product([2, 3, 4], [False, True]), ({"tp": [2, 1, 1]}, False)],  # whose dynamic dims nothing cuts
@@ -113,7 +111,6 @@ def on_both(text: str) -> PlacementSpec:
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "target"),
     [
@@ -141,7 +138,6 @@ class Scores(torch.nn.Module):
         return x @ x.transpose(1, 2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("source", "target"), [("S(0) S(2)", "S(1) S(2)"), ("S(2) S(0)", "S(2) S(1)")])
 def test_two_dims_of_one_dynamic_size(source: str, target: str) -> None:
     """Of s * s elements torch's fake tensors make s and (s**2)//s, which are equal in every run."""
@@ -175,7 +171,6 @@ class Same(torch.nn.Module):
         return tuple(x * 2 for x in xs)
 
 
-@pytest.mark.slow
 def test_every_kind_over_real_subgroups(tmp_path: Path) -> None:
     """Four gloo processes as 2 x 2: groups of two over each axis, and of four over both."""
     value = torch.arange(4.0 * 5 * 6).reshape(4, 5, 6) - 20

@@ -20,7 +20,6 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
-@pytest.mark.slow
 def test_the_walk_through_runs() -> None:
     code = "\n".join(blocks("python"))
     done = fork_code(code)

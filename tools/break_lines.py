@@ -1,6 +1,6 @@
 """Break lines of the source at random, one at a time, and count how many of them the tests notice.
 
-    python -m tools.break_lines 12 --seed 1 -- -m "not slow"
+    python -m tools.break_lines 12 --seed 1 -- -m "not slow and not guide"
 
 Each change is small and keeps the file readable to Python: another comparison, the other branch, a number one larger, a
 call left out. What stands behind `--` goes to pytest, which runs in a copy of the tree and ends at its first failure.

@@ -42,7 +42,7 @@ HEAD = """\
 {line}
 
 tpcompiler runs on torch 2.11 to 2.15 and Python 3.10 or newer. With a newer torch it prints a warning and continues.
-`make compat` writes this page: it runs the fast tests (`make test-fast`) on each version that is available without
+`make compat` writes this page: it runs the tests (`make test`) on each version that is available without
 CUDA's packages, on Linux, x86_64. With stubs for CUDA's libraries, the plain wheel of torch runs on a machine without
 them; that is neither a CPU build nor a GPU. The number of tests depends on the date of the row.
 
@@ -186,7 +186,7 @@ def run_tests(case: Case, python: str, site: Path, build: str) -> Row | None:
     )
     if not started.stdout.startswith(case.torch):
         return None
-    words = ["pytest", "-q", "-n", "2", "--dist", "loadfile", "-m", "not slow", "-p", "no:cacheprovider"]
+    words = ["pytest", "-q", "-n", "2", "--dist", "loadfile", "-m", "not slow and not guide", "-p", "no:cacheprovider"]
     log = WORK / f"{case.torch}-{case.python}.log"
     with log.open("w") as printed:
         done = subprocess.run(

@@ -23,8 +23,6 @@ from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.errors import ArtifactError, MachineError, TpCompilerError
 from tpcompiler.runtime.artifact import read_manifest
 
-pytestmark = pytest.mark.slow
-
 TIMES = 20.0 if os.environ.get(LONG) else 0.5
 
 

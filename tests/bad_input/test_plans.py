@@ -190,7 +190,6 @@ def views(shape: tuple[int, ...], hidden: int) -> Net:
     return Net(lambda self, x: self.down((self.up(x).view(*shape) * 2).reshape(4, hidden)), hidden)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "hidden"),
     [((4, 3, 4), 12), ((4, 2, 6), 12), ((48,), 12), ((2, 24), 12), ((4, 3, 2, 2), 12), ((8, 6), 12), ((4, 5, 3), 15)],
@@ -218,7 +217,6 @@ class Attention(nn.Module):
 HEADS = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "world"), [(6, 6, 3), (6, 2, 2), (6, 6, 4), (6, 2, 3), (6, 2, 8), (6, 1, 2)]
 )

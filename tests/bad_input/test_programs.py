@@ -170,7 +170,6 @@ def first_rows(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.both(x[:count])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("function", [chosen_rows, scaled_by_an_item, first_rows])
 def test_sizes_that_depend_on_data(function: Callable[..., Any], tmp_path: Path) -> None:
     """As many rows as the data says, on every rank, in memory and from files."""

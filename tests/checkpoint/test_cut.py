@@ -31,8 +31,6 @@ from tpcompiler.runtime.program_files import open_program
 from tpcompiler.runtime.rank_file import read_rank
 from tpcompiler.runtime.weightless import weightless_names
 
-pytestmark = pytest.mark.slow
-
 
 @cache
 def made(world: int, has_weights: bool) -> tempfile.TemporaryDirectory[str]:

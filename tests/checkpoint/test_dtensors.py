@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
 import tpcompiler
 from tests.checkpoint.models import exported
 from tests.launch import run_ranks
 
-pytestmark = pytest.mark.slow
 WORKER = Path(__file__).parent / "dtensor_worker.py"
 LAYER = {"table": "embedding_rowwise", "layers.0.up": "colwise", "layers.0.down": "rowwise"}
 PARTS = {**LAYER, "layers.1.up.weight": "S(0, parts 4 8)", "layers.1.down.weight": "S(1, parts 4 8)"}

@@ -25,8 +25,6 @@ from tpcompiler.runtime.artifact import MANIFEST, read_manifest, sha256, weights
 from tpcompiler.runtime.program_files import open_program
 from tpcompiler.runtime.rank_file import read_original, read_rank
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -15,8 +15,6 @@ from tests.runtime.commands import refused, right
 from tests.zoo.case import randomise
 from tpcompiler.runtime.model_file import read_model
 
-pytestmark = pytest.mark.slow
-
 FACTORY = """
 import torch
 from torch.export import Dim

@@ -18,7 +18,6 @@ from tests.runtime.commands import refused, right
 from tests.zoo.elastic import bits
 from tpcompiler.runtime.artifact import read_manifest
 
-pytestmark = pytest.mark.slow
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 PLAN = {"up": "colwise", "down": "rowwise"}
 

@@ -31,8 +31,6 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import read_sharding
 
-pytestmark = pytest.mark.slow
-
 SHAPE, ITEM = (16, 24, 8), 4
 MESHES = [Mesh((("dp", 2), ("tp", 2))), Mesh((("dp", 2), ("tp", 4)))]
 KINDS = ("R", "S(0)", "S(1)", "S(2)", "P(sum)")

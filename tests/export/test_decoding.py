@@ -55,7 +55,6 @@ def repeated(program: torch.export.ExportedProgram, keeps: bool) -> list[str]:
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_no_step_repeats_its_cache(name: str, tmp_path: Path) -> None:
     config, made = programs(name)

@@ -46,7 +46,6 @@ def row(model_type: str) -> Row:
     return next(row for row in ROWS if row.model_type == model_type)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "model_type", [kind if kind == SHORT else pytest.param(kind, marks=in_long_runs) for kind in KINDS]
 )
@@ -57,7 +56,6 @@ def test_a_directory_of_each_kind(model_type: str, tmp_path: Path) -> None:
     assert result.startswith("equal")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model_type", SIZES)
 def test_sizes_of_each_kind(model_type: str, tmp_path: Path) -> None:
     build(row(model_type), tmp_path)
@@ -70,7 +68,6 @@ def test_the_page_has_the_rows_of_the_list() -> None:
     assert list(table_rows(PAGE.read_text(encoding="utf-8"))) == [row.model_type for row in ROWS]
 
 
-@pytest.mark.slow
 def test_outputs_are_tensors_and_no_caches(tmp_path: Path) -> None:
     """Of a config that asks for a cache, in a program that needs no class of transformers to be read."""
     build(row("t5"), tmp_path)
@@ -82,7 +79,6 @@ def test_outputs_are_tensors_and_no_caches(tmp_path: Path) -> None:
     assert all(child.is_leaf() for child in spec.children())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "model_type", ["resnet", *(pytest.param(kind, marks=in_long_runs) for kind in ("bart", "llava"))]
 )
@@ -99,7 +95,6 @@ def test_numbers_are_those_of_transformers(model_type: str, tmp_path: Path) -> N
         torch.testing.assert_close(program.module()(**inputs)["logits"], expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stored", ["its final_logits_bias", "none", "nothing"])
 def test_a_buffer_that_transformers_lets_a_checkpoint_lack(stored: str, tmp_path: Path) -> None:
     """It keeps the constructor's value where the directory's checkpoint has no such tensor."""
@@ -122,7 +117,6 @@ def test_a_buffer_that_transformers_lets_a_checkpoint_lack(stored: str, tmp_path
     assert torch.equal(held, bias if persistent else torch.zeros_like(bias))
 
 
-@pytest.mark.slow
 def test_floats_have_the_dtype_of_the_model(tmp_path: Path) -> None:
     build(row("whisper"), tmp_path)
     made = export_without_weights(tmp_path, dtype="bfloat16", static=True)
@@ -131,7 +125,6 @@ def test_floats_have_the_dtype_of_the_model(tmp_path: Path) -> None:
     assert made.sizes == "fixed: batch 2, target 16 (by --static)"
 
 
-@pytest.mark.slow
 def test_inputs_of_another_kind(tmp_path: Path) -> None:
     """Series of numbers: named, with what to do instead, and no file."""
     config = PatchTSTConfig(context_length=8, patch_length=4, d_model=8, num_hidden_layers=1, num_attention_heads=2)

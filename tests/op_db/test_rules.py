@@ -14,8 +14,6 @@ from tpcompiler.ir import edit
 from tpcompiler.rules import registry
 from tpcompiler.rules.registry import Entry
 
-pytestmark = pytest.mark.slow
-
 aten = torch.ops.aten
 SAMPLES = 3
 OPS = ops_named(RISKY)

@@ -11,8 +11,6 @@ from tests.op_db.record import Call, record
 from tests.op_db.shardable import cuts, declined, sound
 from tests.opaque import opaque
 
-pytestmark = pytest.mark.slow
-
 aten = torch.ops.aten
 OPS = ops_named(RISKY)
 

@@ -14,8 +14,6 @@ from tests.op_db.whole import largest, outcomes
 from tpcompiler.rules import registry
 from tpcompiler.rules.registry import Entry
 
-pytestmark = pytest.mark.slow
-
 OPS = ops_named(WHOLE)
 
 

@@ -166,7 +166,6 @@ BOTH, MOVED, GATHERED = {"all_to_all", "all_gather"}, {"all_to_all"}, {"all_gath
 TURNS = {"attention": "attend_in_turns"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "heads", "groups", "steps", "plan", "kinds"),
     [

@@ -14,8 +14,6 @@ import tpcompiler
 from tests.passes.stages import Call, cuts_are_kept
 from tpcompiler.ir.node_placement import placement_of
 
-pytestmark = pytest.mark.slow
-
 X = torch.randn(4, 6, 5)
 
 

@@ -21,8 +21,6 @@ from tpcompiler.ir.shares import read_sharding
 from tpcompiler.passes import lower_reshards as lowering
 from tpcompiler.passes._alike import ranks_alike
 
-pytestmark = pytest.mark.slow
-
 SQUARE, WIDE, CUBE = Mesh((("dp", 2), ("tp", 2))), Mesh((("dp", 2), ("tp", 3))), Mesh((("a", 2), ("b", 2), ("c", 2)))
 
 FEW = ["[R, R]", "[S(0), R]", "[S(1), S(0)]", "[S(0), S(0)]", "[S(0), S(0, outside dp)]", "[P(sum), S(1)]"]

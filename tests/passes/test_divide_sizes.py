@@ -191,7 +191,6 @@ class Fours(nn.Module):
 
 
 @pytest.mark.sweep
-@pytest.mark.slow
 @pytest.mark.parametrize("of_a_file", [False, True])
 @pytest.mark.parametrize(
     ("model", "rows", "cut", "rounded", "sizes"),

@@ -91,7 +91,6 @@ def test_a_unit_must_fit_into_every_piece() -> None:
 PLACED = ["S(0)", "S(0, block 1)", "S(0, block 2)", "S(0, unit 3)", "S(0, parts 2 4)"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("outer", PLACED)
 @pytest.mark.parametrize("inner", PLACED)
 @pytest.mark.parametrize("mesh", [{"a": 3, "b": 2}, {"a": 2, "b": 3}], ids=str)

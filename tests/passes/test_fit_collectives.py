@@ -142,7 +142,6 @@ def test_reshard_keeps_them(tmp_path: Path) -> None:
     assert len(fitted(torch.export.load(tmp_path / "four" / "program.pt2"))) == 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_by_torchs_own_meaning(case: str, tmp_path: Path) -> None:
     """Two gloo processes run the ops as written, by the Python that torch has for their meaning."""

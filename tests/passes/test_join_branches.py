@@ -145,7 +145,6 @@ return pin
 
 
 @pytest.mark.sweep
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("forward", "world"), [(norm_per_head, 2), (norm_per_head, 4), (norm_per_pair, 2), (scaled_alike, 2)]
 )

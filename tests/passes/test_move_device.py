@@ -19,8 +19,6 @@ from tpcompiler.judge.compare.reference import run_single
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.passes.move_device import move_device
 
-pytestmark = pytest.mark.slow
-
 aten = torch.ops.aten
 
 

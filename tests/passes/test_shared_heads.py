@@ -19,8 +19,6 @@ from tests.zoo.case import randomise
 from tpcompiler import ParallelProgram
 from tpcompiler.parallel.compared import layout_of
 
-pytestmark = pytest.mark.slow
-
 WIDTH, HEAD = 16, 4
 X = torch.randn(4, 3, WIDTH)
 SEPARATE = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}

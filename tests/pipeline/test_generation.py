@@ -12,7 +12,6 @@ from tests.launch import run_ranks
 from tests.runtime.commands import call
 from tests.zoo.case import randomise
 
-pytestmark = pytest.mark.slow
 transformers = pytest.importorskip("transformers")
 MACHINE = "h100"  # whose kernels take time, which stages share
 T5_PLAN = dict.fromkeys(("q", "k", "v", "wi"), "colwise") | dict.fromkeys(("o", "wo"), "rowwise")

@@ -36,7 +36,6 @@ MESH = {"pp": 2, "tp": 2}
 RUNS = [("llama", False), ("llama", True), ("gpt2", True), ("t5", True), ("mixtral", True)]
 
 
-@pytest.mark.slow
 def test_models_from_files_on_gloo(tmp_path: Path) -> None:
     """The model's answer on all ranks, also those of the first stage."""
     calls = {}
@@ -72,7 +71,6 @@ def converted() -> ParallelProgram:
     return tpcompiler.parallelize(generating(), MESH, PLAN)
 
 
-@pytest.mark.slow
 def test_prefill_and_decode_have_each_leaf_in_one_stage() -> None:
     program = converted()
     assert [*program] == ["prefill_0", "prefill_1", "decode_0", "decode_1"]
@@ -90,7 +88,6 @@ def test_prefill_and_decode_have_each_leaf_in_one_stage() -> None:
     assert program.world_size == 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ranks", "shared"])
 def test_generation_from_files_on_gloo(layout: Any, tmp_path: Path) -> None:
     """Logits of a prompt and two steps, over the caches that each stage keeps."""
@@ -106,7 +103,6 @@ def test_generation_from_files_on_gloo(layout: Any, tmp_path: Path) -> None:
             torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * float(want.abs().max()))
 
 
-@pytest.mark.slow
 def test_microbatches_have_buffers_each(tmp_path: Path) -> None:
     """Two sequences of a batch each: a prompt and two steps; the second sequence is another."""
     converted().save(tmp_path / "out")
@@ -127,7 +123,6 @@ def test_microbatches_have_buffers_each(tmp_path: Path) -> None:
                 torch.testing.assert_close(got.chunk(2)[at], want, rtol=0, atol=1e-4 * float(want.abs().max()))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "finding"),
     [
@@ -210,7 +205,6 @@ def test_stages_are_balanced_where_least_crosses() -> None:
         cut_stages({"model": program}, 2, replace(prices, limit=whole / 2 - 1), {})
 
 
-@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
     """Rank 3, of the last stage, ends before its call; the first stage waits for its outputs."""
     converted().save(tmp_path / "out")

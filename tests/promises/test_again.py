@@ -18,8 +18,6 @@ from tpcompiler.ir.node_placement import read_claim
 from tpcompiler.judge.compare.compare import VerifyReport
 from tpcompiler.parallel.compared import layout_of
 
-pytestmark = pytest.mark.slow
-
 aten = torch.ops.aten
 
 

@@ -42,7 +42,6 @@ def apart(found: dict[str, list[torch.Tensor]]) -> list[str]:
 
 
 @pytest.mark.sweep(5)
-@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_replicas_are_the_same_bits(name: str, world: int) -> None:

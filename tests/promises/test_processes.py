@@ -15,8 +15,6 @@ from tests.promises.models import CASES, converted, exported, functional, inputs
 from tests.promises.worker import INDUCTOR, gradients
 from tpcompiler.judge.compare.reference import run_single
 
-pytestmark = pytest.mark.slow
-
 NAMES = {2: ["odd", "conv"], **({2: ["odd", "conv", "llama"], 4: ["odd"]} if os.environ.get(LONG) else {})}
 
 

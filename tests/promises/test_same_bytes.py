@@ -16,8 +16,6 @@ from tests.promises.models import CASES, IDS, ODD, Odd, exported
 from tests.runtime.commands import right
 from tpcompiler.runtime.artifact import sha256
 
-pytestmark = pytest.mark.slow
-
 FILES = ["manifest.json", "model.pt2", "rank_0.pt2", "rank_1.pt2"]
 
 

@@ -75,7 +75,6 @@ def digest(program: ExportedProgram) -> str:
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.slow
 @pytest.mark.parametrize("dims", [None, LLAMA.dims], ids=["static", "dynamic"])
 def test_the_original_is_not_changed(dims: object) -> None:
     """The same bytes when it is saved before and after; and its shape environment learnt nothing."""
@@ -103,7 +102,6 @@ def test_replicas_share_memory_with_the_original_and_shards_do_not() -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "shape"), [("llama", (3, 12)), ("llama_dynamic", (2, 513))])
 @pytest.mark.parametrize("guards", [True, False])
 def test_sizes_that_the_original_refuses_are_refused(name: str, shape: tuple[int, int], guards: bool) -> None:

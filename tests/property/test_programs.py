@@ -13,8 +13,6 @@ from tests.property.programs import Net, Step
 from tests.property.run import SHORT, Outcome, Tally, batch, judge
 from tests.property.steps import ROWS
 
-pytestmark = pytest.mark.slow
-
 SEEDS = some(range(2), 2)  # of each some 17 programs count; `make trust` runs 10,000
 
 

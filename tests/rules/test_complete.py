@@ -21,8 +21,6 @@ from tpcompiler.errors import RuleError
 from tpcompiler.judge.rules.check_rule import left_out
 from tpcompiler.rules.registry import _RULES, rule_of
 
-pytestmark = pytest.mark.slow
-
 LIST = Path(__file__).with_name("left_out.txt")
 DEGREES = (2, 3)
 

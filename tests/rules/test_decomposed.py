@@ -20,8 +20,6 @@ import tpcompiler
 from tests.machines import SLOW, WIRE
 from tests.passes.stages import Call
 
-pytestmark = pytest.mark.slow
-
 ROWS = 24  # enough that gathering them all costs more than reducing one number
 SUM = "all_reduce inherent"
 OUT = "all_gather plan-demanded"  # the program's output is asked for whole

@@ -33,8 +33,6 @@ from tpcompiler.rules.infer import Refusal, options, shardings
 from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
 
-pytestmark = pytest.mark.slow
-
 LIST = Path(__file__).with_name("dtensor.txt")
 DEGREE = 2
 

@@ -376,7 +376,6 @@ def test_an_exchange_of_a_file_that_lists_no_sizes() -> None:
     assert not is_exchange(node)
 
 
-@pytest.mark.slow
 def test_processes(tmp_path: Path) -> None:
     """The saved files in gloo processes; `save` has checked them."""
     net = nn.Sequential(nn.Conv2d(2, 4, 5, padding=2), nn.MaxPool2d(3, 2, 1), nn.ConvTranspose2d(4, 2, 4, 2, 1))

@@ -126,7 +126,6 @@ def test_a_layer_before_extrema_stays_cut(name: str, world: int) -> None:
         assert program.verify((x,)).ok
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cumsum", "cummax"])
 def test_processes(name: str, tmp_path: Path) -> None:
     """The saved files in gloo processes; `save` has checked them."""

@@ -228,7 +228,6 @@ def test_a_variance_without_the_distance_between_ranks_is_noticed(monkeypatch: p
     assert not converted(normed("batch"), x, {"dp": BATCH}, {"dp": 2}).verify((x,)).ok
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("samples", [8, 7])
 def test_processes(samples: int, tmp_path: Path) -> None:
     """The saved files in gloo processes, two steps of training mode each; `save` has checked them."""

@@ -16,8 +16,6 @@ import tpcompiler
 from tests.sound import findings
 from tpcompiler.ir.node_placement import placement_of
 
-pytestmark = pytest.mark.slow
-
 
 class Weighted(nn.Module):
     """A function of an input and a weight."""

@@ -17,8 +17,6 @@ from tests.runtime.exits import (
     write_artifact,
 )
 
-pytestmark = pytest.mark.slow
-
 # Registered before torch registers anything, so it runs last.
 COUNT_THREADS = """
 import atexit, pathlib

@@ -9,8 +9,6 @@ import pytest
 from tests.launch import fork_ranks
 from tests.runtime.faults import FAULTS, run_fault, write_artifacts, wrong
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -172,7 +172,6 @@ class Twice(torch.nn.Module):
         return torch.ops.toy.twice(x)
 
 
-@pytest.mark.slow
 def test_a_module_in_the_working_directory_registers_an_op(tmp_path: Path) -> None:
     exec(CUSTOM, {})
     torch.export.save(torch.export.export(Twice(), (torch.ones(2),)), tmp_path / "model.pt2")
@@ -233,7 +232,6 @@ class Model(torch.nn.Module):
 """
 
 
-@pytest.mark.slow
 def test_an_output_class_that_is_not_imported(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     export = """
@@ -252,7 +250,6 @@ torch.export.save(torch.export.export(mine.Model(), (torch.ones(2),)), "model.pt
     assert run(inspect, "inspect", "model.pt2", "--import", "mine").returncode == 0
 
 
-@pytest.mark.slow
 def test_output_classes_of_transformers_are_imported(bert: Path, tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(
         '"encoder.layer.*.intermediate.dense": colwise\n"encoder.layer.*.output.dense": rowwise\n'

@@ -99,7 +99,6 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any]] = {
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_it_is_read(name: str, tmp_path: Path) -> None:
     function, args, sizes = PROGRAMS[name]

@@ -24,8 +24,6 @@ from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.package import read_package
 from tpcompiler.terminal.progress import listening
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(autouse=True)
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:

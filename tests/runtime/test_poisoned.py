@@ -89,7 +89,6 @@ def test_a_poisoned_file_runs_nothing(
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("poison", "said"), ENDLESS, ids=[poison.__name__ for poison, _ in ENDLESS])
 def test_a_file_without_end_is_refused(
@@ -146,7 +145,6 @@ def poisoned(tmp_path: Path) -> Path:
     return tmp_path / "poisoned.pt2"
 
 
-@pytest.mark.slow
 def test_trust_on_the_command_line(poisoned: Path, tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(PLAN_TEXT)
     save_file(mlp_inputs(), tmp_path / "in")

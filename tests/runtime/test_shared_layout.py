@@ -25,8 +25,6 @@ from tpcompiler.runtime.artifact import read_manifest, sha256, weights_file
 from tpcompiler.runtime.program_files import open_program
 from tpcompiler.runtime.rank_file import read_rank
 
-pytestmark = pytest.mark.slow
-
 ARGS = (torch.randint(21, (2, 6), generator=torch.Generator().manual_seed(0)), torch.ones(2, 6, 8))
 PLAN = {"table": "embedding_rowwise", "up": "colwise", "down": "rowwise"}
 

@@ -49,7 +49,6 @@ def test_examples_that_are_no_arguments(examples: Any, said: str, tmp_path: Path
         read_model(tmp_path / "model.pt2")
 
 
-@pytest.mark.slow
 def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
     """torch's writer would end the process."""
     torch.export.save(export(nn.Linear(8, 4), (X,)), tmp_path / "model.pt2")

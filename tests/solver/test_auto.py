@@ -87,7 +87,6 @@ def test_a_layer_by_hand() -> None:
 BETTER = ["llama", "gpt_neox", "qwen3_moe", "bert", "bloom", "gpt2", "llama_cached", "falcon_7b", "mamba2"]
 
 
-@pytest.mark.slow
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", BETTER)
@@ -101,7 +100,6 @@ def test_no_worse_than_the_experts_plan(name: str, world: int) -> None:
     assert held(least) <= min(held(auto), held(tpcompiler.parallelize(program, world, case.asked())))
 
 
-@pytest.mark.slow
 def test_each_weight_of_a_module_that_has_several() -> None:
     case, program = CASES["einsum_transformer"], exported("einsum_transformer")
     auto = tpcompiler.parallelize(program, 2, "auto", optimize="memory")
@@ -119,7 +117,6 @@ def test_convolutions_at_their_optimum() -> None:
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [2, {"dp": 2, "tp": 2}])
 def test_dynamic_sizes(mesh: Any) -> None:
     case = CASES["llama"]

@@ -148,7 +148,6 @@ def lines_of(program: Program) -> str:
     )
 
 
-@pytest.mark.slow
 def test_where_the_cuts_lie() -> None:
     assert_expected_inline(
         "\n".join(f"{forward.__name__}\n{cuts(forward)}" for forward in FORWARDS),
@@ -200,7 +199,6 @@ down.weight: S(1)""",
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.slow
 @pytest.mark.parametrize("forward", FORWARDS)
 @pytest.mark.parametrize(("world", "dynamic"), [(2, False), (4, True)])
 def test_one_sum_and_no_gather(forward: Callable[..., torch.Tensor], world: int, dynamic: bool) -> None:

@@ -47,7 +47,6 @@ def solved(dims: Dims, call: tuple[int, int, bool], tp: int, plan: Any, machine:
     return found, measure_step_time(found, machine).total
 
 
-@pytest.mark.slow
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize("call", [DECODE, PREFILL], ids=["decode", "prefill"])
 @pytest.mark.parametrize("tp", [2, 8])
@@ -62,7 +61,6 @@ def test_never_slower_than_megatron(dims: Dims, name: str, tp: int, call: tuple[
         assert len(list(collectives_of(auto))) <= 2 * LAYERS + 1
 
 
-@pytest.mark.slow
 @in_long_runs
 def test_the_table_of_decisions() -> None:
     """A line of docs/decisions.md, on every machine. If not: python -m tools.bench_decisions"""
@@ -75,7 +73,6 @@ def test_the_table_of_decisions() -> None:
     assert line in (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8").splitlines()
 
 
-@pytest.mark.slow
 def test_a_decode_is_megatrons() -> None:
     """Two all_reduce a layer, where links without latency gave six collectives."""
     found, _ = solved(LLAMA, DECODE, 8, "auto", read_machine("h100"))
@@ -83,7 +80,6 @@ def test_a_decode_is_megatrons() -> None:
     assert found.styles["layers.1.attention.o"] == found.styles["layers.1.mlp.down"] == "rowwise"
 
 
-@pytest.mark.slow
 def test_a_batch_of_one_is_not_cut() -> None:
     """One rank would do all of the work, for next to nothing is sent to it: the attention's result goes there alone."""
     found, _ = solved(LLAMA, (1, 2048, False), 4, "auto", read_machine("h100"))
@@ -92,7 +88,6 @@ def test_a_batch_of_one_is_not_cut() -> None:
             assert not any(cut.axes for size, cut in zip(value.shape, made.dims, strict=True) if size == 1), node
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_a_decode_does_not_hang_on_a_latency(factor: float) -> None:
     machine = read_machine("h100")
@@ -136,7 +131,6 @@ def test_fewest_bytes() -> None:
     assert len(small.collectives()) == 1  # of those that hold as little, the fastest
 
 
-@pytest.mark.slow
 def test_calls_decide_between_programs_that_want_different_plans() -> None:
     """Prefill wants few bytes, decode few collectives: one of them is worse off, the one that is called less."""
     programs = [exported(LLAMA, 8, 1024, is_decode) for is_decode in (False, True)]

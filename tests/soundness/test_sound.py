@@ -22,8 +22,6 @@ from tpcompiler.judge.sound.check import CheckReport, check_programs
 from tpcompiler.judge.sound.written import read_ranks, written
 from tpcompiler.runtime.artifact import rank_file, sha256
 
-pytestmark = pytest.mark.slow
-
 
 def check(program: tpcompiler.ParallelProgram, directory: Path) -> CheckReport:
     program.save(directory)

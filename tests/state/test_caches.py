@@ -24,8 +24,6 @@ from tpcompiler.judge.compare.judge import FLOOR, SPREAD
 from tpcompiler.parallel.compared import layout_of
 from tpcompiler.runtime.inputs import write_tensors
 
-pytestmark = pytest.mark.slow
-
 # A prompt in two chunks, then four tokens one by one.
 CALLS = [call(2, 0, 4), call(2, 4, 2), *(call(2, 6 + step, 1) for step in range(4))]
 

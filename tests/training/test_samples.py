@@ -65,7 +65,6 @@ def test_no_more_is_gathered_than_an_op_needs(forward: Callable[..., Any], gathe
     assert made.check().ok
 
 
-@pytest.mark.slow
 def test_sorted_tokens_are_shared_out() -> None:
     """Of Mixtral's experts each rank of an axis of samples multiplies half of the rows: 2 x 12 tokens with 2 each."""
     made = converted(CASES["mixtral"], MESH, trains=False)
@@ -86,7 +85,6 @@ def test_sorted_tokens_are_shared_out() -> None:
     assert made.check().ok
 
 
-@pytest.mark.slow
 def test_a_loop_of_many_values_is_searched_whole() -> None:
     """RWKV's recurrence is unrolled: choices that no elimination of variables finds."""
     made = converted(CASES["rwkv"], MESH)

@@ -46,7 +46,6 @@ def single(batches: list[list[torch.Tensor]]) -> tuple[Any, list[torch.Tensor], 
     return model, losses, norms
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rest", [{}, {"**": "shard_at_rest(dp)"}], ids=["whole over dp", "in shards"])
 def test_adamw_on_two_by_two_ranks(rest: dict[str, str], tmp_path: Path) -> None:
     """Four steps of two batches each, clipped; parameters, losses and norms within 1e-12 of the single device."""

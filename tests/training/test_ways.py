@@ -57,7 +57,6 @@ def assert_shares(made: Any, shares: Any, whole: dict[str, torch.Tensor], within
         torch.testing.assert_close(own, wanted, rtol=within, atol=within)
 
 
-@pytest.mark.slow
 def test_optimizers_schedules_scales_and_sums(tmp_path: Path) -> None:
     """SGD with momentum on a schedule, a scale that overflows, sums left out of one backward, float32 masters."""
     made = {
@@ -97,7 +96,6 @@ def test_optimizers_schedules_scales_and_sums(tmp_path: Path) -> None:
     assert all((masters[name] - start[name].float()).abs().max() > 3e-3 for name in masters)
 
 
-@pytest.mark.slow
 def test_written_by_four_ranks_and_read_by_two(tmp_path: Path) -> None:
     """Two steps of AdamW on 2 x 2 ranks, two more on 2: the bits that were written, and the losses of one device."""
     four, two = saved(tmp_path / "four", {"dp": 2, "tp": 2}), saved(tmp_path / "tp", {"tp": 2})
@@ -120,7 +118,6 @@ def test_written_by_four_ranks_and_read_by_two(tmp_path: Path) -> None:
     assert four.world_size == 4
 
 
-@pytest.mark.slow
 def test_a_packed_matrix_is_written_by_three_ranks_and_read_by_two(tmp_path: Path) -> None:
     """Unequal shares of queries next to keys and values that all ranks hold, with the optimizer's state."""
     torch.manual_seed(0)

@@ -85,10 +85,6 @@ STEPS: dict[str, Step] = {
         "the judge with two threads", ["pytest", "-q", "tests/soundness"], r"\d+ (passed|failed).* in .*",
         OMP_NUM_THREADS="2",
     ),
-    "durations": command(
-        "files of tests that became slower", ["pytest", "-q", *WORKERS, "-m", "not guide"], r"\d+ (passed|failed).* in .*",
-        TPCOMPILER_DURATIONS="fail",
-    ),
     "long": long_tests,
     "random": command(
         "random programs", ["tests.property", "10000", "--workers", "2"], r"^(counted|whole|refused|discarded|failed) \d.*"

@@ -78,7 +78,6 @@ def test_devices_that_share_nothing(devices: list[str], message: str) -> None:
         diagnose_devices(export(nn.Linear(4, 4), (torch.ones(2, 4),)), devices)
 
 
-@pytest.mark.slow
 def test_on_the_command_line(tmp_path: Path) -> None:
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))

@@ -26,8 +26,6 @@ from tpcompiler.ir import shares
 from tpcompiler.ir.dim_sharding import chunk
 from tpcompiler.runtime.inputs import write_tensors
 
-pytestmark = pytest.mark.slow
-
 Model = tuple[ExportedProgram, dict[str, torch.Tensor], Any]  # what is converted, its inputs and its plan
 
 

@@ -25,8 +25,6 @@ from tpcompiler.judge.rules.run_on_shards import rule_from
 from tpcompiler.rules.notation import Rule, RuleText, parse
 from tpcompiler.rules.registry import _RULES, rule_of
 
-pytestmark = pytest.mark.slow
-
 aten = torch.ops.aten
 
 

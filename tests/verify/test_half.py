@@ -22,8 +22,6 @@ from tpcompiler.judge.compare.compare import VerifyReport
 from tpcompiler.judge.compare.judge import FLOOR
 from tpcompiler.parallel.compared import layout_of
 
-pytestmark = pytest.mark.slow
-
 HALF = [torch.bfloat16, torch.float16]
 
 

@@ -276,7 +276,6 @@ def test_a_number_that_data_decide() -> None:
         made.verify((x, torch.zeros_like(k)))
 
 
-@pytest.mark.slow
 def test_torch_says_nothing_beside_the_error() -> None:
     """Its log has tracebacks of what cannot be retraced."""
     script = """

@@ -15,8 +15,6 @@ from tests.zoo.index import CASES
 from tests.zoo.measure import exported
 from tpcompiler.runtime.inputs import write_tensors
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize(
     ("world", "names"), [(2, some(["resnet", "llama", "whisper"], 3)), pytest.param(4, ["dlrm"], marks=in_long_runs)]
