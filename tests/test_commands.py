@@ -43,20 +43,42 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("words", [["--help"], ["convert", "--help"], ["--version"], ["convert"], []])
-def test_torch_is_not_imported_before_the_words_are_parsed(words: list[str]) -> None:
-    code = f"""
+@pytest.mark.parametrize(
+    ("words", "said", "code"),
+    [
+        ("--help", "", 0),
+        ("convert --help", "", 0),
+        ("--version", "", 0),
+        ("convert", "Missing argument", 2),
+        ("", "", 2),
+        ("inspect missing.pt2", "missing.pt2 does not exist", 2),
+        ("check missing", "missing does not exist", 2),
+        ("handover {here} missing", "missing does not exist", 2),
+        ("export missing -o model.pt2", "missing does not exist", 2),
+        ("verify {here} --against missing.pt2", "missing.pt2 does not exist", 2),
+        ("convert {here} --tp 2 -o out --plan missing.yaml", "plan file missing.yaml does not exist", 2),
+        ("convert {here} --tp 2 -o out --plan {here}", "the plan is not a mapping", 2),
+        ("convert {here} --tp 2 -o out --checkpoint missing", "missing does not exist", 2),
+        ("plan {here} --memory 24", "did you mean 24GB?", 2),
+    ],
+)
+def test_what_words_alone_decide_is_said_before_torch_is_imported(
+    words: str, said: str, code: int, tmp_path: Path
+) -> None:
+    (tmp_path / "here").write_text("- colwise")
+    text = f"""
 import sys
-sys.argv = ["tpcompiler", *{words!r}]
+sys.argv = ["tpcompiler", *{words.format(here=tmp_path / "here").split()!r}]
 from tpcompiler.cli import main
 try:
     main()
 finally:
     print("torch" in sys.modules, file=sys.stderr)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert done.stderr.splitlines()[-1] == "False"
-    assert done.returncode == (2 if words in (["convert"], []) else 0)
+    assert said in done.stderr
+    assert done.returncode == code
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])

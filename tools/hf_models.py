@@ -100,6 +100,15 @@ ROWS = [
         "qwen3",
         "gemma",
         "gemma2",
+        (
+            "gemma3_text",
+            {
+                "num_hidden_layers": 2,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "sliding_window": 8,
+                "query_pre_attn_scalar": 8,
+            },
+        ),
         "olmo2",
         "phi",
         "phi3",

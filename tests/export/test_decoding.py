@@ -22,7 +22,7 @@ from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.passes.regions.group_queries import group_queries
 from tpcompiler.plan.plan import Plan
 
-NAMES = ("llama", "qwen3", "mistral", "gemma2", "phi3", "gpt_oss", "mixtral", "glm4", "granite")
+NAMES = ("llama", "qwen3", "mistral", "gemma3_text", "phi3", "gpt_oss", "mixtral", "glm4", "granite")
 BATCH, HEADS, ROOM, FEATURES = 2, 4, 22, 8  # no other dim has as many as the cache has places
 
 
