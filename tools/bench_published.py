@@ -193,7 +193,8 @@ of its GPU ([machines.md](machines.md)). Nothing is fitted to these rows, and no
 links come from timings of kernels and collectives, which the machine files cite. `auto` is the predicted step with the
 plan that the search finds. `exported` is what users get: the program that `tpcompiler export --prefill-decode` makes of
 transformers' model without weights, under the plan of its config.json; it is left out for models that transformers does
-not have, and for weights of one byte. A speed-up is relative to the fewest ranks of the same run.
+not have, and for weights of one byte. An exported mixture copies the matrices of the chosen experts
+([decoding.md](decoding.md)). A speed-up is relative to the fewest ranks of the same run.
 
 Known causes of errors:
 

@@ -87,14 +87,14 @@ class Lines:
     def __init__(self, text: str) -> None:
         self._ended = threading.Event()
         self._next: dict[str, float] = {}  # step -> time of its next line
-        self._named: set[str] = set()  # steps that have a line
-        self._under_way: dict[str, tuple[str, str]] = {}  # step -> its total and its progress
+        self._named: dict[str, None] = {}  # steps that have a line, in order
+        self._under_way: dict[str, tuple[str, str]] = {}  # step -> its total and its progress, if it is counted
         self.update(text)
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
     def update(self, text: str) -> None:
-        self._under_way = {text: ("", "not done yet")}
+        self._under_way = {text: ("", "")}
         self._next[text] = time.monotonic() + PATIENCE
 
     def show(self, step: str, unit: str, done: int, total: int) -> None:
@@ -116,10 +116,11 @@ class Lines:
     def _watch(self) -> None:
         while not self._ended.wait(PATIENCE / 4):
             for step, (total, far) in list(self._under_way.items()):
-                if time.monotonic() >= self._next[step]:
+                is_told = step in self._named and (not far or step != list(self._named)[-1])
+                if time.monotonic() >= self._next[step] and not is_told:
                     self._next[step] = time.monotonic() + AGAIN
                     line = f"  {far}" if step in self._named else one_line(step + total)
-                    self._named.add(step)
+                    self._named[step] = None
                     with suppress(OSError, ValueError, AttributeError):  # closed, or no such stream
                         print(line, file=sys.__stderr__, flush=True)
 
