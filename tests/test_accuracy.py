@@ -30,6 +30,7 @@ def test_the_page_has_every_row() -> None:
     assert rows == [[*name_row(row), f"{row.measured * 1e3:.2f}"] for row in read_rows()]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("machine", FIRST)
 def test_a_row_is_what_is_predicted_today(machine: str) -> None:

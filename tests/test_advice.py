@@ -39,6 +39,7 @@ def inverse(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.both(x) + torch.linalg.matrix_exp(self.down.weight[:, :8])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("function", "plan"),
     [
@@ -74,6 +75,7 @@ def test_placements_by_axis() -> None:
         tpcompiler.parallelize(exported(Net(), X), {"dp": 2, "tp": 2}, {**PLAN, "down.bias": {"tp": "S(0)"}})
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [2, 4])
 def test_what_the_report_advises_leaves_out_the_gather(world: int) -> None:
     program = exported(Net(running), X)

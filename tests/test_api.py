@@ -42,6 +42,7 @@ def test_an_mlp_of_any_width(hidden: int, world: int) -> None:
     assert program.verify((torch.randn(2, 4),)).ok
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("style", ["colwise", "colwise_gather_output"])
 @pytest.mark.parametrize(("hidden", "world"), [(8, 2), (18, 4), (3, 4)])
 def test_an_mlp_with_a_dynamic_batch(hidden: int, world: int, style: str) -> None:

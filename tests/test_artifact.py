@@ -58,6 +58,7 @@ def each(program: ParallelProgram) -> Iterator[ParallelProgram]:
     yield from program.values()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", ["ranks", "shared"])
 @pytest.mark.parametrize("name", ["one", "dynamic", "several"])
 def test_a_round_trip_loses_nothing(name: str, layout: Literal["ranks", "shared"], tmp_path: Path) -> None:
@@ -98,6 +99,7 @@ def test_opened_files_are_saved_as_they_are(name: str, layout: Literal["ranks", 
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["one", "several"])
 def test_both_are_resharded_and_merged_alike(name: str, tmp_path: Path) -> None:
     made = converted(name)

@@ -11,6 +11,7 @@ from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.solver.task import Aim
 
 
+@pytest.mark.sample(1)
 @pytest.mark.skipif(not attention_table.PAGE.exists(), reason="an installed wheel has no docs beside the tests")
 @pytest.mark.parametrize(("thousands", "heads"), [(8, 8), (128, 64)])
 def test_the_page_is_fresh(thousands: int, heads: int) -> None:
@@ -20,6 +21,7 @@ def test_the_page_is_fresh(thousands: int, heads: int) -> None:
     assert text in attention_table.PAGE.read_text(encoding="utf-8")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("thousands", "heads", "ranks", "best"),
     [(8, 64, "8", "all_to_all"), (8, 8, "16", "both"), (128, 8, "2 x 8", "both"), (32, 64, "2 x 8", "all_to_all")],

@@ -76,6 +76,7 @@ def converted(program: ExportedProgram, name: str, world: int) -> ParallelProgra
     return tpcompiler.parallelize(program, world, plan, inputs=ins, outputs=outs)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", BOUNDARIES)
 @pytest.mark.parametrize("world", [2, 4])
@@ -108,6 +109,7 @@ def test_the_written_files_speak_of_local_sizes(programs: dict[str, ExportedProg
     ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sizes", ["static", "dynamic"])
 def test_a_rank_program_has_its_own_part_of_the_examples(programs: dict[str, ExportedProgram], sizes: str) -> None:
     """Compilers take the example inputs from the program."""
@@ -132,6 +134,7 @@ def test_a_size_that_the_ranks_do_not_divide(programs: dict[str, ExportedProgram
         converted(programs["dynamic"], "outputs only", 2).verify(inputs(5, 4))
 
 
+@pytest.mark.slow
 def test_every_rank_gives_and_gets_its_own_rows(programs: dict[str, ExportedProgram], tmp_path: Path) -> None:
     """In real processes: batch-sharded inputs of two sizes, outputs sharded, whole, and a number."""
     converted(programs["dynamic"], "both inputs and the outputs", 2).save(tmp_path / "out")
@@ -218,6 +221,7 @@ class Merged(torch.nn.Module):
         return made
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_number_of_elements_is_that_of_the_whole(world: int) -> None:
     exported = torch.export.export(Merged(), (torch.randn(2, 5, 8),), dynamic_shapes=({0: Dim.AUTO, 1: Dim.AUTO},))

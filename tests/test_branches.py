@@ -61,6 +61,7 @@ def calls_cond(made: tpcompiler.ParallelProgram) -> bool:
     return any(has_bodies(node) for node in all_calls(made.converted.resharded.graph))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep
 @pytest.mark.parametrize("is_dynamic", [False, True])
 @pytest.mark.parametrize("world", [2, 4])
@@ -85,6 +86,7 @@ def test_both_branches_are_reported() -> None:
     assert f"{title}\n  'cond' at models.py:35, in forward: 2 + 1 ops, as the plan cuts 'side.weight'" in made.report()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("plan", "world"), [(PLAN, 2), ({**PLAN, "side": "R"}, 2), ({"**": "auto"}, 2), (PLAN, 1)])
 def test_a_cond_without_a_cut_weight_stays_whole(plan: dict[str, str], world: int) -> None:
     made = tpcompiler.parallelize(program_of(choose), world, plan)
@@ -160,6 +162,7 @@ def choose_by_size(self: Any, x: torch.Tensor, ids: torch.Tensor) -> torch.Tenso
     return torch.cond(x.shape[0] > 4, lambda y: self.side(y), lambda y: -y, (self.both(x),))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("function", "why"),
     [
@@ -186,6 +189,7 @@ def test_a_branch_that_must_be_chosen_to_run(function: Callable[..., Any], why: 
         assert tpcompiler.parallelize(program, 2, PLAN).verify((X.abs(), IDS + 1)).ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [look_up_clamped, look_up_outside_too])
 def test_positions_that_are_in_range_in_any_case(function: Callable[..., Any], tmp_path: Path) -> None:
     net = Net(function, side=nn.Linear(8, 8), table=torch.randn(5, 8))
@@ -216,6 +220,7 @@ def choose_another_rarely(self: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.cond(x.sum() > 1e9, lambda y: self.side(y).cos(), lambda y: self.side(y) * 2, (self.both(x),))
 
 
+@pytest.mark.slow
 def test_check_compares_the_branch_that_no_input_chooses(tmp_path: Path) -> None:
     """Negative control: the ranks are those of another model in a branch that no random values choose."""
     program = program_of(choose_rarely)
@@ -229,6 +234,7 @@ def test_check_compares_the_branch_that_no_input_chooses(tmp_path: Path) -> None
     assert "on random values they differ by" in finding
 
 
+@pytest.mark.slow
 def test_a_wrong_choice_is_seen() -> None:
     """Negative control: a rank that takes the other branch."""
     program = program_of(choose)
@@ -242,6 +248,7 @@ def test_a_wrong_choice_is_seen() -> None:
     assert not compare(made.only.original(), programs, (X,), {}, layout_of(made.only), ["x_0"], ["output"]).ok
 
 
+@pytest.mark.slow
 def test_both_branches_of_one_that_draws_are_a_finding(tmp_path: Path) -> None:
     """Negative control: the compiler is made to believe that a branch which draws may run in any case."""
     program = exported(Net(draw, side=nn.Linear(8, 8)), X, IDS)

@@ -96,6 +96,7 @@ def test_no_words_show_the_commands() -> None:
     assert re.findall(r"^  (\w+)  ", result.output.partition("Commands:\n")[2], re.MULTILINE) == COMMANDS
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("old", "new", "warned"),
     [

@@ -75,6 +75,7 @@ def program_of(function: Callable[..., Any], x: torch.Tensor = X, **options: Any
     return exported(Net(function, side=nn.Linear(8, 8)), x, **options)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -101,6 +102,7 @@ def test_a_cut_operand_is_gathered_and_said() -> None:
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("function", [repeat, accumulate, by_row])
 def test_a_planned_weight_in_a_body(function: Callable[..., Any]) -> None:
     said = refusal(program_of(function), {**PLAN, "side.weight": "S(0)"})
@@ -109,6 +111,7 @@ def test_a_planned_weight_in_a_body(function: Callable[..., Any]) -> None:
     assert "pin 'side.weight' to R (" in said
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("function", [choose, choose_twice, accumulate, by_row])
 def test_dynamic_sizes(function: Callable[..., Any], tmp_path: Path) -> None:
@@ -120,6 +123,7 @@ def test_dynamic_sizes(function: Callable[..., Any], tmp_path: Path) -> None:
         assert verify_artifact(tmp_path / f"out{len(boundary)}", program, calls[0], then=calls[1:]).ok
 
 
+@pytest.mark.slow
 def test_sizes_in_a_body_are_those_around_it() -> None:
     """A size that is cut has another symbol, and a body must not name the old one."""
     program = program_of(choose_twice, dynamic_shapes=(((Dim("batch", min=4, max=64), None),),))
@@ -162,6 +166,7 @@ def test_bodies_are_named_for_the_other_device() -> None:
     assert made.verify((X,)).ok
 
 
+@pytest.mark.slow
 def test_in_real_processes(tmp_path: Path) -> None:
     program = program_of(choose_twice)
     tpcompiler.parallelize(program, 2, PLAN).save(tmp_path / "out")
@@ -179,6 +184,7 @@ def flex(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.down(mixed[0].transpose(0, 1).flatten(1))
 
 
+@pytest.mark.slow
 def test_flex_attention_runs_whole_and_is_not_written(tmp_path: Path) -> None:
     """In memory only: torch.export.save does not take it."""
     program = exported(Net(flex, bias=torch.tensor([0.1, 0.2, 0.3, 0.4])).requires_grad_(False), X)
@@ -231,6 +237,7 @@ def _recurrence(x: torch.Tensor) -> torch.Tensor:
     )[1].sum(-1)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("plan", [{"up": "colwise", "down": "rowwise"}, {}], ids=["planned", "whole"])
 @pytest.mark.parametrize("function", [_rows, _recurrence])
 def test_mapped_functions_are_written_in_the_ops_of_all_rows(

@@ -51,6 +51,7 @@ def saved(path: Path, program: ExportedProgram, mesh: Any) -> Path:
 MESHES = pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, 2], ids=str)
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(2)
 @MESHES
 def test_the_formula_holds_at_other_sizes(tmp_path: Path, mesh: Any) -> None:

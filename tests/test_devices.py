@@ -25,6 +25,7 @@ from tpcompiler.runtime.inputs import read_inputs, write_tensors
 NOTE = "run on cpu: the same graphs as those for cuda, with the device renamed"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_file_for_cuda(name: str, tmp_path: Path) -> None:
     """Every device in the graph is `cuda` without an index; tensors are stored from the CPU, for any GPU to take."""
@@ -53,6 +54,7 @@ def test_a_literal_in_a_file_is_found(tmp_path: Path) -> None:
     assert devices_in_file(tmp_path / "rank.pt2")["model.json"] == {("cpu", None), ("cuda", None), ("cuda", 0)}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("world", [2, 4])
@@ -110,6 +112,7 @@ def test_a_batch_norm_in_training() -> None:
     assert made.verify((x,)).ok
 
 
+@pytest.mark.slow
 def test_attention_with_dynamic_sizes_in_half_precision(tmp_path: Path) -> None:
     exported = export_decoder(torch.bfloat16, dynamic=True)
     made = tpcompiler.parallelize(exported, 4, PLAN, device_type="cuda")

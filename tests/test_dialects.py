@@ -140,6 +140,7 @@ def from_file(program: ExportedProgram) -> ExportedProgram:
     return torch.export.load(file)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep(7)
 @pytest.mark.parametrize(("dynamic", "dialect", "name"), list(itertools.product((False, True), DIALECTS, MODELS)))
 def test_equal_numbers_and_collectives(name: str, dialect: str, dynamic: bool) -> None:

@@ -119,6 +119,7 @@ def test_an_uneven_cut_is_named() -> None:
     assert "up.weight: the largest share is 1.04 times an even one" in eight.remarks
 
 
+@pytest.mark.slow
 def test_heads_that_ranks_share_are_named() -> None:
     """Four heads for eight ranks: both ranks of a pair hold a head's values; its keys are cut once more, and gathered."""
     found = tpcompiler.diagnose(CASES["llama"].export(False))
@@ -172,6 +173,7 @@ class Packed(nn.Module):
         return self.head(x + self.down(torch.relu(nn.functional.linear(x, up))))
 
 
+@pytest.mark.slow
 def test_what_stands_in_the_way_is_named() -> None:
     program = export(Packed().eval(), (torch.zeros(2, 12, dtype=torch.long),))
     found = tpcompiler.diagnose(program)
@@ -181,6 +183,7 @@ def test_what_stands_in_the_way_is_named() -> None:
     assert said == dict.fromkeys((4, 8, 16), "6 heads (the model) do not divide evenly")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("plan", "kind", "count", "layer"),
     [
@@ -270,6 +273,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert data["least"] == next(each["ranks"] for each in data["degrees"] if each["bytes"]["total"] <= 40_000)
 
 
+@pytest.mark.slow
 def test_the_command_takes_a_mesh_and_several_models(tmp_path: Path) -> None:
     model = Mlp(192)
     for name, length in (("prefill", 8), ("decode", 1)):

@@ -52,6 +52,7 @@ def by_hand(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.sample(1)
 @pytest.mark.skipif(not PAGE.exists(), reason="an installed wheel has no docs beside the tests")
 @pytest.mark.parametrize("kind", ["auto", "plan"])
 def test_the_prices_of_the_layer_by_hand(by_hand: Path, kind: str) -> None:
@@ -95,6 +96,7 @@ def test_prices_are_the_least_of_all_assignments() -> None:
         assert sum(map(math.isfinite, least)) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(("program", "mesh"), [(export_mlp(), 2), (mlp(), {"dp": 2, "tp": 2})], ids=["tp", "dp, tp"])
 def test_what_the_search_found_is_the_cheapest(tmp_path: Path, program: ExportedProgram, mesh: Any) -> None:
@@ -284,6 +286,7 @@ class Attention(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, v)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("heads", "ranks", "priced", "reasons"),
     [(2, 8, [1, 3], {0: "it has fewer than 8 parts"}), (1, 4, [3], dict.fromkeys([0, 1], "it has fewer than 4 parts"))],

@@ -52,6 +52,7 @@ def works(*words: object) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PLANS)
 def test_every_command_takes_it(page: str, tmp_path: Path) -> None:
     model, program = model_of(page, tmp_path)
@@ -113,6 +114,7 @@ def torch_run(out: Path, inputs: Path, results: Path, *more: str) -> dict[str, t
     return load_file(results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PLANS)
 def test_reasons_name_the_entry_that_decides(page: str, tmp_path: Path) -> None:
     """Of every tensor and of every value; each entry of the plan that is not `auto` decides its layer."""

@@ -73,6 +73,7 @@ def command(line: str) -> str:
     return printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["first-model", *(pytest.param(page, marks=pytest.mark.guide) for page in NEEDS)])
 def test_the_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block without a language is what the one before prints; `...` in it is whatever a machine or a version makes it."""

@@ -91,6 +91,7 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert shown - {"errors"} == set(tpcompiler.__all__) - errors - {"__version__"}
 
 
+@pytest.mark.slow
 def test_the_documentation_is_built_without_a_warning(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}

@@ -16,6 +16,7 @@ from tpcompiler.judge.compare.simulate import simulate
 from tpcompiler.runtime.inputs import write_tensors
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_two_processes_answer_as_the_simulation(dtype: torch.dtype, tmp_path: Path) -> None:

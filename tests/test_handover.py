@@ -48,6 +48,7 @@ def converted(program: Any, ranks: int, cut: str) -> tpcompiler.ParallelProgram:
     return tpcompiler.parallelize(program, ranks, {"keys": cut, "values": cut} if cut != "R" else {})
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("source", "target", "shares"),
     [
@@ -97,6 +98,7 @@ DAMAGES: dict[str, Callable[[list[Move]], list[Move]]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damages_are_found(decode: Any, damage: str) -> None:
     both = [converted(decode, 2, "S(1)"), converted(decode, 4, "S(2)")]
@@ -143,6 +145,7 @@ def hand_over(sides: dict[str, tpcompiler.ParallelProgram], path: Path, calls: d
     }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("source", "target"), [((4, "S(2)"), (2, "S(1)")), ((2, "S(1)"), (3, "S(2)"))], ids=["4 to 2", "2 to 3"]
 )
@@ -205,6 +208,7 @@ def ran(words: str) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_caches_of_models(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the command line: prefill on 4 ranks, decode on 2 or 3, which hold 2, 1 and 1 of the heads."""

@@ -44,6 +44,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_a_config_is_the_plan(llama: Path) -> None:
     """Without a flag, and with what is cut said under the program's own names."""
     said = right("convert", llama / "model.pt2", "--tp", "2", "--plan", llama, "-o", llama / "out")
@@ -188,6 +189,7 @@ WITH_PLANS: dict[str, tuple[dict[str, Any], dict[str, str], dict[str, str]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("model_type", WITH_PLANS)
 def test_from_a_checkpoint_to_a_verified_artifact(model_type: str, tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ MESHES = [  # mesh, placement of the table, of the indices
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize(("mesh", "table", "indices"), MESHES, ids=["even", "uneven", "indices cut", "two axes"])
@@ -158,6 +159,7 @@ def test_the_message_says_which_op_dim_and_line() -> None:
     assert node.args[1].startswith("embedding: an index is outside of [0, 10], in a dim of size 11 (test_indices.py:")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "use",
     [
@@ -217,6 +219,7 @@ def written_and_read(program: ExportedProgram) -> ExportedProgram:
     return torch.export.load(file)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "change",
     [
@@ -314,6 +317,7 @@ for path in sorted(here.glob("*.out")):
 """
 
 
+@pytest.mark.slow
 def test_real_ranks_raise_from_files(tmp_path: Path) -> None:
     chosen = dict(enumerate(some(OPS, 3)))
     for at, name in chosen.items():

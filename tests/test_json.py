@@ -166,6 +166,7 @@ def test_every_command_is_on_the_page() -> None:
         assert "--json" in call(command, "--help").stdout, command
 
 
+@pytest.mark.slow
 def test_all_that_is_printed_is_of_its_type(printed: dict[str, list[Any]]) -> None:
     answers = [read(command, value) for command, values in printed.items() for value in values]
     assert set(kinds_in(answers)) == read_schema()[1].keys() - SLOW

@@ -47,6 +47,7 @@ def paths(room: str) -> list[Path]:
     return [path] if path.suffix == ".py" else [*path.rglob("*.py")]
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("room", [room for room in ROOMS if paths(room)])
 def test_docstrings_are_plain_english(room: str) -> None:
     found = [each for path in paths(room) for each in docstrings(path)]

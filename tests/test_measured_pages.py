@@ -13,6 +13,7 @@ pytestmark = pytest.mark.skipif(not DOCS.exists(), reason="an installed wheel ha
 QUOTES = {"long-context.md", "search.md"}  # pages that quote one figure, with its date
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("page", PAGES)
 def test_the_subject_of_a_page_is_what_was_measured(page: str) -> None:
     found = faults(page, (DOCS / page).read_text(encoding="utf-8"), read().get(page, {}))

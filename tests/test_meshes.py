@@ -126,6 +126,7 @@ def test_sums_over_two_axes_are_one_collective() -> None:
     assert program.verify((X,)).ok
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize(
     "inputs", [{"dp": "S(1)"}, {"dp": "S(0)", "tp": "S(1)"}, {"tp": "S(2)"}, {"dp": "S(2)", "tp": "S(2)"}]
@@ -235,6 +236,7 @@ class Rows(nn.Module):
         return x.reshape(-1, 4) * 2, x.unflatten(1, (-1, 4)).tanh(), x.flatten(1, 2).sin()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("free", [(0,), (1,), (0, 1)])
 def test_what_is_left_open_of_an_empty_share(free: tuple[int, ...]) -> None:
     """A view of no elements in [-1, 0] might have any number of rows: it is said, though it is dynamic."""

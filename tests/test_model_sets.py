@@ -188,6 +188,7 @@ def test_a_scenario_names_the_wrong_program(name: str, scenario: Path, monkeypat
     assert report.first_diverging.endswith(f"in {name}")
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("degree", [1, 2])
 def test_copies_run_in_real_processes(degree: int, tmp_path: Path) -> None:
@@ -208,6 +209,7 @@ def test_copies_run_in_real_processes(degree: int, tmp_path: Path) -> None:
                 torch.testing.assert_close(got[key], want[key], rtol=0, atol=1e-4 * float(want[key].abs().max()))
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_keeps_the_draft(tmp_path: Path, scenario: Path) -> None:
     converted(4, 1).save(tmp_path / "out", layout="shared")
     again = tpcompiler.open(tmp_path / "out").reshard(2, tmp_path / "again")

@@ -101,6 +101,7 @@ def test_every_function_runs_on_its_shard() -> None:
     assert {each.kind for each in program(2).collectives()} == {"all_reduce"}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("degree", [2, 4])
 def test_ranks_keep_nan_and_infinity(degree: int) -> None:
     made = program(degree)
@@ -108,6 +109,7 @@ def test_ranks_keep_nan_and_infinity(degree: int) -> None:
     assert report.ok, str(report)
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("degree", [2, 4])
 def test_processes_keep_nan_and_infinity(degree: int, tmp_path: Path) -> None:
@@ -246,6 +248,7 @@ class Looked(nn.Module):
         return self.table(ids)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.sweep
 @pytest.mark.parametrize("number", [NAN, INF])
 @pytest.mark.parametrize("row", range(8))

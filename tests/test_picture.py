@@ -12,6 +12,7 @@ from tools.readme_picture import dot_text, stamp
 DOCS = Path(__file__).parent.parent / "docs"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not DOCS.exists(), reason="an installed wheel has no docs beside the tests")
 def test_the_readmes_picture_is_fresh() -> None:
     committed = (DOCS / "minilm.dot").read_text(encoding="utf-8")

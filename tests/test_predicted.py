@@ -36,6 +36,7 @@ def all_of(directory: Path, weight: str, machine: str) -> list[StepTime]:
     return [step, *both]
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("optimize", ["latency", "memory"])
 @pytest.mark.parametrize("machine", ["ideal", "h100"])
@@ -52,6 +53,7 @@ def test_every_command_predicts_the_same(machine: str, optimize: Any, tmp_path: 
         assert two.calls["model"].seconds == step
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("machine", ["ideal", "h100"])
 def test_so_they_do_of_several_programs(machine: str, tmp_path: Path) -> None:
     model = Mlp()

@@ -116,6 +116,7 @@ def say_evil(data: Any) -> None:
         data[rows][0]["name"] += f"{EVIL}\nsound: all"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("words", ["inspect {}", "check {}", "inspect {} --rank 0", "verify {} --against {}.pt2"])
 def test_a_manifest_writes_no_control_characters(words: str, out: Path) -> None:
     torch.export.save(export_mlp(), f"{out}.pt2")
@@ -199,6 +200,7 @@ def test_names_that_differ_in_digits_are_folded_at_once() -> None:
     assert [pattern for pattern, _ in folded(repeated)] == ["layers.*.up", "layers.*.0.up", "layers.*.1.up"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize(

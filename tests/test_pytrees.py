@@ -155,6 +155,7 @@ CASES: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", CASES)
 def test_any_tree(name: str, tmp_path: Path) -> None:
@@ -173,6 +174,7 @@ def test_keyword_arguments_in_any_order(tmp_path: Path) -> None:
     check(program, tmp_path / "other", positional, turned)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("keep", [False, True])
 def test_classes(keep: bool, tmp_path: Path) -> None:
     """An output class is written as a dict, unless it is to be kept; an input class stays."""
@@ -264,6 +266,7 @@ def test_a_key_that_json_does_not_keep(tmp_path: Path) -> None:
 DTYPE = "give a tensor of that dtype and shape"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("args", "kwargs", "expected"),
     [

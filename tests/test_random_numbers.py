@@ -80,6 +80,7 @@ def on_all(made: ParallelProgram, world: int) -> list[list[torch.Tensor]]:
     return [r.outputs for r in simulate([made.rank_program(i) for i in range(world)], [[X]] * world)]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", [*FOR_A_SHAPE, *FOR_VALUES])
@@ -101,6 +102,7 @@ def test_every_rank_draws_what_the_single_device_draws(name: str, world: int) ->
     assert note in made.report()
 
 
+@pytest.mark.sample(6)
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", FOR_A_SHAPE)
 def test_numbers_for_a_shape_need_no_value(name: str) -> None:
@@ -134,6 +136,7 @@ SLICES: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", SLICES)
 def test_numbers_for_a_slice(name: str) -> None:
@@ -266,6 +269,7 @@ SELDOM: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.sweep
 @pytest.mark.parametrize("dialect", ["training", "canonical"])
 @pytest.mark.parametrize("name", SELDOM)

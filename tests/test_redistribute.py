@@ -70,6 +70,7 @@ def pairs(mesh: Mapping[str, int]) -> list[tuple[Spec, Spec]]:
     return list(itertools.product(specs, repeat=2))[:: 1 if len(mesh) == 1 else 7]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 3}, {"dp": 2, "tp": 2}], ids=str)
 def test_values_and_gradients(mesh: dict[str, int], tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -85,6 +86,7 @@ def test_values_and_gradients(mesh: dict[str, int], tmp_path: Path) -> None:
             torch.testing.assert_close(got, want, rtol=0, atol=1e-12, msg=f"gradient of {source} -> {target}")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("change", "gradient"), [(("R", "R"), ("P(sum)", "R")), (("S(1)", "R"), ("P(sum)", "S(1)"))], ids=str
 )

@@ -34,6 +34,7 @@ def test_the_page_has_every_model_and_degree() -> None:
     assert all(float(row[6].removesuffix(" GiB")) < 4 for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_rank_holds_what_the_page_says(name: str, tmp_path: Path) -> None:

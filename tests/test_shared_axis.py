@@ -81,6 +81,7 @@ def apart(model: Path) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_one_gather(planned: Path) -> None:
     """Of 97 columns the largest share has 25: the ranks gather 4 x 25 of 16 tokens in float32, and send 3/4 of that."""
     program = tpcompiler.open(planned)
@@ -100,6 +101,7 @@ def test_one_gather(planned: Path) -> None:
     assert program.check().ok
 
 
+@pytest.mark.slow
 def test_the_groups_of_a_part(apart: Path) -> None:
     program = tpcompiler.open(apart)
     assert program.manifest().groups == {
@@ -161,6 +163,7 @@ def contents(folder: Path) -> Iterator[bytes]:
             yield path.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["planned", "apart"])
 def test_no_output_names_a_part(which: str, model: Path, request: pytest.FixtureRequest) -> None:
     out, other = (request.getfixturevalue(name) for name in (which, "apart" if which == "planned" else "planned"))
@@ -172,6 +175,7 @@ def test_no_output_names_a_part(which: str, model: Path, request: pytest.Fixture
     assert any(b"tp=4" in each for each in found)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("which", ["planned", "apart"])
 def test_processes(which: str, model: Path, request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue(which).parent
@@ -189,6 +193,7 @@ def damaged(out: Path, folder: Path, **changes: Any) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_false_claims_are_refused(apart: Path, tmp_path: Path) -> None:
     """Negative controls: the other half of the axis, a group of other ranks, factors of another axis or product."""
     manifest = json.loads((apart / "manifest.json").read_text(encoding="utf-8"))
@@ -210,6 +215,7 @@ def is_sound(folder: Path) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_what_older_versions_wrote(tmp_path: Path) -> None:
     """They wrote the two as axes of the mesh, in the end a mesh like any other; the caller's own stood next to it."""
     both, first = {"tp_0": "S(0)", "tp_1": "S(0)"}, {"tp_0": "S(0)", "tp_1": "R"}

@@ -31,6 +31,7 @@ class Doubled(torch.nn.Module):
         return x * 2, x + self.shift
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("world", [2, 4, {"tp": [3, 1, 1]}], ids=str)
@@ -51,6 +52,7 @@ class Merged(torch.nn.Module):
         return (merged * 2 + z).sin() + merged
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize(
     ("world", "dynamic"),
@@ -110,6 +112,7 @@ def on_both(text: str) -> PlacementSpec:
     return dict(zip(SQUARE.names, map(parse_placement, text.split()), strict=True))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("source", "target"),
@@ -138,6 +141,7 @@ class Scores(torch.nn.Module):
         return x @ x.transpose(1, 2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("source", "target"), [("S(0) S(2)", "S(1) S(2)"), ("S(2) S(0)", "S(2) S(1)")])
 def test_two_dims_of_one_dynamic_size(source: str, target: str) -> None:
     """Of s * s elements torch's fake tensors make s and (s**2)//s, which are equal in every run."""

@@ -42,6 +42,7 @@ def line_in(text: str) -> str:
     return found[0] if found else ""
 
 
+@pytest.mark.slow
 def test_the_line_of_a_config_and_its_command(afmoe: Path, tmp_path: Path) -> None:
     words = ["convert", afmoe / "model.pt2", "--tp", 2, "--plan", afmoe / "config.json", "-o", tmp_path / "out"]
     data = json.loads(right(*words, "--json"))
@@ -83,6 +84,7 @@ def converted(plan: Mapping[str, Any], width: int = 64, **given: Any) -> tpcompi
     return tpcompiler.parallelize(exported, 2, plan, **given)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("plan", "whole"),
     [

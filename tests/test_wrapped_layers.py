@@ -78,6 +78,7 @@ class Mlp(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.sweep
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
@@ -147,6 +148,7 @@ def test_a_module_that_wraps_two_layers_stands_for_none() -> None:
     assert error.value.help == "name a layer inside it, such as 'up.one', 'up.two'"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_a_norm_over_a_cut_dim_reduces_the_norm(dtype: torch.dtype) -> None:
     class Normalize(nn.Module):

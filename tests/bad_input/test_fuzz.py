@@ -55,6 +55,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode) | JSON.map(lambda v: json.dumps(v).encode()))
 @examples(200)
 def test_machines(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
@@ -125,6 +126,7 @@ def _names(data: Any) -> set[str]:
     return set().union(*map(_names, parts), {data} if isinstance(data, str) else ())
 
 
+@pytest.mark.slow
 @given(st.data())
 @examples(120)
 def test_manifests(written: Path, tmp_path: Path, data: st.DataObject) -> None:
@@ -168,6 +170,7 @@ ARGUMENT = st.sampled_from([*COMMANDS.split(), *VALUES.split()]) | st.text(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(ARGUMENT, max_size=7))
 @examples(150)
 def test_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:

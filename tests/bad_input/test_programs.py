@@ -93,6 +93,7 @@ def test_what_is_refused(function: Callable[..., Any], message: str, help: str) 
     assert re.fullmatch(r"  used at: (test_programs|models).py:\d+, in (\w+|<lambda>)", where[0])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "function",
     [
@@ -170,6 +171,7 @@ def first_rows(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.both(x[:count])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("function", [chosen_rows, scaled_by_an_item, first_rows])
 def test_sizes_that_depend_on_data(function: Callable[..., Any], tmp_path: Path) -> None:
     """As many rows as the data says, on every rank, in memory and from files."""

@@ -70,6 +70,7 @@ def test_the_checkpoint_has_other_values(checkpoint: Path, tmp_path: Path) -> No
     assert all(torch.equal(each["count"], torch.tensor([3.0])) for each in held)  # the program's own
 
 
+@pytest.mark.slow
 def test_for_other_ranks(checkpoint: Path, tmp_path: Path) -> None:
     tpcompiler.parallelize(hollow(), 2, PLAN).save(tmp_path / "out")
     tpcompiler.cut_checkpoint(tmp_path / "out", checkpoint)
@@ -79,6 +80,7 @@ def test_for_other_ranks(checkpoint: Path, tmp_path: Path) -> None:
     assert torch.allclose(torch.export.load(tmp_path / "merged.pt2").module()(X), trained()(X))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("partial", [False, True])
 def test_a_checkpoint_that_lacks_one_is_refused(partial: bool, checkpoint: Path, tmp_path: Path) -> None:
     """As by torch's load_state_dict: zeros of the constructor are not the trained model's numbers."""

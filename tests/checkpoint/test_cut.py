@@ -53,6 +53,7 @@ def weights(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in out.glob("rank_*")}
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(("world", "prefix"), [(3, "model."), (4, "")])
 def test_the_same_bytes_as_with_weights(world: int, prefix: str, tmp_path: Path) -> None:
@@ -143,6 +144,7 @@ def described(program: ExportedProgram) -> list[str]:
     return [str(program.graph), *(f"{name}: {value.dtype} {value.shape}" for name, value in program.state_dict.items())]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("how", "inside"), INSIDE)
 def test_a_model_without_weights_is_converted(how: str, inside: bool, tmp_path: Path) -> None:
     """In the block or after it; tied weights stay tied, and buffers keep their values."""
@@ -298,6 +300,7 @@ def test_a_damaged_mark_is_refused(tmp_path: Path) -> None:
             read_model(tmp_path / "new.pt2")
 
 
+@pytest.mark.slow
 def test_ranks_read_their_shares_from_the_checkpoint(tmp_path: Path) -> None:
     """In real processes; nothing is written."""
     out, checkpoint = converted(tmp_path / "out", 2), write_checkpoint(tmp_path / "c")
@@ -313,6 +316,7 @@ def test_ranks_read_their_shares_from_the_checkpoint(tmp_path: Path) -> None:
     shutil.rmtree(checkpoint)
 
 
+@pytest.mark.slow
 def test_several_programs_share_one_checkpoint(tmp_path: Path) -> None:
     programs = {"one": hollow(), "two": hollow()}
     tpcompiler.parallelize(programs, 2, PLAN).save(tmp_path / "out")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 import tpcompiler
@@ -15,6 +16,7 @@ LAYER = {"table": "embedding_rowwise", "layers.0.up": "colwise", "layers.0.down"
 PARTS = {**LAYER, "layers.1.up.weight": "S(0, parts 4 8)", "layers.1.down.weight": "S(1, parts 4 8)"}
 
 
+@pytest.mark.slow
 def test_there_through_a_checkpoint_and_back(tmp_path: Path) -> None:
     """Cut evenly, pending, and in parts, which DTensor cannot say; tied once."""
     tpcompiler.parallelize(exported(2), 2, PARTS).save(tmp_path / "out", layout="shared")

@@ -40,6 +40,7 @@ def test_a_model_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert "2 -> 3 uneven -> 1" in said
 
 
+@pytest.mark.slow
 def test_by_the_commands(two: Path, tmp_path: Path) -> None:
     assert right("reshard", two, "--tp", 3, "-o", tmp_path / "three") == f"wrote 3 ranks to {tmp_path / 'three'}\n"
     assert read_manifest(tmp_path / "three").mesh == {"tp": 3}
@@ -56,6 +57,7 @@ def test_by_the_commands(two: Path, tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["model.pt2", "three", "w.safetensors"]
 
 
+@pytest.mark.slow
 def test_a_changed_weight_is_carried_along(tmp_path: Path) -> None:
     """Negative control: the weights are the ranks', and not some that were kept elsewhere."""
     tpcompiler.parallelize(hollow(), 2, PLAN).save(tmp_path / "two")
@@ -67,6 +69,7 @@ def test_a_changed_weight_is_carried_along(tmp_path: Path) -> None:
     assert {name for name in old if old[name] != new[name]} == {"layers.0.up.bias"}
 
 
+@pytest.mark.slow
 def test_several_programs_and_placements_at_the_boundary(tmp_path: Path) -> None:
     programs = {"one": exported(), "two": exported()}
     tpcompiler.parallelize(programs, 2, PLAN, outputs={"one": ["S(2)"]}).save(tmp_path / "out")
@@ -104,6 +107,7 @@ def damage(out: Path, rank: int, name: str, layout: str) -> None:
     (out / MANIFEST).write_text(json.dumps(manifest))
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("layout", ["ranks", "shared"])
 @pytest.mark.parametrize(
@@ -133,6 +137,7 @@ def test_shares_that_do_not_belong_together(sharding: str, said: str, layout: An
     assert [each.name for each in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 def test_what_is_refused(two: Path, tmp_path: Path) -> None:
     tpcompiler.parallelize(hollow(), 2, PLAN).save(tmp_path / "uncut")
     for words in (["reshard", tmp_path / "uncut", "--tp", 4], ["reshard", "--single-device", tmp_path / "uncut"]):
@@ -151,6 +156,7 @@ def test_what_is_refused(two: Path, tmp_path: Path) -> None:
         tpcompiler.merge(two, tmp_path / "no" / "new.pt2")
 
 
+@pytest.mark.slow
 def test_verify_and_check_with_the_checkpoint(tmp_path: Path) -> None:
     """The artifact's own model, and weights that are mapped; cut or not."""
     out, checkpoint = tmp_path / "out", write_checkpoint(tmp_path / "c")

@@ -50,6 +50,7 @@ def llama(directory: Path, **fields: Any) -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_command_prints_its_own_words_only(asked: bool, tmp_path: Path) -> None:
@@ -116,6 +117,7 @@ def test_a_directory_that_is_none(config: str | None, said: str, tmp_path: Path)
     assert not (tmp_path / "model.pt2").exists()
 
 
+@pytest.mark.slow
 def test_prefill_and_decode_over_one_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a cache of 4 MB neither the file nor the memory has anything before it is written."""
     monkeypatch.chdir(tmp_path)

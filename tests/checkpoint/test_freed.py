@@ -45,6 +45,7 @@ def test_freed_blocks_do_not_stay() -> None:
     assert returned < 20
 
 
+@pytest.mark.slow
 def test_commands_that_stream_weights_do_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
     for module in (commands, weights):

@@ -87,6 +87,7 @@ def checkpoint(program: ExportedProgram, path: Path, **other: torch.Tensor) -> P
     return path
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["ranks", "shared"])
 def test_empty_expanded_and_tied_to_what_is_not_persistent(layout: Any, tmp_path: Path) -> None:
     program = export(Odd(), (X,))
@@ -139,6 +140,7 @@ def test_a_pending_weight_is_compared_bit_for_bit(mlp: ExportedProgram, tmp_path
     ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["ranks", "shared"])
 def test_of_several_programs_each_is_proved_and_put_together(layout: Any, mlp: ExportedProgram, tmp_path: Path) -> None:
     """The weights of the second lie in the files of the first."""

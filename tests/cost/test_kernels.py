@@ -128,6 +128,7 @@ def test_a_weight_is_widened_where_it_is_used() -> None:
     assert counted(twice, ROWS, w=weight)[0] == ["other", "product", "product"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("tokens", [1, 2, 8, 64])
 def test_experts_that_no_token_takes_are_not_read(tokens: int) -> None:
     """Of 8 experts a token leaves each with the probability 7 / 8, or 6 / 8 if it takes two."""

@@ -19,6 +19,7 @@ from tpcompiler.rules.registry import rule_of
 IMAGE = (2, 8, 16, 16)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("module", "shape"),
     [

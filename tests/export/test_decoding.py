@@ -55,6 +55,7 @@ def repeated(program: torch.export.ExportedProgram, keeps: bool) -> list[str]:
     ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_no_step_repeats_its_cache(name: str, tmp_path: Path) -> None:
     config, made = programs(name)

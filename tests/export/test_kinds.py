@@ -46,6 +46,7 @@ def row(model_type: str) -> Row:
     return next(row for row in ROWS if row.model_type == model_type)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "model_type", [kind if kind == SHORT else pytest.param(kind, marks=in_long_runs) for kind in KINDS]
 )
@@ -56,6 +57,7 @@ def test_a_directory_of_each_kind(model_type: str, tmp_path: Path) -> None:
     assert result.startswith("equal")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", SIZES)
 def test_sizes_of_each_kind(model_type: str, tmp_path: Path) -> None:
     build(row(model_type), tmp_path)
@@ -95,6 +97,7 @@ def test_numbers_are_those_of_transformers(model_type: str, tmp_path: Path) -> N
         torch.testing.assert_close(program.module()(**inputs)["logits"], expected)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stored", ["its final_logits_bias", "none", "nothing"])
 def test_a_buffer_that_transformers_lets_a_checkpoint_lack(stored: str, tmp_path: Path) -> None:
     """It keeps the constructor's value where the directory's checkpoint has no such tensor."""

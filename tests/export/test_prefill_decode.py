@@ -53,6 +53,7 @@ def launched(out: Path, *words: object) -> str:
     return "" if ended.codes == (0, 0) else "\n".join(ended.printed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model_type", [kind if kind == SHORT else pytest.param(kind, marks=in_long_runs) for kind in KINDS]
 )
@@ -100,6 +101,7 @@ def continued(model: Any, ids: torch.Tensor, first: int) -> torch.Tensor:
     return torch.cat(logits, 1)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("model_type", [*DECODERS, *(pytest.param(kind, marks=in_long_runs) for kind in ALSO_DECODERS)])
 def test_a_state_is_kept_and_begun_again(model_type: str) -> None:
     """Prompt and tokens after it give the logits of the whole text; so does a text that decode begins, over an old state."""
@@ -173,6 +175,7 @@ def test_sizes_of_which_a_program_takes_some() -> None:
     assert shapes == [[2, 8], [3]]
 
 
+@pytest.mark.slow
 def test_positions_that_no_checkpoint_has(tmp_path: Path) -> None:
     """Marian's sinusoids are computed by transformers and left out of what it saves; the program has them."""
     build(row("marian"), tmp_path)

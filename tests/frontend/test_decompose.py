@@ -245,6 +245,7 @@ def run(program: ExportedProgram, xs: list[torch.Tensor]) -> list[Any]:
     return [[v.clone() for v in torch.utils._pytree.tree_leaves(module(x))] for x in xs]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.sweep
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("case", SIMPLE)
@@ -256,6 +257,7 @@ def test_the_same_numbers_call_after_call(case: str, dynamic: bool) -> None:
     torch.testing.assert_close(run(made, xs), run(program, xs), rtol=0, atol=0)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", WHOLE)
 def test_what_torch_has_to_trace(case: str) -> None:
     """It is told apart, and canonicalized all the same."""

@@ -144,6 +144,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("then", CASES)
 @pytest.mark.parametrize("cut", [{}, {"now": "S(1)", "before": "S(1)"}])
@@ -168,6 +169,7 @@ def test_calls_in_a_row(then: Callable[[Net, torch.Tensor], object], cut: dict[s
         torch.testing.assert_close(value, model.state_dict()[name])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("then", [history, turned_by_einsum, diagonal_of_einsum])
 def test_torchs_functional_form_is_wrong(then: Callable[[Net, torch.Tensor], object]) -> None:
     """There is something to do: else this can go."""

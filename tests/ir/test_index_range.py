@@ -26,6 +26,7 @@ class Tables(nn.Module):
         return self.use(self, ids)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("use", "values"),
     [

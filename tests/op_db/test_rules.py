@@ -20,6 +20,7 @@ OPS = ops_named(RISKY)
 _judged: set[str] = set()
 
 
+@pytest.mark.sample(6)
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", OPS)
 def test_no_rule_is_wrong(name: str) -> None:

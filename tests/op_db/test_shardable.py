@@ -59,6 +59,7 @@ def test_an_op_without_a_rule_says_so() -> None:
     assert {declined(call, cut) for cut in cuts(call.node)} == {"no rule: tests.opaque.default"}
 
 
+@pytest.mark.sample(36)
 @pytest.mark.parametrize("name", OPS)
 def test_the_list_is_true(name: str) -> None:
     """Of every line here, the rules keep the cut in all samples if it is listed as offered."""

@@ -22,6 +22,7 @@ def run(op: Any) -> list[Any]:
     return list(outcomes(op.op, sample))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", OPS)
 def test_every_cut_is_right(name: str) -> None:
     found = run(OPS[name])
@@ -42,6 +43,7 @@ def test_two_slices_of_one_shape_are_two_operands() -> None:
     assert {"0: S(1)": "right"}.items() <= {o.placed: o.what for o in run(op)}.items()
 
 
+@pytest.mark.slow
 def test_sizes_that_depend_on_data_keep_their_names() -> None:
     """Seen crashing: a slice on a shard was given a new name for its size, which nothing else knew."""
     (op,) = ops_named(["tensor_split"]).values()

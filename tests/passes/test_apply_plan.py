@@ -107,6 +107,7 @@ def split_weight(self: Any, x: torch.Tensor) -> torch.Tensor:
 SPLIT = Call(split_weight, m=Call(lambda: None, w=(4, 10)))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("module", "plan", "expected"),
     [

@@ -51,6 +51,7 @@ def exchanged(heads: int, ranks: int) -> int:
     return heads * STEPS * FEATURES * 4 // ranks * (ranks - 1) // ranks
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("plan", [{}, "auto"], ids=["planned", "auto"])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["all keys", "causal"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -89,6 +90,7 @@ def test_grouped_queries() -> None:
     assert program.verify(args).ok
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("plan", [{}, "auto"], ids=["planned", "auto"])
 def test_fewer_heads_of_keys_than_ranks(plan: Any) -> None:
     """2 heads of keys on 4 ranks: heads over two ranks next to each other, and keys gathered over the other two."""
@@ -103,6 +105,7 @@ def test_fewer_heads_of_keys_than_ranks(plan: Any) -> None:
     assert program.verify(args).ok
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("plan", [{}, "auto"], ids=["planned", "auto"])
 @pytest.mark.parametrize("heads", [8, 4])
 def test_two_axes(heads: int, plan: Any) -> None:
@@ -166,6 +169,7 @@ BOTH, MOVED, GATHERED = {"all_to_all", "all_gather"}, {"all_to_all"}, {"all_gath
 TURNS = {"attention": "attend_in_turns"}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("mesh", "heads", "groups", "steps", "plan", "kinds"),
     [

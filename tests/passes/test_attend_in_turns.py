@@ -180,6 +180,7 @@ def judge(what: str, mesh: dict[str, int], dtype: torch.dtype = torch.float32) -
     assert program.verify(args).ok
 
 
+@pytest.mark.sample(3)
 @pytest.mark.sweep
 @pytest.mark.parametrize("mesh", [{"cp": 2}, {"cp": 4}, {"cp": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize("what", ATTENTION)
@@ -187,12 +188,14 @@ def test_what_the_single_device_makes(what: str, mesh: dict[str, int]) -> None:
     judge(what, mesh)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_other_dtypes(dtype: torch.dtype) -> None:
     judge("scores added to", {"cp": 4}, dtype)
     judge("scores added to, the least number", {"cp": 2}, dtype)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("attend", "mesh"), [(causal, {"cp": 4}), (masked, {"cp": 2, "tp": 2})], ids=["causal", "masked"]
 )
@@ -243,6 +246,7 @@ def _blind_as_others(
     return [*ON_CPU(q, k, v, attn_mask=bias.expand(*q.shape[:3], k.shape[2]))]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "wrong"), [("_merge", _no_rescale), ("_Turns.parts", _first_part_again), ("_attend", _blind_as_others)]
 )
@@ -284,6 +288,7 @@ def test_what_a_rank_holds() -> None:
     assert f"activations {format_bytes(9 * share + 3 * numbers)} at the peak" in in_turns.report()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dynamic", [None, ({2: Dim("length", max=4096)},) * 3], ids=["static", "dynamic"])
 def test_the_kernel_of_a_gpu(dynamic: Any, tmp_path: Path) -> None:
     """It is there in the program for one, and on a CPU the CPU's stands for it; files of it are sound."""

@@ -54,6 +54,7 @@ CASES: dict[str, tuple[Callable[..., Any], set[str]]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.sweep
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize(("forward", "shardings"), CASES.values(), ids=CASES)

@@ -277,6 +277,7 @@ def normalize(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.down(normal.reshape(-1, 8)).square().mean()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("to_program", [export, tpcompiler.export_training])
 def test_a_view_of_a_layout_that_no_kernel_makes_may_copy(to_program: Any) -> None:
     args = (torch.randn(4, 6, 8),)

@@ -75,6 +75,7 @@ def test_a_few_of_all() -> None:
     assert wrong(FEW, SQUARE, (5, 3)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "all_to_all"])
 def test_whatever_is_slow(kind: str) -> None:
@@ -90,6 +91,7 @@ def test_a_few_blocks_and_parts() -> None:
     assert wrong(["[R, R]", BLOCKS[5], BLOCKS[8], PARTS[4], PARTS[6]], SQUARE, (12, 4)) == []
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(("mesh", "shape"), [(SQUARE, (12, 6)), (SQUARE, (1, 7)), (WIDE, (5, 3))], ids=str)
 def test_every_plain_change(mesh: Mesh, shape: tuple[int, ...]) -> None:
@@ -97,6 +99,7 @@ def test_every_plain_change(mesh: Mesh, shape: tuple[int, ...]) -> None:
     assert wrong([*PLAIN, *NESTED], mesh, shape, every=29) == []
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("mesh", [SQUARE, WIDE], ids=str)
 @pytest.mark.parametrize("texts", [BLOCKS, PARTS], ids=["blocks", "parts"])

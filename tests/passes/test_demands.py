@@ -26,6 +26,7 @@ def converted(forward: Forward, outputs: list[str | None] | None = None) -> tpco
     return tpcompiler.parallelize(export(module, (X,)), 2, {"head": "colwise"}, outputs=outputs)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("forward", "reason"),
     [
@@ -47,6 +48,7 @@ def test_no_fallback(forward: Forward, reason: str) -> None:
     tpcompiler.check_budget(program, ["0 fallbacks"])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("forward", "outputs"),
     [

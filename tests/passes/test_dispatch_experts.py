@@ -147,6 +147,7 @@ def all_to_all(ranks: int, *payloads: int) -> list[tuple[str, int, int]]:
     return [("all_to_all", each, each * (ranks - 1) // ranks) for each in payloads]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_exact_by_hand(ranks: int) -> None:
     """A rank tells the others how many rows each expert gets, and sends each as many as it could have at most.
@@ -160,6 +161,7 @@ def test_exact_by_hand(ranks: int) -> None:
     assert program.check().ok
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("experts", "slots"), [(8, 1), (16, 2), (24, 3)])
 def test_a_token_has_no_more_rows_than_a_rank_has_experts(experts: int, slots: int) -> None:
     """Of three choices, one can be of the one expert of a rank."""
@@ -169,6 +171,7 @@ def test_a_token_has_no_more_rows_than_a_rank_has_experts(experts: int, slots: i
     assert program.verify((X,)).ok
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [4, 8])
 @pytest.mark.parametrize("factor", [0.5, 1.25, 4])
 def test_a_capacity_by_hand(ranks: int, factor: float) -> None:
@@ -199,6 +202,7 @@ def test_other_drops_differ() -> None:
     torch.testing.assert_close(made, Dropping(net, 4, 2)(X))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep
 @pytest.mark.parametrize("style", ["dispatch_experts", "dispatch_experts:1.25"])
 @pytest.mark.parametrize("mesh", [{"ep": 2}, {"tp": 4}, {"dp": 2, "ep": 2}, {"ep": 2, "tp": 2}], ids=str)
@@ -238,6 +242,7 @@ def test_ranks_without_a_token() -> None:
     assert limited.note.startswith(f"{4 * (32 - 2 * 4)} of 128 rows")
 
 
+@pytest.mark.slow
 def test_processes(tmp_path: Path) -> None:
     """The saved files in gloo processes, each with its own tokens; `save` has checked them."""
     net = built()
@@ -249,6 +254,7 @@ def test_processes(tmp_path: Path) -> None:
         torch.testing.assert_close(torch.cat([own for (own,) in made]), wanted(X))
 
 
+@pytest.mark.slow
 def test_an_artifact_that_drops(tmp_path: Path) -> None:
     """Its model drops the same rows: once, also if it is converted again; for other ranks the original is needed."""
     program = converted(built(), {"ep": 4}, "dispatch_experts:1.25")
@@ -272,6 +278,7 @@ def test_a_wrong_slot_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not program.check().ok
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("experts", "chosen", "is_taken"), [(8, 4, True), (16, 4, False), (32, 2, False)])
 def test_auto_takes_the_cheaper(experts: int, chosen: int, is_taken: bool) -> None:
     """With one expert on each rank, as many bytes are sent as by an all_gather, and fewer rows are moved in memory.

@@ -190,6 +190,7 @@ class Fours(nn.Module):
         return x.unflatten(0, (-1, 4)).sum(1) + y[:1]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep
 @pytest.mark.parametrize("of_a_file", [False, True])
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ class Heads(nn.Module):
         return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("size", "mesh", "held"),
@@ -91,6 +92,7 @@ def test_a_unit_must_fit_into_every_piece() -> None:
 PLACED = ["S(0)", "S(0, block 1)", "S(0, block 2)", "S(0, unit 3)", "S(0, parts 2 4)"]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("outer", PLACED)
 @pytest.mark.parametrize("inner", PLACED)
 @pytest.mark.parametrize("mesh", [{"a": 3, "b": 2}, {"a": 2, "b": 3}], ids=str)
@@ -107,6 +109,7 @@ def test_blocks_inside_of_blocks_of_which_ranks_hold_none(outer: str, inner: str
     assert program.verify((x,)).ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 def test_steps_are_dealt_as_the_axis_says_that_was_asked_for(packed: bool) -> None:
     """Two kv heads on four ranks run best as two axes, over which five steps would be dealt 2, 1, 1, 1."""

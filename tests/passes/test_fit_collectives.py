@@ -116,6 +116,7 @@ def test_there_and_back(case: str, world: int) -> None:
     assert back.constants.keys() == plain.constants.keys()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep
 @pytest.mark.parametrize("layout", ["ranks", "shared"])
 @pytest.mark.parametrize("case", CASES)
@@ -142,6 +143,7 @@ def test_reshard_keeps_them(tmp_path: Path) -> None:
     assert len(fitted(torch.export.load(tmp_path / "four" / "program.pt2"))) == 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", CASES)
 def test_by_torchs_own_meaning(case: str, tmp_path: Path) -> None:
     """Two gloo processes run the ops as written, by the Python that torch has for their meaning."""
@@ -275,6 +277,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_found(damage: str) -> None:
     """The negative control of `check` and `verify`; what all ranks do alike is for `verify`."""
@@ -332,6 +335,7 @@ MEMORY = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("damage", MEMORY)
 def test_memory_that_is_not_what_reductions_take(damage: str, tmp_path: Path) -> None:
     class Scaled(nn.Module):

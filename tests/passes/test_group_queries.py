@@ -117,6 +117,7 @@ def check(function: Callable[..., Any], args: Any, atol: float = 1e-6, **how: An
     return program
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("attention", [attend, write_out, write_out_merged])
 @pytest.mark.parametrize("form", FORMS)
 def test_heads_that_are_repeated_in_any_way(form: str, attention: Callable[..., Tensor]) -> None:
@@ -163,6 +164,7 @@ MASKS: Mapping[str, tuple[int, ...]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("is_bool", [False, True], ids=["added", "bool"])
 @pytest.mark.parametrize("shape", MASKS.values(), ids=MASKS)
@@ -172,6 +174,7 @@ def test_masks(shape: tuple[int, ...], is_bool: bool, device: str) -> None:
     check(lambda q, k, v, m: attend(q, expanded(k), expanded(v), m, scale=0.3), (*qkv(), mask), device=device)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("shape", MASKS.values(), ids=MASKS)
 def test_groups_with_a_mask_on_a_gpu(shape: tuple[int, ...]) -> None:
     """torch repeats the heads if a mask is given with `enable_gqa`, because no kernel on GPUs takes both."""
@@ -205,6 +208,7 @@ def test_layouts_and_sizes() -> None:
     check(lambda q, k: (lambda both: attend(q, both, both))(expanded(k)), (q, k))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("attention", [attend, write_out])
 @pytest.mark.parametrize("form", ["expand", "before rope"])
 def test_dynamic_sizes(form: str, attention: Callable[..., Tensor]) -> None:
@@ -232,6 +236,7 @@ KEPT: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", KEPT)
 def test_what_stays(name: str) -> None:
     args = qkv()
@@ -299,6 +304,7 @@ class Decoder(nn.Module):
 PLAN = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("attention", [attend, write_out])
 @pytest.mark.parametrize(("ranks", "heads", "few"), [(2, 8, 2), (3, 8, 1), (4, 8, 2), (4, 6, 2), (8, 8, 2)])
 def test_ranks_send_no_more(ranks: int, heads: int, few: int, attention: Callable[..., Tensor]) -> None:
@@ -315,6 +321,7 @@ def test_ranks_send_no_more(ranks: int, heads: int, few: int, attention: Callabl
     assert "attention" not in kinds[True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["auto", PLAN], ids=["auto", "plan"])
 def test_steps_that_are_cut(plan: Any) -> None:
     """Rows of steps and groups stay a cut of the steps: as many bytes are sent as with repeated heads."""

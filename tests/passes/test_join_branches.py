@@ -144,6 +144,7 @@ return pin
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("forward", "world"), [(norm_per_head, 2), (norm_per_head, 4), (norm_per_pair, 2), (scaled_alike, 2)]
@@ -160,6 +161,7 @@ def test_the_heads_of_other_ranks_are_not_gathered(
     assert made.collectives() == []
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "forward",
     [

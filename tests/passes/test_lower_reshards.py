@@ -353,6 +353,7 @@ def test_what_a_reshard_becomes_carries_it() -> None:
     assert marked == {"all_gather_into_tensor": "reshard", "wait_tensor": "reshard"}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("source", "target", "shape", "count"),
     [

@@ -65,6 +65,7 @@ return add, scalar_tensor
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("world", [2, 3])
@@ -78,6 +79,7 @@ def test_nothing_stays_behind(name: str, world: int) -> None:
         moved.validate()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("node", ["arange", "full", "scalar_tensor"])
 def test_what_stays_behind_is_found(node: str) -> None:
     """The negative control: one literal put back is seen by the search, and by torch itself."""

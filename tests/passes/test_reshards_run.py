@@ -40,6 +40,7 @@ def test_every_change_keeps_the_value(degree: int) -> None:
             torch.testing.assert_close(whole, value + at, msg=lambda m, s=source, t=target: f"{s} -> {t}: {m}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degree", [2, 3, [2, 1]], ids=str)
 def test_a_change_sends_what_the_search_pays_for(degree: int | list[int]) -> None:
     """Even, uneven and empty shards, blocks, and dims of which a part stays whole on every rank."""

@@ -117,6 +117,7 @@ BETWEEN, ASIDE, HALF, GATHERED = 2 * 4 * 4, 2 * 64 * 4, 2 * 4 * 4, 2 * 8 * 4
 LEAST = 2 * 4 * 4 + HALF + BETWEEN + ASIDE  # the input, half a product, a sine, and the other product
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("limit", "most", "notes"),
     [

@@ -63,6 +63,7 @@ def converted(heads: int, groups: int, world: int, packed: bool, dynamic: bool) 
     return tpcompiler.parallelize(export(model, (X,), dynamic_shapes=sizes), world, PACKED if packed else SEPARATE)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep(13)
 @pytest.mark.parametrize(("sizes", "packed", "dynamic"), list(itertools.product(HEADS, (False, True), (False, True))))
 def test_one_sum(sizes: tuple[int, int, int], packed: bool, dynamic: bool) -> None:
@@ -100,6 +101,7 @@ class Vocabulary(nn.Module):
         return self.head(self.table(ids))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep
 @pytest.mark.parametrize("rows", [259, 50257])
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -132,6 +134,7 @@ def test_the_report_says_who_shares_and_what_is_uneven() -> None:
     ) in said
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("heads", "groups", "packed"), [(8, 2, True), (6, 3, False)])
 def test_real_processes(heads: int, groups: int, packed: bool, tmp_path: Path) -> None:
     """Packed parts of which two ranks share the keys, and whole heads of which one rank has none."""

@@ -72,6 +72,7 @@ KEPT: dict[str, tuple[Any, ...]] = {  # function, example, dynamic dims, inputs 
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", KEPT)
 def test_inputs_and_outputs_of_the_batch(name: str) -> None:
     function, example, dynamic, inputs, outputs = KEPT[name]
@@ -80,6 +81,7 @@ def test_inputs_and_outputs_of_the_batch(name: str) -> None:
     assert (found.obstacle, [*found.inputs], [*found.outputs]) == ("", inputs, outputs)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("is_dynamic", [True, False])
 @pytest.mark.parametrize(
     ("function", "obstacle"),
@@ -120,6 +122,7 @@ def test_buffers_that_another_program_writes() -> None:
     assert not find_batches({"other": other})["other"].obstacle
 
 
+@pytest.mark.slow
 def test_calls_are_the_single_devices(tmp_path: Path) -> None:
     """A mask and a table, once; and a mask that was given twice is refused on all ranks, which wait for none."""
     module = model(lambda self, x, mask: (mlp(self, mask @ x), self.table + mask[:4, :1]))

@@ -55,6 +55,7 @@ def step(tokens: torch.Tensor, at: int) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens[:, at : at + 1], "cache_position": torch.tensor([at])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
 def test_a_decoder(name: str, tmp_path: Path) -> None:
     """The tokens of `generate`, by prefill and decode over the cache that each stage keeps."""
@@ -70,6 +71,7 @@ def test_a_decoder(name: str, tmp_path: Path) -> None:
         assert torch.equal(torch.cat([logits[:, -1:].argmax(-1) for logits in made], 1), tokens[:, 5:])
 
 
+@pytest.mark.slow
 def test_an_encoder_and_its_decoder(tmp_path: Path) -> None:
     """The tokens of `generate`: the encoder is cut where it is best, prefill and decode alike."""
     config = transformers.T5Config(

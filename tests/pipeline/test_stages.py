@@ -36,6 +36,7 @@ MESH = {"pp": 2, "tp": 2}
 RUNS = [("llama", False), ("llama", True), ("gpt2", True), ("t5", True), ("mixtral", True)]
 
 
+@pytest.mark.slow
 def test_models_from_files_on_gloo(tmp_path: Path) -> None:
     """The model's answer on all ranks, also those of the first stage."""
     calls = {}
@@ -88,6 +89,7 @@ def test_prefill_and_decode_have_each_leaf_in_one_stage() -> None:
     assert program.world_size == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ranks", "shared"])
 def test_generation_from_files_on_gloo(layout: Any, tmp_path: Path) -> None:
     """Logits of a prompt and two steps, over the caches that each stage keeps."""
@@ -103,6 +105,7 @@ def test_generation_from_files_on_gloo(layout: Any, tmp_path: Path) -> None:
             torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * float(want.abs().max()))
 
 
+@pytest.mark.slow
 def test_microbatches_have_buffers_each(tmp_path: Path) -> None:
     """Two sequences of a batch each: a prompt and two steps; the second sequence is another."""
     converted().save(tmp_path / "out")
@@ -123,6 +126,7 @@ def test_microbatches_have_buffers_each(tmp_path: Path) -> None:
                 torch.testing.assert_close(got.chunk(2)[at], want, rtol=0, atol=1e-4 * float(want.abs().max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "finding"),
     [
@@ -205,6 +209,7 @@ def test_stages_are_balanced_where_least_crosses() -> None:
         cut_stages({"model": program}, 2, replace(prices, limit=whole / 2 - 1), {})
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
     """Rank 3, of the last stage, ends before its call; the first stage waits for its outputs."""
     converted().save(tmp_path / "out")
@@ -222,6 +227,7 @@ def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
     assert any("another rank has ended, or did not reach it" in printed for printed in ended.printed)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("forward", "message"),
     [
@@ -268,6 +274,7 @@ def test_gradients_are_not_cut() -> None:
         tpcompiler.parallelize(program, {"pp": 2, "tp": 1}, {})
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "returns",
     [lambda y: (y, None, 3), lambda y: (None, y), lambda y: {"scale": 2.5, "y": y}],
@@ -314,6 +321,7 @@ def test_arguments_that_are_no_tensors() -> None:
         staged.verify((x, 3, x, 5, None))
 
 
+@pytest.mark.slow
 def test_other_arguments_are_refused_in_a_call(tmp_path: Path) -> None:
     module, (x, *rest), program = with_arguments()
     tpcompiler.parallelize(program, {"pp": 2, "tp": 1}, {}).save(tmp_path / "out")

@@ -35,6 +35,7 @@ class Attention(nn.Module):
         return x + self.o(made.transpose(1, 2).flatten(2))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
@@ -84,6 +85,7 @@ def calls(steps: int, *first: int) -> list[tuple[torch.Tensor, ...]]:
     ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize(
@@ -121,6 +123,7 @@ class Batch(nn.Module):
         return F.scaled_dot_product_attention(q, keys, values, seen, enable_gqa=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [2, 4])
 def test_sequences_at_positions_of_their_own(world: int, tmp_path: Path) -> None:
     """Each rank writes what lies in its steps; the cache is not gathered."""

@@ -113,6 +113,7 @@ SYNTAX = "\n  help: correct the quotes, brackets and indentation"
 KEY = 'a key is not text\n  help: quote the key, such as "0" or "on"'
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(
     ("content", "place", "words"),
     [

@@ -81,6 +81,7 @@ BY_NAME = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize("plan", [BY_TORCH, BY_NAME], ids=["torch's", "by name"])
 @pytest.mark.parametrize("mesh", [2, 4, {"dp": 2, "tp": 2}], ids=str)

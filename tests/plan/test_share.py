@@ -60,6 +60,7 @@ CUT = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("holds_all", [False, True])
 def test_an_entry_is_for_the_programs_that_use_what_it_names(holds_all: bool, tmp_path: Path) -> None:
     programs = tpcompiler.parallelize(model(holds_all=holds_all), 2, PLAN)

@@ -225,6 +225,7 @@ def test_mapping(value: object, style: Style) -> None:
     assert read_style(value, where="") == style
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("value", [*NAMES, *PLACED, *(value for value, _ in TORCH + WRITTEN)])
 def test_data_reads_back_to_an_equal_style(value: object) -> None:
     style = read_style(value, where="")

@@ -55,6 +55,7 @@ def judged(programs: Sequence[ExportedProgram], name: str) -> VerifyReport:
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize(
     ("name", "change"), list(itertools.product(["odd_dynamic", "odd", "conv_cut", "views", "counting"], CHANGES))
@@ -96,6 +97,7 @@ def waits(program: ExportedProgram) -> Counter[str]:
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", NAMES)

@@ -38,6 +38,7 @@ def apart(ranks: list[Any], key: str) -> list[str]:
     return [name for name in first if any(other[name] != first[name] for other in rest)]
 
 
+@pytest.mark.slow
 def test_replicas_are_the_same_bits(results: dict[str, list[Any]]) -> None:
     for name, ranks in results.items():
         assert len(ranks[0]["replicas"]) > len(ranks[0]["module"])

@@ -24,6 +24,7 @@ def hashes(directory: Path) -> list[str]:
     return [sha256(directory / name) for name in FILES]
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["odd_dynamic", "llama_dynamic"])
 def test_twice_in_one_process(name: str, tmp_path: Path) -> None:
@@ -38,6 +39,7 @@ def test_twice_in_one_process(name: str, tmp_path: Path) -> None:
     assert hashes(tmp_path / "first") == hashes(tmp_path / "second")
 
 
+@pytest.mark.slow
 def test_in_a_fresh_process_and_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command line, here and under a hash seed of its own."""
     torch.export.save(exported("odd_dynamic"), tmp_path / "model.pt2")

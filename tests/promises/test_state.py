@@ -25,6 +25,7 @@ def kinds(signature: ExportGraphSignature) -> list[tuple[object, ...]]:
     return inputs + [(s.kind, s.target, getattr(s.arg, "value", None)) for s in signature.output_specs]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_names_types_ranges_and_pytrees_are_the_originals(name: str) -> None:
     before = exported(name)

@@ -39,6 +39,7 @@ class Net(nn.Module):
         return self.down(KINDS[self.kind](self.up(x), self.scale, self.zero))  # type: ignore[no-any-return]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep
 @pytest.mark.parametrize("from_file", [False, True])
 @pytest.mark.parametrize("kind", KINDS)

@@ -22,6 +22,7 @@ def placed(program: tpcompiler.ParallelProgram) -> dict[str, str]:
     return {row.name: row.sharding for row in program.manifest().tensors}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep
 @pytest.mark.parametrize("mesh", [2, 4, {"dp": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize("kind", [Gptq, Awq, BlockFp8, Int8Packed])
@@ -55,6 +56,7 @@ def test_what_stays_whole_is_said() -> None:
     ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", [Gptq, Awq, BlockFp8])
 def test_groups_that_do_not_divide(kind: type[nn.Module]) -> None:
     """160 rows are five groups of 32: ranks hold whole groups, three and two; of GPTQ's, any rows."""
@@ -76,6 +78,7 @@ def test_rows_that_are_packed_are_cut_together() -> None:
     assert "use 'colwise' or 'replicate'" in str(caught.value)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", WHOLE)
 def test_the_search_cuts_them_too(kind: type[nn.Module]) -> None:
     """Of GPTQ's, output features alone: which group a row is of is known to the rank that holds all rows."""

@@ -33,6 +33,7 @@ def quantised(is_dynamic: bool) -> ExportedProgram:
     return made
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("mesh", [2, 4, {"dp": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])

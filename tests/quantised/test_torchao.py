@@ -46,6 +46,7 @@ def quantised(name: str, model: nn.Module | None = None) -> nn.Module:
     return model
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep
 @pytest.mark.parametrize("mesh", [2, 4, {"dp": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
@@ -60,6 +61,7 @@ def test_a_pair_is_cut(name: str, mesh: Any, tmp_path: Path) -> None:
     assert verify_artifact(tmp_path / "out", exported, (X,)).ok
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_names_are_those_of_torchao(name: str) -> None:
     model = quantised(name)
@@ -104,6 +106,7 @@ def test_the_search_finds_the_pair(name: str) -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_of_hugging_face(name: str) -> None:

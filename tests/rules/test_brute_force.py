@@ -22,6 +22,7 @@ MESH = Mesh((("tp", 2),))
 RULED = [sample for sample in SAMPLES if sample.text is not None]
 
 
+@pytest.mark.sample(250)
 @pytest.mark.parametrize("sample", RULED, ids=str)
 def test_sizes_agree_and_shards_make_the_whole(sample: Sample) -> None:
     node = node_of(sample)

@@ -64,6 +64,7 @@ def _left_out(samples: list[Sample]) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.sample(20)
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("op", OPS)
 def test_nothing_is_left_out_but_what_is_listed(op: str) -> None:

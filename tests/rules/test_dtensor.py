@@ -102,6 +102,7 @@ def mesh() -> Iterator[DeviceMesh]:
         yield mesh
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("op", [op for op in OPS if knows(samples_of(op)[0].target)])
 def test_every_disagreement_is_listed(op: str, mesh: DeviceMesh) -> None:
     if change := changes(LIST, op, disagreements(samples_of(op), mesh)):

@@ -86,6 +86,7 @@ BY_HAND: list[tuple[Callable[[], nn.Module], int, int, int]] = [
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("net", "rows", "world", "lacks"), BY_HAND)
 def test_rows_by_hand(net: Callable[[], nn.Module], rows: int, world: int, lacks: int) -> None:
     x = torch.randn(1, 1, rows, WIDTH)
@@ -138,6 +139,7 @@ WINDOWS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.sweep
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("rows", [4, 5, 8, 11, 12])
@@ -148,6 +150,7 @@ def test_all_sizes_and_ranks(name: str, rows: int, world: int) -> None:
     assert right(converted(WINDOWS[name](), x, {"cp": ROWS}, {"cp": world}), x)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("net", "shape", "dim"),
     [
@@ -237,6 +240,7 @@ def test_dynamic_rows_gather() -> None:
         assert program.verify((torch.randn(1, 1, rows, WIDTH),)).ok
 
 
+@pytest.mark.slow
 def test_a_dynamic_batch() -> None:
     """Numbers of bytes that grow with the batch; padding keeps its size dynamic."""
     net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Upsample(scale_factor=2), nn.AvgPool2d(3, 1, 1))

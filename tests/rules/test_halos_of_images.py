@@ -54,6 +54,7 @@ class Decoder(nn.Module):
         return self.decoder(latents)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_decoder_of_diffusers(world: int, machine: str) -> None:
     """Fourteen group norms reduce two numbers a group; fourteen convolutions of 3 x 3 exchange rows."""
@@ -70,6 +71,7 @@ def test_a_decoder_of_diffusers(world: int, machine: str) -> None:
     assert program.check().ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_unet_of_the_zoo(world: int, machine: str) -> None:
     step, text = torch.tensor([300.0]), torch.randn(1, 5, 24)

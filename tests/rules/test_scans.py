@@ -61,6 +61,7 @@ def check_sent(program: tpcompiler.ParallelProgram, gathered: list[int], shards:
         assert sum(each.wire_bytes for each in sent) < 1.3 * sum(gathered) * (shards - 1) / shards
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("mesh", "cut"),
     [
@@ -84,6 +85,7 @@ def test_totals_over_data_axes(name: str, mesh: dict[str, int], cut: dict[str, s
     assert program.verify((x,)).ok
 
 
+@pytest.mark.sample(2)
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", SCANS)
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -105,6 +107,7 @@ def test_a_wrong_total_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert not converted(Scan(name), x, {"cp": "S(1)"}, {"cp": 2}).verify((x,)).ok
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", ["cummax", "cummin"])
 def test_a_layer_before_extrema_stays_cut(name: str, world: int) -> None:
@@ -126,6 +129,7 @@ def test_a_layer_before_extrema_stays_cut(name: str, world: int) -> None:
         assert program.verify((x,)).ok
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["cumsum", "cummax"])
 def test_processes(name: str, tmp_path: Path) -> None:
     """The saved files in gloo processes; `save` has checked them."""
@@ -172,6 +176,7 @@ class ChunkedScan(nn.Module):
         return self.down((within + before).flatten(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_chunked_scan_exchanges_states_and_decays_of_chunks(world: int) -> None:
     """For each chunk and head a state and a number, where the tokens are 4 times as many bytes."""

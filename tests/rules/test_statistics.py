@@ -53,6 +53,7 @@ def sent(program: tpcompiler.ParallelProgram) -> list[tuple[str, int]]:
     return [(each.kind, each.payload_bytes) for each in program.collectives()]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize(
     ("norm", "dim", "numbers"),
@@ -92,6 +93,7 @@ def test_an_empty_share() -> None:
     assert program.verify((x,), then=[((x.sin(),), {})]).ok
 
 
+@pytest.mark.sample(3)
 @pytest.mark.sweep
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dim", [BATCH, ROWS])
@@ -106,6 +108,7 @@ def test_all_sizes_and_ranks(norm: str, dim: int, world: int, size: int) -> None
     assert report.ok, str(report)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("cut", [{"dp": BATCH, "tp": ROWS}, {"dp": BATCH, "tp": BATCH}, {"dp": BATCH}], ids=str)
 @pytest.mark.parametrize("shape", [(8, 3, 8, 4), (7, 3, 5, 4)], ids=str)
 def test_two_axes(shape: tuple[int, ...], cut: dict[str, int]) -> None:
@@ -228,6 +231,7 @@ def test_a_variance_without_the_distance_between_ranks_is_noticed(monkeypatch: p
     assert not converted(normed("batch"), x, {"dp": BATCH}, {"dp": 2}).verify((x,)).ok
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("samples", [8, 7])
 def test_processes(samples: int, tmp_path: Path) -> None:
     """The saved files in gloo processes, two steps of training mode each; `save` has checked them."""

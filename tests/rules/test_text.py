@@ -13,6 +13,7 @@ from tests.rules.samples import SAMPLES, written_of
 from tpcompiler.rules.registry import rule_of
 
 
+@pytest.mark.sample(297)
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_text(sample: Sample) -> None:
     written = written_of(node_of(sample))

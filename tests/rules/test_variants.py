@@ -97,6 +97,7 @@ BATCH_NORMS = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("op", SAMPLES, ids=str)
 def test_a_variant_makes_what_its_op_makes(op: OpOverload) -> None:
     ran = check_rule(op, SAMPLES[op]).ran
@@ -172,6 +173,7 @@ ALONE: dict[str, tuple[Callable[[Between, torch.Tensor], Any], list[int]]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.sweep
 @pytest.mark.parametrize("mesh", [2, 4, {"dp": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize("name", [*WITH_DOWN, *ALONE])
@@ -183,6 +185,7 @@ def test_what_one_number_a_line_does(name: str, mesh: Any) -> None:
     assert all(c.why == "inherent" for c in program.collectives())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["layer norm", "softmax", "log softmax"])
 def test_dynamic_batches(name: str) -> None:
     program = converted(WITH_DOWN[name][0], 2, True, {0: Dim("batch")})
@@ -193,6 +196,7 @@ def test_dynamic_batches(name: str) -> None:
 SCANS = "cumsum", "cumprod", "logcumsumexp"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", SCANS)
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_the_totals_of_the_ranks_before(name: str, world: int) -> None:
@@ -280,6 +284,7 @@ class Read(nn.Module):
 STEPS = 6
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep
 @pytest.mark.parametrize("mesh", [2, 4, {"dp": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize(

@@ -87,6 +87,7 @@ CASES: dict[str, tuple[nn.Module, torch.Tensor, dict[str, Any], dict[str, Any]]]
 STATIC = ("keys that broadcast over heads",)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -156,6 +157,7 @@ class Table(nn.Module):
         return self.function(self.rows, at)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bfloat16])
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ def template(directory: Path) -> Iterator[Template]:
         yield made
 
 
+@pytest.mark.sample(1)
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 @pytest.mark.parametrize(
     ("script", "threads"),
@@ -59,6 +60,7 @@ def test_no_thread_of_the_programs_groups_is_left(template: Template, script: st
     assert (ended.codes, ended.printed) == ((0, 0), (f"gloo's threads: {threads}\n",) * 2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("script", "codes"),
     [

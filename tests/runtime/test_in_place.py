@@ -40,6 +40,7 @@ def tied(module: nn.Module, at: torch.Tensor, row: torch.Tensor) -> object:
     return put(module, at, row).sum() + module.same.sum()  # type: ignore[operator]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("step", "in_place"),
     [

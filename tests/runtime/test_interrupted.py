@@ -7,6 +7,7 @@ import pytest
 from tests.runtime.interrupted import NO_ROOM, found, kill_saves, save, save_without_room
 
 
+@pytest.mark.slow
 def test_a_save_that_is_killed(tmp_path: Path) -> None:
     states = kill_saves(tmp_path, 6, seed=0)
     assert states["old"], states

@@ -250,6 +250,7 @@ torch.export.save(torch.export.export(mine.Model(), (torch.ones(2),)), "model.pt
     assert run(inspect, "inspect", "model.pt2", "--import", "mine").returncode == 0
 
 
+@pytest.mark.slow
 def test_output_classes_of_transformers_are_imported(bert: Path, tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(
         '"encoder.layer.*.intermediate.dense": colwise\n"encoder.layer.*.output.dense": rowwise\n'
@@ -293,6 +294,7 @@ def longest(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     expressions.count_terms.cache_clear()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("longest", [expressions.LONGEST, 10], indirect=True)
 def test_saving_says_what_is_only_read_on_trust(longest: int, tmp_path: Path) -> None:
     rows = {"x": {0: torch.export.Dim.DYNAMIC}, "shift": None}

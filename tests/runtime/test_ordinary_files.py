@@ -98,6 +98,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any]] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_it_is_read(name: str, tmp_path: Path) -> None:
@@ -126,6 +127,7 @@ class Counting(nn.Module):
         return result
 
 
+@pytest.mark.slow
 def test_block_that_returns_nothing(tmp_path: Path) -> None:
     program = export(Counting(), (x := randn(2, 3),))
     torch.export.save(program, tmp_path / "model.pt2")

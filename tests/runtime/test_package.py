@@ -46,6 +46,7 @@ def world_of_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_ranks_that_are_not_alike_have_models_of_their_own(every: Path) -> None:
     """A vocabulary of 7 on 3 ranks; a buffer and an input that are written; outputs that are no tensors."""
     told: list[tuple[str, int, int]] = []
@@ -65,6 +66,7 @@ def test_ranks_that_are_not_alike_have_models_of_their_own(every: Path) -> None:
     assert tpcompiler.check(every, packages.exported()).ok
 
 
+@pytest.mark.slow
 def test_every_kind_of_collective(tmp_path: Path) -> None:
     """Self-contained files, sharded at the boundary; no weight is there to be read."""
     made = packages.write_changes(tmp_path / "out")
@@ -77,6 +79,7 @@ def test_every_kind_of_collective(tmp_path: Path) -> None:
     assert said["models"] == {"": {"model_0": [0, 1]}}
 
 
+@pytest.mark.slow
 def test_a_package_that_is_wrong_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a reduction is left out of what is compiled."""
     compile_module = inductor.compile_module
@@ -134,6 +137,7 @@ def test_it_is_called_as_the_program_is(alone: Path) -> None:
             module(packages.IDS, torch.ones(8))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("world_of_one")
 def test_inputs_in_any_layout_and_outputs_that_are_none(alone: Path, tmp_path: Path) -> None:
     """Packaged in a process that has loaded another artifact."""
@@ -186,6 +190,7 @@ def test_numbers_at_the_boundary_are_refused(tmp_path: Path) -> None:
     assert not read_manifest(tmp_path / "out").compiled
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_all(tmp_path: Path) -> None:
     directory, fault = faults.write_artifacts(tmp_path), "dies before calling"
     tpcompiler.package(directory, check=False)

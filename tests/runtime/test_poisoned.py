@@ -88,6 +88,7 @@ def test_a_poisoned_file_runs_nothing(
     assert marker.exists() == fires
 
 
+@pytest.mark.sample(6)
 @pytest.mark.sweep(2)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("poison", "said"), ENDLESS, ids=[poison.__name__ for poison, _ in ENDLESS])

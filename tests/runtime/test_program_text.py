@@ -171,6 +171,7 @@ def test_taken(key: str, text: str) -> None:
     check_program({key: [text]} if key == "guards_code" else {key: text})
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize(("key", "text"), [*lines(REFUSED), ("name", "a\nb"), ("guards_code", "(1,\n2)")])
 def test_refused(key: str, text: str) -> None:
     with pytest.raises(Unsafe):

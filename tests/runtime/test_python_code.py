@@ -44,6 +44,7 @@ UNSAFE = [
 ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("first", "second", "made", "said"), UNSAFE)
 def test_inputs_that_torch_takes_for_others_are_refused(first: str, second: str, made: str, said: str) -> None:
     model = model_of(first, second, made)
@@ -68,6 +69,7 @@ def test_a_power_of_a_negative_number_is_refused() -> None:
         tpcompiler.parallelize(exported, 2, PLAN)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "made",
     [
@@ -160,6 +162,7 @@ def rewrite(directory: Path, out: Path, change: Callable[[dict[str, Any]], dict[
     (out / MANIFEST).write_text(json.dumps(manifest))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -183,6 +186,7 @@ def test_names_in_a_file_that_python_takes_for_others(
         tpcompiler.check(tmp_path / "out")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("names", "said"),
     [

@@ -59,6 +59,7 @@ def out(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return directory
 
 
+@pytest.mark.sample(1)
 def test_what_is_written(out: Path) -> None:
     """21 ids are cut evenly by three ranks only; by four there are two graphs: of 6 ids, and of 3."""
     manifest = read_manifest(out)
@@ -78,12 +79,14 @@ def test_what_is_written(out: Path) -> None:
         assert set(load_file(out / weights_file(rank))) == names
 
 
+@pytest.mark.sample(1)
 def test_the_judges_take_it(out: Path) -> None:
     assert tpcompiler.check(out, exported()).ok
     report = verify_artifact(out, exported(), ARGS, then=[ARGS])
     assert report.ok, str(report)
 
 
+@pytest.mark.sample(1)
 def test_the_weights_are_those_of_the_other_layout(out: Path, tmp_path: Path) -> None:
     world = read_manifest(out).world_size
     tpcompiler.parallelize(exported(), world, PLAN).save(tmp_path / "out")
@@ -101,6 +104,7 @@ def test_the_weights_are_those_of_the_other_layout(out: Path, tmp_path: Path) ->
         assert one.state_dict["head.weight"] is one.state_dict["table.weight"]
 
 
+@pytest.mark.sample(1)
 def test_the_same_bytes_again(out: Path, tmp_path: Path) -> None:
     tpcompiler.parallelize(exported(), read_manifest(out).world_size, PLAN).save(tmp_path / "out", layout="shared")
     for path in out.iterdir():
@@ -117,6 +121,7 @@ def test_what_is_written_to_a_weight_stays_in_the_process(out: Path) -> None:
     assert read_rank(open_program(out), 0).state_dict["down.weight"].any()
 
 
+@pytest.mark.sample(1)
 def test_real_processes(out: Path, tmp_path: Path) -> None:
     """The buffer keeps its count from call to call."""
     world = read_manifest(out).world_size
@@ -196,6 +201,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_artifact_is_refused(damage: str, three: Path, tmp_path: Path) -> None:
     shutil.copytree(three, tmp_path / "out")

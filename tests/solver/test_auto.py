@@ -87,6 +87,7 @@ def test_a_layer_by_hand() -> None:
 BETTER = ["llama", "gpt_neox", "qwen3_moe", "bert", "bloom", "gpt2", "llama_cached", "falcon_7b", "mamba2"]
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", BETTER)
@@ -116,6 +117,7 @@ def test_convolutions_at_their_optimum() -> None:
     assert spent(auto)[0] <= 0.71 * spent(tpcompiler.parallelize(program, 2, case.asked()))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("mesh", [2, {"dp": 2, "tp": 2}])
 def test_dynamic_sizes(mesh: Any) -> None:

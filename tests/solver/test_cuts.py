@@ -198,6 +198,7 @@ down.weight: S(1)""",
     )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("forward", FORWARDS)
 @pytest.mark.parametrize(("world", "dynamic"), [(2, False), (4, True)])
@@ -236,6 +237,7 @@ STYLES = {  # style -> where the cut lies by the plan, and by the uses
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("style", "forward", "seed", "cut"), [(style, *made) for style, made in STYLES.items()])
 def test_a_packed_style(style: str, forward: Callable[..., torch.Tensor], seed: str, cut: str) -> None:
     """Weight and bias alike."""
@@ -247,6 +249,7 @@ def test_a_packed_style(style: str, forward: Callable[..., torch.Tensor], seed: 
     assert made.verify((X,)).ok
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("style", "cut"), [("packed_rowwise", "S(1, parts 8 4)"), ("packed_rowwise:8,4", "S(1, parts 8 4)")]
 )

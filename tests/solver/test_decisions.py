@@ -47,6 +47,7 @@ def solved(dims: Dims, call: tuple[int, int, bool], tp: int, plan: Any, machine:
     return found, measure_step_time(found, machine).total
 
 
+@pytest.mark.sample(3)
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize("call", [DECODE, PREFILL], ids=["decode", "prefill"])
 @pytest.mark.parametrize("tp", [2, 8])
@@ -88,6 +89,7 @@ def test_a_batch_of_one_is_not_cut() -> None:
             assert not any(cut.axes for size, cut in zip(value.shape, made.dims, strict=True) if size == 1), node
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_a_decode_does_not_hang_on_a_latency(factor: float) -> None:
     machine = read_machine("h100")
@@ -131,6 +133,7 @@ def test_fewest_bytes() -> None:
     assert len(small.collectives()) == 1  # of those that hold as little, the fastest
 
 
+@pytest.mark.slow
 def test_calls_decide_between_programs_that_want_different_plans() -> None:
     """Prefill wants few bytes, decode few collectives: one of them is worse off, the one that is called less."""
     programs = [exported(LLAMA, 8, 1024, is_decode) for is_decode in (False, True)]

@@ -32,6 +32,7 @@ def random_tables(seed: int, most: int, never: float = 0.0) -> Tables:
     return tables
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("never", [0.0, 0.3])
 @pytest.mark.parametrize("seed", range(40))
 def test_against_every_assignment(seed: int, never: float) -> None:
@@ -42,6 +43,7 @@ def test_against_every_assignment(seed: int, never: float) -> None:
     assert tables.cost(values) == least
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("never", [0.0, 0.3])
 @pytest.mark.parametrize("seed", range(40))
 def test_without_dead_ends_the_least_is_the_same(seed: int, never: float, monkeypatch: pytest.MonkeyPatch) -> None:

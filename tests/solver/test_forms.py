@@ -152,6 +152,7 @@ def seconds(found: Solution) -> float:
     return measure_step_time(found, read_machine()).total
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", TAKEN)
@@ -168,6 +169,7 @@ def test_a_form_that_pays(name: str, ranks: int, tmp_path: Path) -> None:
     assert written(again) == written(auto)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
@@ -183,6 +185,7 @@ def test_a_form_that_does_not_pay(case: Case, form: dict[str, str], ranks: int) 
     assert seconds(case.placed(ranks)) < seconds(case.placed(ranks, {**form, "**": "auto"}))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", ["experts", "norms"])

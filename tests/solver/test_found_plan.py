@@ -46,6 +46,7 @@ SOME = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize(("name", "mesh"), [*SOME, ("qwen3_moe", 4), *TRUNCATED, REFUSED_FORM], ids=str)
 def test_the_same_program(name: str, mesh: Any, tmp_path: Path) -> None:

@@ -115,6 +115,7 @@ def test_a_plan_that_does_not_fit() -> None:
         tpcompiler.parallelize(_exported(), 2, {"up": "replicate"}, memory="1kB")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("call", [tpcompiler.parallelize, tpcompiler.find_plan])
 def test_an_amount_without_its_unit(call: Any) -> None:
     for memory in (24, "22.5"):

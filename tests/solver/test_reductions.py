@@ -51,6 +51,7 @@ return reshard_2
     )
 
 
+@pytest.mark.sample(5)
 @pytest.mark.sweep
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(

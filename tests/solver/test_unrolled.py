@@ -65,6 +65,7 @@ def pieces_of(rows: int) -> dict[str, frozenset[str]]:
     return {node.name: factors for node, factors in found.items()}
 
 
+@pytest.mark.slow
 def test_pieces_of_long_loops_only() -> None:
     """The ops that slice rows and columns, and put rows back, have a part and what is next to it."""
     assert pieces_of(12) == {}
@@ -73,6 +74,7 @@ def test_pieces_of_long_loops_only() -> None:
     assert set().union(*found.values()) == {"c", "x", "z", "_x", "_z"} - {"x", "_x"}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("machine", ["ideal", "h100"])
 def test_numbers(machine: str) -> None:
     """The report says that choices are left out."""
@@ -82,6 +84,7 @@ def test_numbers(machine: str) -> None:
     assert any("too many choices" in note.text for note in made.converted.resharded.notes)
 
 
+@pytest.mark.slow
 def test_work_grows_with_the_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     few, many = (count_shardings(rows, monkeypatch) for rows in (30, 60))
     assert many < 2.2 * few

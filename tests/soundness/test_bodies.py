@@ -60,6 +60,7 @@ def checked(artifact: Artifact) -> CheckReport:
     return check_programs(artifact.written(), artifact.manifest)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("op", OPS)
 def test_a_body_is_sound(op: str, dtype: torch.dtype) -> None:

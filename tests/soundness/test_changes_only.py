@@ -70,6 +70,7 @@ def test_what_leaves_the_shape_is_refused(sound: Artifact, name: str) -> None:
         assert "a change moves and reduces values" in findings[0] or "no fixed part of it" in findings[0]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("world", [2, 3, 4, 6, 37, 64])
 @pytest.mark.parametrize("count", [1, 7, 4096, MANY + 1])
 def test_numbers_of_which_sums_are_exact(count: int, world: int) -> None:

@@ -61,6 +61,7 @@ def converted(forward: Callable[..., Made], dynamic: bool = False) -> tpcompiler
     return tpcompiler.parallelize(exported, 2, {"up": "colwise"})
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("forward", OPS)
@@ -80,6 +81,7 @@ def test_a_size_that_is_another_s() -> None:
     assert "counts u1, and what it counts is u0" in findings[0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_bags_on_any_number_of_threads(mode: str, threads: int, tmp_path: Path) -> None:

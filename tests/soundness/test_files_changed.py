@@ -221,6 +221,7 @@ def test_a_device_that_is_not_the_artifacts(tmp_path: Path) -> None:
             judge(out, model)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("examples", [((), {}), ((X, X), {}), (([X],), {}), ((X,), {"other": X})], ids=str)
 @pytest.mark.parametrize("ranks", [[1], [0, 1]], ids=str)
 def test_examples_that_are_no_arguments(ranks: list[int], examples: Any, out: Path, model: ExportedProgram) -> None:
@@ -323,6 +324,7 @@ class Cached(nn.Module):
         return h
 
 
+@pytest.mark.slow
 def test_a_set_of_programs_that_do_not_belong_together(tmp_path: Path) -> None:
     """One with a cache of its own, and one for another mesh."""
     torch.manual_seed(0)
@@ -373,6 +375,7 @@ def another_root(data: Any) -> None:
     data["graph_module"]["module_call_graph"][0]["fqn"] = "zz"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("entry", "change"),
     [("data/weights/model_weights_config.json", not_a_parameter), ("models/model.json", another_root)],

@@ -7,6 +7,8 @@ import re
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from tests.soundness import boundary_changes, changes
 from tests.trust.damage import CHANGES
 from tests.trust.subjects import subject
@@ -37,6 +39,7 @@ def _lasting(finding: str) -> str:
     return re.sub(r"body [0-9a-f]{12}", "body ...", re.sub(r", small[.]py:[0-9]+, in \w+", "", finding))
 
 
+@pytest.mark.slow
 def test_what_is_found() -> None:
     """As `findings.txt` has it."""
     if os.environ.get("EXPECTTEST_ACCEPT"):

@@ -93,6 +93,7 @@ OTHERS: dict[str, tuple[Callable[[], ExportedProgram], str]] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_model_is_refused(name: str, tmp_path: Path) -> None:
     """By the check with the original and without, by verify against it, and by what is made from the artifact."""
@@ -156,6 +157,7 @@ def test_a_model_with_weights_of_its_own(tmp_path: Path) -> None:
         tpcompiler.open(out).reshard(3, tmp_path / "three")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", ["a pipe", "a directory", "a link", "a device", "nothing", "other bytes"])
 def test_what_is_no_file(kind: str, tmp_path: Path) -> None:
     out = written(exported(Layers()), tmp_path / "out")

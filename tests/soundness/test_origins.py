@@ -71,6 +71,7 @@ def each_claim(of: Subject, where: Callable[[fx.Node], bool], key: str, value: s
         yield made
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "step"), [("rows", 3), ("cache by steps", 8)])
 def test_the_name_of_another_value(name: str, step: int) -> None:
     of, tried = subject(name), 0
@@ -85,6 +86,7 @@ def test_the_name_of_another_value(name: str, step: int) -> None:
     assert tried > 2
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["rows", "images", "cache by steps", "in turns"])
 def test_a_name_that_the_model_lacks(name: str) -> None:
     """Everywhere in the artifact, as a compiler that is wrong would write it."""

@@ -59,6 +59,7 @@ def exported(ends: Ends, given: torch.Tensor, dynamic: bool) -> ExportedProgram:
     return export(Experts(ends), (torch.randn(ROWS, 16).bfloat16(), given), dynamic_shapes=sizes)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", CASES)

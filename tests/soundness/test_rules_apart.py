@@ -95,6 +95,7 @@ def trained() -> Subject:
     return _subject(exported, {"tp": 2}, {"1": "colwise"}, [((x,), {})])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_algorithm_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from tpcompiler.judge.sound.folded import folded
 assert collectives  # it registers its kinds
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("placement", "shape"), [("R", [16, 16, 16]), ("S(0)", [100, 16, 16]), ("S(2)", [100, 16, 60])]
 )
@@ -52,6 +53,7 @@ def test_many_numbers_are_short() -> None:
         assert "does not become R of the whole in its region" in said[1][0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("long", [12, 6])
 def test_sizes_of_which_one_may_not_exceed_another(long: int) -> None:
     """A slice from the length of another input on: most draws have none. A wrong change of it is found all the same."""

@@ -28,6 +28,7 @@ def check(program: tpcompiler.ParallelProgram, directory: Path) -> CheckReport:
     return tpcompiler.check(directory, program.only.original())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name",
     [
@@ -86,6 +87,7 @@ def test_for_cuda(tmp_path: Path) -> None:
     assert (report.ok, report.findings) == (True, [])
 
 
+@pytest.mark.slow
 def test_a_program_set(tmp_path: Path) -> None:
     """Weights lie in the first program's files; the others' manifests must say of them what its own says."""
     tpcompiler.parallelize({"prefill": exported(), "decode": exported()}, 2, PLAN).save(tmp_path / "out")
@@ -115,6 +117,7 @@ def attend(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_a_graph_is_read_once(attend: Path) -> None:
     """Ranks that read other numbers have one graph."""
     first, second = read_ranks(StoredProgram.open(attend))

@@ -203,6 +203,7 @@ def terms_of_two_sums(ranks: list[ExportedProgram]) -> None:
         program.graph_signature.output_specs[0].arg = TensorArgument(name=late.name)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("model", "damage", "finding"),
     [

@@ -40,6 +40,7 @@ def converted(write: str, world: int, dynamic: bool = False) -> ParallelProgram:
     return tpcompiler.parallelize(exported(write, dynamic), world, PLAN)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("write", WRITES)
@@ -158,6 +159,7 @@ class Rows(torch.nn.Module):
         return self.o(self.cache[:batch].cumsum(2)[:, :, -1].flatten(1))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("rows", "batch", "mesh", "sharding"),
     [
@@ -183,6 +185,7 @@ def test_a_cache_with_more_rows_than_the_batch(
     program.save(tmp_path / "out")  # and checks the files
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("mesh", "plan", "sharding"),
     [
@@ -205,6 +208,7 @@ def test_a_dynamic_batch_in_a_larger_cache_is_gathered(mesh: dict[str, int], pla
     assert program.verify(inputs).ok
 
 
+@pytest.mark.slow
 def test_the_command_line_proves_a_sequence_of_calls(tmp_path: Path) -> None:
     program = converted("index_copy", 2, dynamic=True)
     program.save(tmp_path / "out")

@@ -27,6 +27,7 @@ class Conjugated(nn.Module):
         return (self.c @ (x * self.n).to(torch.complex64).t()).real
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("plan", [{}, {"c": "S(1)", "n": "S(0)"}])
 def test_buffers_that_are_conjugated_when_they_are_read(plan: dict[str, str], tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -48,6 +49,7 @@ class Forms(nn.Module):
         return self.made(torch.view_as_complex(self.up(x).view(4, 6, 2)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "made",
     [

@@ -40,6 +40,7 @@ def converted(ranks: int) -> tuple[tpcompiler.ParallelProgram, Any, int]:
     return with_own_samples({"dp": ranks}, REST), named, sum(each.numel() * 4 for each in model.parameters())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bytes_of_what_a_rank_holds_and_sends(ranks: int) -> None:
     """An n-th of all parameters and gradients; two gathers of each (of the embedding one) and one scatter."""
@@ -55,6 +56,7 @@ def test_bytes_of_what_a_rank_holds_and_sends(ranks: int) -> None:
     assert made.verify((), named).ok
 
 
+@pytest.mark.slow
 def test_beside_layers_that_are_cut(tmp_path: Any) -> None:
     """Over tp the collectives of layers; of a weight that tp cuts, dp gathers the half that tp leaves."""
     made, (*_, named) = with_own_samples({"dp": 2, "tp": 2}, {**PLAN, **REST}), built("llama")

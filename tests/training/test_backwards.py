@@ -83,6 +83,7 @@ def _squares(output: torch.Tensor) -> torch.Tensor:
     return output.pow(2).sum()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", [*CASES, *WHOLE])
 def test_gradients_are_autograd_s(name: str) -> None:
     torch.manual_seed(0)
@@ -135,6 +136,7 @@ def test_batch_norm_of_a_transposed_value() -> None:
     assert tpcompiler.parallelize(program, 2, {}, inputs={"x": ROWS}).verify((x,)).ok
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("forward", "said"),
     [

@@ -26,6 +26,7 @@ def directory(folder: Path, name: str, **more: Any) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_from_a_config_to_files(tmp_path: Path) -> None:
     source = directory(tmp_path / "llama", "LlamaForCausalLM", num_key_value_heads=2)
     (tmp_path / "plan.json").write_text(json.dumps({**PLAN, "**": "shard_at_rest(dp)"}))
@@ -36,6 +37,7 @@ def test_from_a_config_to_files(tmp_path: Path) -> None:
     assert "reduce_scatter" in right("convert", model, *plan, *rows, "--output", "outputs.logits=dp:S(0)", "-o", out)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "shape"),
     [("BertForMaskedLM", [2, 16]), ("BertForSequenceClassification", [2]), ("ViTForImageClassification", [2])],

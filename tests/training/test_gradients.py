@@ -132,6 +132,7 @@ def with_own_samples(mesh: dict[str, int], plan: dict[str, str]) -> tpcompiler.P
     return tpcompiler.parallelize(program, mesh, plan, inputs=inputs, outputs=outputs)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CASES)
 def test_what_autograd_makes(name: str) -> None:
     model, program, args, named = built(name, torch.float64)
@@ -153,6 +154,7 @@ def collectives(made: tpcompiler.ParallelProgram) -> Counter[tuple[str, str, str
     return Counter((each.kind, each.axis, each.why) for each in made.collectives())
 
 
+@pytest.mark.slow
 def test_megatron_s_collectives() -> None:
     """Two all_reduce a layer forward, two backward; one for the embedding, one for the gradient of the head's input.
 
@@ -169,6 +171,7 @@ def test_megatron_s_collectives() -> None:
     assert made.verify(args, named).ok
 
 
+@pytest.mark.slow
 def test_sums_over_samples() -> None:
     """The example's ids are smaller than all gradients, and are not gathered to save their sums, which are in one."""
     model, program, args, named = built("llama")
@@ -193,6 +196,7 @@ def test_a_pin_of_layers_gathers_no_samples() -> None:
     assert made.verify(args, named).ok
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
 def test_all_ranks_together(name: str, mesh: dict[str, int]) -> None:
@@ -229,6 +233,7 @@ class Dropped(nn.Module):
             return made.float() + x
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2}], ids=str)
 def test_random_numbers_and_narrow_floats(mesh: dict[str, int]) -> None:
     """All ranks drop what the single device drops, and autograd with the same seed."""
@@ -249,6 +254,7 @@ def test_random_numbers_and_narrow_floats(mesh: dict[str, int]) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("without_weights", [False, True])
 def test_any_number_of_samples_and_tokens(without_weights: bool) -> None:
     """Exported with dynamic sizes; with weights compared at sizes that the export has not seen."""

@@ -51,6 +51,7 @@ def gradients(module: nn.Module) -> dict[str, Any]:
     return {name: each.grad for name, each in module.named_parameters()}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rest", [{}, {"**": "shard_at_rest(dp)"}], ids=["whole over dp", "in shards"])
 def test_no_collective_twice(rest: dict[str, str]) -> None:
     """Each half has its own, in their order; what it saves is least if everything is recomputed."""
@@ -82,6 +83,7 @@ def test_no_collective_twice(rest: dict[str, str]) -> None:
     assert rest or saved["all"] < saved["min-cut"]  # of gathered parameters the products are saved, not these
 
 
+@pytest.mark.slow
 def test_a_rank_without_samples_has_the_collectives_of_the_others(tmp_path: Path) -> None:
     """4 samples over 3 ranks are 2, 2 and 0, and a convolution of none uses no weight: its gather stays in the forward."""
 
@@ -204,6 +206,7 @@ def test_only_the_loss_has_a_backward(tmp_path: Path, group_of_one: None) -> Non
         torch.testing.assert_close(gradients(module), gradients(model))
 
 
+@pytest.mark.slow
 def test_sums_left_out_are_handed_out_later(tmp_path: Path, group_of_one: None) -> None:
     model, x = network(), torch.randn(3, 4, 32, dtype=torch.float64)
     module = loaded(tmp_path, model, x[0])["min-cut"]
@@ -245,6 +248,7 @@ def peak(step: Callable[[], Any]) -> int:
     return live.most
 
 
+@pytest.mark.slow
 def test_less_at_the_peak_than_at_once(tmp_path: Path, group_of_one: None) -> None:
     """Samples are many, so activations are most of it."""
     model, x = network(), torch.randn(512, 32, dtype=torch.float64)
@@ -295,6 +299,7 @@ def drops_paths(self: Any, x: torch.Tensor) -> torch.Tensor:
     return (self.up(x) * torch.bernoulli(torch.full((len(x), 1), 0.7).to(x))).square().sum()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("forward", [drops, drops_after_others, drops_paths])
 def test_random_numbers_are_drawn_once(forward: Any, tmp_path: Path, group_of_one: None) -> None:
     """After a step the generator's state is the single device's, so that the next call drops the same."""
@@ -325,6 +330,7 @@ def test_any_number_of_samples(tmp_path: Path, group_of_one: None) -> None:
             torch.testing.assert_close(gradients(module), gradients(model), rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_a_one_that_is_not_the_gradient_of_the_loss(tmp_path: Path, group_of_one: None) -> None:
     """It comes first, and one gradient is multiplied by it."""
     model, x = network(), torch.randn(4, 32, dtype=torch.float64)

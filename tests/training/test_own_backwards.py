@@ -102,6 +102,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_backward_that_torch_export_leaves_out(name: str) -> None:
     make, names = REFUSED[name]
@@ -154,6 +155,7 @@ reverse.register_fake(torch.empty_like)
 reverse.register_autograd(lambda ctx, gradient: -gradient)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("between", [detached, reverse, recomputed], ids=["detached", "custom", "checkpoint"])
 def test_a_backward_that_is_kept(between: Any) -> None:
     model = layers(between, norm=nn.BatchNorm1d(8), drop=nn.Dropout(0.5)).train()

@@ -47,6 +47,7 @@ def sort_tokens(self: Any, x: torch.Tensor) -> torch.Tensor:
     return (y[order] * weight[:, None]).square().mean()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("forward", "gathered"),
     [(write_tokens, []), (pool, []), (contrast, [4 * 8 * 4]), (sort_tokens, [4 * 6 * 4, 4 * 6 * 8 * 4])],
@@ -65,6 +66,7 @@ def test_no_more_is_gathered_than_an_op_needs(forward: Callable[..., Any], gathe
     assert made.check().ok
 
 
+@pytest.mark.slow
 def test_sorted_tokens_are_shared_out() -> None:
     """Of Mixtral's experts each rank of an axis of samples multiplies half of the rows: 2 x 12 tokens with 2 each."""
     made = converted(CASES["mixtral"], MESH, trains=False)
@@ -85,6 +87,7 @@ def test_sorted_tokens_are_shared_out() -> None:
     assert made.check().ok
 
 
+@pytest.mark.slow
 def test_a_loop_of_many_values_is_searched_whole() -> None:
     """RWKV's recurrence is unrolled: choices that no elimination of variables finds."""
     made = converted(CASES["rwkv"], MESH)

@@ -46,6 +46,7 @@ def single(batches: list[list[torch.Tensor]]) -> tuple[Any, list[torch.Tensor], 
     return model, losses, norms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rest", [{}, {"**": "shard_at_rest(dp)"}], ids=["whole over dp", "in shards"])
 def test_adamw_on_two_by_two_ranks(rest: dict[str, str], tmp_path: Path) -> None:
     """Four steps of two batches each, clipped; parameters, losses and norms within 1e-12 of the single device."""
@@ -94,6 +95,7 @@ class Grouped(torch.nn.Module):
         return self.out(y.transpose(1, 2).flatten(2)).square().sum()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2, "tp": 2}, {"tp": [2, 1]}], ids=str)
 def test_each_element_counts_once_in_a_norm(mesh: Any) -> None:
     """Ranks cut some rows of the packed matrix, and all hold the others."""

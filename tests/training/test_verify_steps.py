@@ -32,6 +32,7 @@ def converted(name: str) -> tuple[tpcompiler.ParallelProgram, Any, Any]:
     return tpcompiler.parallelize(program, {"dp": 2, "tp": 2}, PLANS[name], inputs=inputs), args, named
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_parameters_after_each_step(name: str, optimizer: str) -> None:
@@ -47,6 +48,7 @@ def test_parameters_after_each_step(name: str, optimizer: str) -> None:
     assert max(each.tolerance for each in exact) < 1e-3  # of which a wrong step of 1e-3 in values up to 0.4 is twice
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_in_narrow_floats_and_with_random_numbers(optimizer: str) -> None:
     torch.manual_seed(0)

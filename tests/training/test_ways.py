@@ -96,6 +96,7 @@ def test_optimizers_schedules_scales_and_sums(tmp_path: Path) -> None:
     assert all((masters[name] - start[name].float()).abs().max() > 3e-3 for name in masters)
 
 
+@pytest.mark.slow
 def test_written_by_four_ranks_and_read_by_two(tmp_path: Path) -> None:
     """Two steps of AdamW on 2 x 2 ranks, two more on 2: the bits that were written, and the losses of one device."""
     four, two = saved(tmp_path / "four", {"dp": 2, "tp": 2}), saved(tmp_path / "tp", {"tp": 2})
@@ -118,6 +119,7 @@ def test_written_by_four_ranks_and_read_by_two(tmp_path: Path) -> None:
     assert four.world_size == 4
 
 
+@pytest.mark.slow
 def test_a_packed_matrix_is_written_by_three_ranks_and_read_by_two(tmp_path: Path) -> None:
     """Unequal shares of queries next to keys and values that all ranks hold, with the optimizer's state."""
     torch.manual_seed(0)
@@ -175,6 +177,7 @@ def test_state_is_made_without_a_trace(name: str) -> None:
     assert torch.equal(*results)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_checkpoint_is_read_before_the_first_step(name: str, tmp_path: Path, group_of_one: None) -> None:
     """Of one before the first step, and one behind two; a layer is frozen, and another has no gradient."""

@@ -19,6 +19,7 @@ NAMES = "llama", "gpt2", "bert", "vit", "t5", "qwen3", "gptj", "opt", "falcon_rw
 WITHIN = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(7)
 @pytest.mark.parametrize("dtype", WITHIN, ids=str)
 @pytest.mark.parametrize("name", NAMES)

@@ -39,6 +39,7 @@ def _line(mutant: Mutant) -> str:
     return f"{judges[0]}{with_original}{judges[1]}  {mutant.kind} ({mutant.model}): {mutant.found}"
 
 
+@pytest.mark.slow
 def test_every_kind_is_noticed() -> None:
     """By the check alone (c), by it with the original (o), by running (v): as `noticed.txt` has it, finding and all."""
     accept = bool(os.environ.get("EXPECTTEST_ACCEPT"))
@@ -53,6 +54,7 @@ def test_every_kind_is_noticed() -> None:
     assert len(lines) >= 24
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", [*SMALL, "rows, 4 ranks", "choose", "quantised", "cache by steps"])
 def test_what_is_sound_is_accepted(name: str) -> None:
     assert judged(subject(name), subject(name).sound) == (frozenset(), "")

@@ -54,6 +54,7 @@ MODELS: dict[str, Callable[[], Model]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"tp": [3, 2, 1]}, {"dp": 2, "tp": [2, 1]}], ids=str)
 @pytest.mark.parametrize("name", ["mixtral", "layoutlm", "diffllama"])  # sums that pass on, and a rank without heads
 def test_all_ranks_in_lock_step(name: str, mesh: dict[str, Any]) -> None:
@@ -68,6 +69,7 @@ def test_all_ranks_in_lock_step(name: str, mesh: dict[str, Any]) -> None:
     assert held == of_tp * (len(held) // len(of_tp))
 
 
+@pytest.mark.slow
 def test_on_gloo_from_files(tmp_path: Path) -> None:
     wanted = {}
     for name, made in MODELS.items():
@@ -84,6 +86,7 @@ def test_on_gloo_from_files(tmp_path: Path) -> None:
                 assert error <= limit, f"{name} on rank {rank}: {error}"
 
 
+@pytest.mark.slow
 def test_meshes_follow_one_another(tmp_path: Path) -> None:
     """From shares to other shares, to equal ones and to one device, on the command line; nothing is lost on the way."""
     case = CASES["qwen2"]
@@ -122,6 +125,7 @@ def test_samples_in_unequal_shares() -> None:
         tpcompiler.parallelize(program, {"dp": [2, 1], "tp": 2}, {"**": "shard_at_rest(dp)"}, inputs=given)
 
 
+@pytest.mark.slow
 def test_a_share_of_another_rank_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: weights cut as if ranks 1 and 2, who hold as much, had changed places."""
     case = CASES["llama"]

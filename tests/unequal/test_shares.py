@@ -122,6 +122,7 @@ def test_a_dynamic_dim_is_not_cut() -> None:
     assert program.verify((torch.ones(5, 4),)).ok
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mesh", [{"tp": [2, 1]}, {"tp": [3, 2, 1]}, {"dp": 2, "tp": [2, 1]}], ids=str)
 @pytest.mark.parametrize("use", [lambda y: y, lambda y: y.roll(3, -1), lambda y: y[:, 2:-3]], ids=["", "roll", "slice"])
 def test_parts_on_unequal_ranks_are_gathered(use: Any, mesh: dict[str, Any]) -> None:

@@ -154,6 +154,7 @@ def _proposed(found: DiscoveredRule, sample: Sample) -> Rule:
     return rule_from(text, node_of(sample), found.shards)
 
 
+@pytest.mark.slow
 def test_what_is_discovered_offers_what_our_rules_offer() -> None:
     compared: dict[str, int] = defaultdict(int)
     short = {}

@@ -42,6 +42,7 @@ def without_each(program: ParallelProgram, x: torch.Tensor) -> list[tuple[str, V
     return out
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("world", [2, 4])
@@ -56,6 +57,7 @@ def test_a_decoder_is_equal(dtype: torch.dtype, world: int, dynamic: bool) -> No
         assert wide < 1e-4
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", HALF)
 def test_every_missing_collective_is_noticed(dtype: torch.dtype) -> None:
     found = without_each(converted(dtype, 2), token_ids(2, 12))

@@ -70,6 +70,7 @@ def layout_only(y: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
 HERE = (wider_copy, wider_buffer, narrower_copy, normed, layout_only)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("after", "dtype"),
     [(bits, torch.float32), *itertools.product(HERE, (torch.float32, torch.bfloat16))],
@@ -84,6 +85,7 @@ def test_writes_in_place(after: Callable[..., torch.Tensor], dtype: torch.dtype)
     assert all(d.tolerance < 1e-5 for d in report.outputs if "float32" in d.name or not narrow)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("after", [wider_copy, normed])
 def test_what_is_wrong_there_is_noticed(after: Callable[..., torch.Tensor]) -> None:
     """The negative control: ranks with another weight."""
@@ -138,6 +140,7 @@ HIDDEN = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("after", [wider_copy, wider_buffer, bits, normed, layout_only, no_autocast, *HIDDEN.values()])
 def test_in_float64_it_is_the_same_model(after: Callable[..., torch.Tensor]) -> None:
     """What is memory of its own stays so, and what is not shares it, buffers too."""
@@ -152,6 +155,7 @@ def test_in_float64_it_is_the_same_model(after: Callable[..., torch.Tensor]) -> 
     torch.testing.assert_close(got.mutated.get("held", net.held).float(), net.held)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("after", [wider_buffer, bits, scratch, layout_only, *HIDDEN.values()])
 def test_it_runs_as_torch_runs_it(after: Callable[..., torch.Tensor]) -> None:
     """Bit for bit, with all that is written and drawn, on copies of its state."""
@@ -168,6 +172,7 @@ def test_it_runs_as_torch_runs_it(after: Callable[..., torch.Tensor]) -> None:
     assert torch.equal(got.mutated["held"], module.held)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("after", HIDDEN.values(), ids=HIDDEN)
 def test_a_canonical_form_that_loses_a_write_is_not_equal(
     after: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch

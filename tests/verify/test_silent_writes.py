@@ -25,6 +25,7 @@ class Normed(nn.Module):
         return result
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dialect", ["training", "canonical"])
 @pytest.mark.parametrize("dims", [1, 2])
 def test_running_statistics_of_instances(dims: int, dialect: str) -> None:

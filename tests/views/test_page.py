@@ -87,6 +87,7 @@ def quiet(chromium: webdriver.Chrome) -> Iterator[None]:
     assert chromium.get_log("browser") == []  # type: ignore[no-untyped-call]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", WIDTHS)
 def test_click_and_unfold(chromium: webdriver.Chrome, pages: Path, width: int) -> None:
     page = Page(chromium, pages / "tower.html", width)

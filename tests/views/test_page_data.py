@@ -139,6 +139,7 @@ def test_advice_is_beside_its_fallback(tmp_path: Path) -> None:
 GATHERED = {"layers.*.up": "colwise_gather_output", "layers.1.down": "rowwise", "embed": "embedding_rowwise"}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_collective_of_the_first_is_somewhere(tower: Path, tmp_path: Path, ranks: int) -> None:
     """Beside the one that it has become, or among those that are gone."""
@@ -228,6 +229,7 @@ def test_values_of_ranks_that_differ_are_not_guessed(tmp_path: Path) -> None:
     assert [h["local"] for h in data["slices"][weight["slices"]]["holders"]] == [[8, 8], [7, 8]]
 
 
+@pytest.mark.slow
 def test_what_is_not_known_is_said(tmp_path: Path) -> None:
     directory = saved(tmp_path / "out", Unknown(), torch.zeros(4, 8), {"up": "colwise"})
     rows = [(row["what"], dict(row["ops"])) for row in page_data(directory)["unknown"]]

@@ -16,6 +16,7 @@ from tests.zoo.measure import exported
 from tpcompiler.runtime.inputs import write_tensors
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("world", "names"), [(2, some(["resnet", "llama", "whisper"], 3)), pytest.param(4, ["dlrm"], marks=in_long_runs)]
 )

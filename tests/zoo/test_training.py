@@ -11,6 +11,7 @@ from tests.zoo.index import CASES
 from tests.zoo.training import BY_HAND, FURTHER, WITH_FALLBACKS, by_hand, converted, counted, further_fallbacks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_collectives_by_hand(name: str) -> None:
     """Megatron's: two sums a layer forward and two backward, of two layers; the embedding's, and the head's backward.
@@ -23,6 +24,7 @@ def test_collectives_by_hand(name: str) -> None:
     assert made.check().ok
 
 
+@pytest.mark.slow
 def test_counts_follow_from_those_of_the_forward() -> None:
     """Of a parallel block, of one whose heads have norms, and of an encoder and a decoder; `python -m tests.zoo.training` has all."""
     for name, sums in {
@@ -35,6 +37,7 @@ def test_counts_follow_from_those_of_the_forward() -> None:
         assert counted(converted(CASES[name], {"tp": 2}, trains=False)) == by_hand(CASES[name])
 
 
+@pytest.mark.slow
 def test_a_norm_in_simpler_ops_whose_backward_has_the_same_values() -> None:
     """The forward's `x - mean` is written for a norm, and the backward's is the model's own."""
     made = converted(CASES["vit"], {"tp": 2})
@@ -42,6 +45,7 @@ def test_a_norm_in_simpler_ops_whose_backward_has_the_same_values() -> None:
     assert made.check().ok, made.check().findings
 
 
+@pytest.mark.slow
 def test_a_convolution_whose_gradients_sum_over_other_dims() -> None:
     """That of the input adds up over output channels, which a rank has a share of; that of the weight does not."""
     made = converted(CASES["resnet"], {"tp": 2})
@@ -49,6 +53,7 @@ def test_a_convolution_whose_gradients_sum_over_other_dims() -> None:
     assert made.check().ok, made.check().findings
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "machine", "gathered"),
     [("vit", "h100", set()), ("vit", WIRE, {"model.vit.embeddings"}), ("resnet", "h100", set())],
@@ -72,12 +77,14 @@ def test_a_sum_in_two_changes_is_no_fallback(
         assert each.payload_bytes in {own.payload_bytes for own in scattered}
 
 
+@pytest.mark.slow
 def test_over_samples_and_layers_in_evaluation_mode() -> None:
     made = converted(CASES["llama"], {"dp": 2, "tp": 2}, trains=False)
     assert made.verify(steps=1, optimizer="sgd").ok
     assert made.check().ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "falcon_7b", "fnet"])
 def test_samples_are_never_gathered(name: str) -> None:
     """With two samples, layers over tp must leave their dim to dp; a mask is read for each sample, by positions."""
@@ -87,6 +94,7 @@ def test_samples_are_never_gathered(name: str) -> None:
     assert made.check().ok, made.check().findings
 
 
+@pytest.mark.slow
 def test_gradients_gather_no_more_than_the_forward() -> None:
     """What BERT gathers for its gradients where only bytes count is a tie, keys of one head are half of a sum."""
     assert not further_fallbacks(CASES["bert"], {"tp": 2})

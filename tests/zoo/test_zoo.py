@@ -40,6 +40,7 @@ def of(*chosen: bool) -> pytest.MarkDecorator:
 each = of(False, True)
 
 
+@pytest.mark.sample(1)
 @each
 def test_equal_to_the_single_device_program(on_world: Measured) -> None:
     assert on_world.equal, on_world.differences
@@ -77,11 +78,13 @@ def test_no_wait_stands_before_an_op_that_does_not_use_it(on_world: Measured) ->
     assert not on_world.early_waits
 
 
+@pytest.mark.sample(1)
 @of(True)
 def test_check_says_nothing(on_world: Measured) -> None:
     assert not on_world.alarms
 
 
+@pytest.mark.sample(1)
 @of(False)
 def test_every_collective_matters(on_world: Measured) -> None:
     """Negative control: with any one collective gone the comparison fails."""
