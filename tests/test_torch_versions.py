@@ -59,12 +59,13 @@ def test_a_newer_torch_is_a_warning(version: str, said: bool) -> None:
 
 
 def test_the_command_line_says_it_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "text.pt2").write_text("no program")
     script = "import torch; torch.__version__ = '9.0'\nfrom tpcompiler.cli import main\nmain()"
     ran = subprocess.run(
-        [sys.executable, "-c", script, "inspect", "none.pt2"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script, "inspect", "text.pt2"], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert ran.stderr.splitlines()[0].startswith("warning: torch 9.0 is newer than 2.15")
-    assert "none.pt2 does not exist" in ran.stderr
+    assert "text.pt2 is a text file" in ran.stderr
     assert ran.returncode == 2
 
 

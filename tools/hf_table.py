@@ -74,7 +74,7 @@ and its error.
 RANKS_HEAD = """
 ## On two running ranks
 
-{count} architectures of {kinds} kinds were also run, {right} of them with transformers' own results, on {day} with
+{count} architectures of {kinds} kinds were also run, {right} of them with transformers' own results, last on {day} with
 tpcompiler {own}, transformers {transformers} and torch {torch}: `python -m tools.hf_table --ranks --write`. Two
 gloo processes, started by torchrun, run the artifact of these commands. Models that generate are exported as one set:
 
@@ -175,7 +175,8 @@ def example_of(file: Path, generates: bool) -> dict[str, torch.Tensor]:
 
 def torchrun(out: Path, *words: object) -> str:
     """Run a command of tpcompiler as two processes; the last line of its error, or nothing."""
-    command = ["torchrun", "--nproc-per-node", "2", "--no-python", "tpcompiler", *map(str, words)]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "tpcompiler.cli"]
+    command = [*launch, *map(str, words)]
     environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "FATAL", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST, env=environment)
     lines = [line for line in done.stderr.splitlines() if line.strip()]
