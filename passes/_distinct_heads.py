@@ -235,24 +235,16 @@ def _constant(constants: Mapping[fx.Node, Tensor], index: fx.Node) -> list[int] 
 
 
 def _reshape(have: Sequence[Any], want: Sequence[Any]) -> Callable[[Tensor], Tensor] | None:
-    """Return code for a change of shape; with several dynamic sizes only for one that merges neighbours."""
-    if sum(isinstance(size, torch.SymInt) for size in want) < 2:
-        sizes = [-1 if isinstance(size, torch.SymInt) else size for size in want]
-        return lambda value: value.reshape(sizes)
-    runs, start = list[tuple[int, int]](), 0
-    for size in want:
-        stop, product = start + 1, have[start] if start < len(have) else None
-        while product is not None and not statically_equal(product, size):
-            product = product * have[stop] if stop < len(have) else None
-            stop += 1
-        if product is None:
-            return None
-        runs.append((start, stop - 1))
-        start = stop
+    """Return code for a change of shape, of which one dynamic size may be none of the sizes before."""
+    kept = [
+        next((at for at, size in enumerate(have) if statically_equal(size, new)), -1)
+        if isinstance(new, torch.SymInt)
+        else None
+        for new in want
+    ]
 
-    def merge(value: Tensor) -> Tensor:
-        for first, last in reversed(runs):
-            value = aten.flatten.using_ints(value, first, last) if last > first else value
-        return value
+    def run(value: Tensor) -> Tensor:
+        pairs = zip(kept, want, strict=True)
+        return value.reshape([new if at is None else -1 if at < 0 else value.shape[at] for at, new in pairs])
 
-    return merge if start == len(have) else None
+    return run if kept.count(-1) < 2 else None
