@@ -128,19 +128,103 @@ def test_a_parameter_that_is_not_the_models() -> None:
     tpcompiler.export_training(nn.Linear(8, 8), (X,), loss=loss, targets={"target": X})
 
 
-def before_accumulation(change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[nn.Module, Any]:
+def before_accumulation() -> tuple[nn.Module, Any]:
     """Return a model with a hook that Python cannot list, and the node that holds it."""
     model = layers(nn.Identity())
     weight: Any = model.a.weight  # type: ignore[union-attr]
     node: Any = weight.view_as(weight).grad_fn.next_functions[0][0]
-    node.register_prehook(lambda gradients: (change(gradients[0]),))
+    node.register_prehook(lambda gradients: (clamp(gradients[0]),))
     return model, node
 
 
+def clamp(gradient: torch.Tensor) -> torch.Tensor:
+    """The identity on the example."""
+    return gradient.clamp(-100, 100)
+
+
+def node_hook(x: torch.Tensor) -> torch.Tensor:
+    if x.grad_fn is not None:
+        x.grad_fn.register_prehook(lambda gradients: (clamp(gradients[0]),))
+    return x
+
+
+def multi_hook(x: torch.Tensor) -> torch.Tensor:
+    if x.requires_grad:
+        torch.autograd.graph.register_multi_grad_hook((x,), lambda gradients: None)
+    return x
+
+
+def compressed(x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(clamp, lambda value: value):
+        return torch.tanh(x)
+
+
+def eager_hook(x: torch.Tensor) -> torch.Tensor:
+    if not torch.compiler.is_compiling():
+        x.register_hook(clamp)
+    return x
+
+
+def eager_saved(x: torch.Tensor) -> torch.Tensor:
+    return x if torch.compiler.is_compiling() else compressed(x) - torch.tanh(x).detach() + x
+
+
+def eager_function(x: torch.Tensor) -> torch.Tensor:
+    return x if torch.compiler.is_compiling() else Straight.apply(x)  # type: ignore[no-any-return]
+
+
+SEEN_IN_THE_MODULES_OWN_RUN: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "a hook of a node": (node_hook, "a hook of the autograd graph"),
+    "a hook of several tensors": (multi_hook, "a hook of a tensor"),
+    "hooks on saved tensors": (compressed, "clamp (saved_tensors_hooks)"),
+    "hooks on saved tensors outside of export": (eager_saved, "clamp (saved_tensors_hooks)"),
+    "a hook outside of export": (eager_hook, "clamp (a hook of a tensor)"),
+    "a function outside of export": (eager_function, "Straight (a torch.autograd.Function)"),
+}
+
+
+@pytest.mark.parametrize("name", SEEN_IN_THE_MODULES_OWN_RUN)
+def test_a_backward_that_the_modules_own_run_shows(name: str) -> None:
+    between, names = SEEN_IN_THE_MODULES_OWN_RUN[name]
+    with pytest.raises(UnsupportedError, match="the model has its own backward") as raised:
+        tpcompiler.export_training(layers(between), (X,))
+    assert names in str(raised.value)
+
+
+def test_a_hook_of_a_model_exported_without_gradients() -> None:
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="a hook of a tensor"):
+        tpcompiler.export_training(layers(lambda x: hooked(x) if x.requires_grad else x), (X,))
+
+
+def test_a_hook_of_all_modules() -> None:
+    handle = nn.modules.module.register_module_full_backward_hook(lambda module, given, made: given)  # type: ignore[arg-type, return-value]
+    try:
+        with pytest.raises(UnsupportedError, match="a backward hook of all modules"):
+            tpcompiler.export_training(layers(nn.Identity()), (X,))
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_hook_of_the_loss(held: bool) -> None:
+    """Of a loss that is a module, and of one that a function calls."""
+    loss = nn.MSELoss()
+    loss.register_full_backward_hook(lambda module, given, made: tuple(map(clamp, given[:1])) + given[1:])  # type: ignore[arg-type, operator]
+    given: Any = loss if held else lambda output, target: loss(output, target)
+    with pytest.raises(UnsupportedError, match=r"a backward hook of|a hook of the autograd graph"):
+        tpcompiler.export_training(nn.Linear(8, 8), (X,), loss=given, targets={"target": X})
+
+
 def test_a_hook_before_accumulation() -> None:
-    model, _node = before_accumulation(lambda gradient: 3 * gradient)
+    model, _node = before_accumulation()
+    with pytest.raises(UnsupportedError, match="a hook of the autograd graph"):
+        tpcompiler.export_training(model, (X,))
+
+
+def test_code_that_runs_differently_under_export() -> None:
+    model = layers(lambda x: x if torch.compiler.is_compiling() else 3 * x - (2 * x).detach())
     model.i.weight.grad = torch.ones(8, 8)  # type: ignore[union-attr, assignment]
-    with pytest.raises(ProgramError, match=r"'gradients\.a\.weight' of the exported program is not the module's own"):
+    with pytest.raises(ProgramError, match=r"'gradients\..*' of the exported program is not the module's own"):
         tpcompiler.export_training(model, (X,))
     assert torch.equal(model.i.weight.grad, torch.ones(8, 8))  # type: ignore[union-attr, arg-type]
     assert model.a.weight.grad is None  # type: ignore[union-attr]
@@ -155,8 +239,16 @@ reverse.register_fake(torch.empty_like)
 reverse.register_autograd(lambda ctx, gradient: -gradient)
 
 
+def offloaded(x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return torch.tanh(x)
+
+
+KEPT = [detached, reverse, recomputed, offloaded]
+
+
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("between", [detached, reverse, recomputed], ids=["detached", "custom", "checkpoint"])
+@pytest.mark.parametrize("between", KEPT, ids=["detached", "custom", "checkpoint", "offloaded"])
 def test_a_backward_that_is_kept(between: Any) -> None:
     model = layers(between, norm=nn.BatchNorm1d(8), drop=nn.Dropout(0.5)).train()
     state, drawn = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
@@ -184,11 +276,8 @@ def test_without_weights_there_is_nothing_to_compare() -> None:
 
 
 def test_a_module_without_a_backward() -> None:
-    def refuse(gradient: torch.Tensor) -> torch.Tensor:
-        raise ValueError("no backward")
-
-    model, _node = before_accumulation(refuse)
-    with pytest.raises(TpCompilerError, match="the model's own backward raises: no backward"):
+    model = layers(lambda x: torch.tanh(x) if torch.compiler.is_compiling() else torch.tanh(x).mul_(1))
+    with pytest.raises(TpCompilerError, match="the model's own backward raises: one of the variables needed"):
         tpcompiler.export_training(model, (X,))
 
 

@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.function import _HookMixin, _SingleLevelFunction
+from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks
 from torch.utils.checkpoint import CheckpointFunction
 
 TORCH = "torch."  # its own functions have the backward that torch derives of their forward
+KEEP_VALUES = ("torch.autograd.graph", "torch.utils.checkpoint")  # whose hooks give back the saved tensor as it was
 
 
 @contextlib.contextmanager
-def record_own_backwards(model: nn.Module) -> Iterator[dict[str, None]]:
-    """Yield the names of the backwards of the model's own that are called or registered in the block.
+def record_own_backwards(*modules: nn.Module) -> Iterator[dict[str, None]]:
+    """Yield the names of the backwards of the modules' own that are called or registered in the block.
 
-    These are the backwards of `torch.autograd.Function`s, among them that of a reentrant checkpoint, and hooks on
-    gradients of tensors, parameters and modules.
+    These are the backwards of `torch.autograd.Function`s, among them that of a reentrant checkpoint, and hooks: on
+    gradients of tensors, parameters, modules and nodes of the graph, and on tensors that are saved for the backward.
     """
-    names: dict[str, None] = {}
-    for name, module in model.named_modules():
-        own = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
-        names |= dict.fromkeys(f"{_title(hook)} (a backward hook of {name or 'the model'!r})" for hook in own)
-    for name, parameter in model.named_parameters():
-        names |= dict.fromkeys(f"{_title(hook)} (a hook of {name!r})" for hook in _hooks(parameter))
-    register = torch.Tensor.register_hook
+    names = dict.fromkeys(_listed_hooks(modules))
+    saved_tensors: Any = torch._C._autograd
+    apart = torch.Tensor.register_post_accumulate_grad_hook
+    register, of_node, push = (
+        torch.Tensor.register_hook,
+        _HookMixin._register_hook,
+        saved_tensors._push_saved_tensors_default_hooks,
+    )
 
     def record_apply(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
         if issubclass(cls, CheckpointFunction):
@@ -37,31 +40,74 @@ def record_own_backwards(model: nn.Module) -> Iterator[dict[str, None]]:
         return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
 
     def record_hook(self: torch.Tensor, hook: Any) -> Any:
-        if not f"{getattr(hook, '__module__', '')}.".startswith(TORCH):
-            names[f"{_title(hook)} (a hook of a tensor)"] = None
+        names.update(dict.fromkeys(_titles([hook], "a hook of a tensor")))
         return register(self, hook)  # type: ignore[no-untyped-call]
+
+    def record_accumulated(self: torch.Tensor, hook: Any) -> Any:
+        names.update(dict.fromkeys(_titles([hook], "a hook of a tensor")))
+        return apart(self, hook)  # type: ignore[no-untyped-call]
+
+    def record_of_node(hooks: Any, hook: Any) -> Any:
+        names.update(dict.fromkeys(_titles([hook], "a hook of the autograd graph")))
+        return of_node(hooks, hook)
+
+    def record_pack(pack: Any, unpack: Any) -> None:
+        if getattr(pack, "__module__", "") not in KEEP_VALUES:
+            names.update(dict.fromkeys(_titles([pack], "saved_tensors_hooks")))
+        push(pack, unpack)
 
     # `Function.apply` calls it by super(): a model may hold `Reverse.apply`, bound before this block.
     _SingleLevelFunction.apply = classmethod(record_apply)  # type: ignore[attr-defined]
     torch.Tensor.register_hook = record_hook  # type: ignore[method-assign]
+    torch.Tensor.register_post_accumulate_grad_hook = record_accumulated  # type: ignore[method-assign]
+    _HookMixin._register_hook = staticmethod(record_of_node)  # type: ignore[method-assign]
+    saved_tensors._push_saved_tensors_default_hooks = record_pack
     try:
         yield names
     finally:
         del _SingleLevelFunction.apply  # type: ignore[attr-defined]
         torch.Tensor.register_hook = register  # type: ignore[method-assign]
+        torch.Tensor.register_post_accumulate_grad_hook = apart  # type: ignore[method-assign]
+        _HookMixin._register_hook = staticmethod(of_node)  # type: ignore[method-assign]
+        saved_tensors._push_saved_tensors_default_hooks = push
+
+
+def _listed_hooks(modules: Sequence[nn.Module]) -> Iterator[str]:
+    """Yield the hooks that modules, their parameters, and torch for all modules hold."""
+    for model in modules:
+        for name, module in model.named_modules():
+            own = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+            yield from _titles(own, f"a backward hook of {repr(name) if name else 'the model or its loss'}")
+        for name, parameter in model.named_parameters():
+            yield from _titles(_hooks(parameter), f"a hook of {name!r}")
+    everywhere = [*_global_backward_hooks.values(), *_global_backward_pre_hooks.values()]
+    yield from _titles(everywhere, "a backward hook of all modules")
 
 
 def accumulated_into(value: torch.Tensor) -> list[torch.Tensor]:
     """Return the leaves to whose `grad` the backward of a value adds."""
-    leaves, seen, nodes = list[torch.Tensor](), set[Any](), [value.grad_fn]
+    return [leaf for node in _nodes_behind(value) if (leaf := getattr(node, "variable", None)) is not None]
+
+
+def hooks_behind(value: torch.Tensor) -> list[str]:
+    """Return the names of the hooks on nodes of the backward of a value."""
+    found = list[str]()
+    for node in _nodes_behind(value):
+        for register in (node.register_prehook, node.register_hook):
+            handle = register(_look)  # a node shows its hooks to one that is registered, and to nothing else
+            hooks = handle.hooks_dict_ref()
+            handle.remove()
+            found += _titles(hooks.values(), "a hook of the autograd graph")
+    return found
+
+
+def _nodes_behind(value: torch.Tensor) -> list[Any]:
+    found, nodes = dict[Any, None](), [value.grad_fn]
     while nodes:
-        if (node := nodes.pop()) is None or node in seen:
-            continue
-        seen.add(node)
-        if (leaf := getattr(node, "variable", None)) is not None:
-            leaves.append(leaf)
-        nodes += [each for each, _ in node.next_functions]
-    return leaves
+        if (node := nodes.pop()) is not None and node not in found:
+            found[node] = None
+            nodes += [each for each, _ in node.next_functions]
+    return list(found)
 
 
 def _hooks(parameter: nn.Parameter) -> list[Any]:
@@ -69,5 +115,13 @@ def _hooks(parameter: nn.Parameter) -> list[Any]:
     return [*(parameter._backward_hooks or {}).values(), *(after or {}).values()]
 
 
-def _title(function: Any) -> str:
-    return getattr(function, "__qualname__", type(function).__name__).replace("<locals>.", "")
+def _look(*_: Any) -> None:
+    """Change no gradient."""
+
+
+def _titles(hooks: Iterable[Any], of: str) -> list[str]:
+    """Return the names of hooks, without those that torch registers for itself while it traces."""
+    own = [
+        each for each in hooks if each is not _look and not f"{getattr(each, '__module__', '')}".startswith("torch._")
+    ]
+    return [f"{getattr(each, '__qualname__', type(each).__name__).replace('<locals>.', '')} ({of})" for each in own]

@@ -16,12 +16,15 @@ from tpcompiler._torch import (
     RETURNED_KINDS,
     WRITTEN_KINDS,
     accumulated_into,
+    hooks_behind,
+    record_own_backwards,
     tree_flatten,
     tree_map,
     tree_names,
     tree_unflatten,
 )
-from tpcompiler.errors import InputsError, ProgramError, TpCompilerWarning, reason
+from tpcompiler.errors import InputsError, ProgramError, TpCompilerError, TpCompilerWarning, reason
+from tpcompiler.frontend.own_backwards import refuse_own_backwards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.judge.compare.compare import compare_calls
 from tpcompiler.judge.compare.judge import Layout
@@ -126,7 +129,7 @@ def _run_module(model: torch.nn.Module, program: ExportedProgram, flat: Sequence
     before = random_state()
     versions = {name: each._version for name, each in model.named_parameters()}
     try:
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), record_own_backwards() as own_backwards:
             args, kwargs = tree_unflatten(list(inputs.values()), program.call_spec.in_spec)
             outputs = tree_flatten(model(*args, **kwargs))[0]
             by = [
@@ -138,10 +141,12 @@ def _run_module(model: torch.nn.Module, program: ExportedProgram, flat: Sequence
             loss = outputs[next(at for at, spec in enumerate(returned) if spec.kind is OutputKind.LOSS_OUTPUT)]
             others = _parameters_without(model, graded)
             _refuse_other_leaves(loss, [*model.parameters(), *inputs.values()])
+            refuse_own_backwards(own_backwards | dict.fromkeys(hooks_behind(loss)))
             with _without_gradients(model):
                 loss.backward()  # not autograd.grad: hooks where gradients are accumulated, and checkpoints, need it
                 found = [each.grad for each in (*by, *others.values())]
-    except ProgramError:
+        refuse_own_backwards(own_backwards)  # what a checkpoint runs again has its own
+    except TpCompilerError:
         raise
     except Exception as error:  # whatever a model raises
         raise _ModuleRaises(f"the model's own backward raises: {reason(error)}", help="fix the model first") from error

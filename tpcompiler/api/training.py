@@ -56,7 +56,8 @@ def export_training(
     if callable(loss):
         model.forward = _with_loss(model.forward, loss, tuple(targets or {}))
     try:
-        with record_own_backwards(model) as own_backwards:
+        modules = (model, loss) if isinstance(loss, torch.nn.Module) else (model,)
+        with record_own_backwards(*modules) as own_backwards:
             program = _exported(model, tuple(args), named, dynamic_shapes)
         refuse_own_backwards(own_backwards)
         program = add_gradients(program, "loss" if callable(loss) else loss)
