@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -213,10 +214,42 @@ def test_sums_left_out_are_handed_out_later(tmp_path: Path, group_of_one: None) 
     with module.no_sync():
         for each in x[:2]:
             module(each).backward()
-    assert all(each is None for each in gradients(module).values())
+    assert not any(each.any() for each in gradients(module).values())
     module(x[2]).backward()
     sum(map(model, x)).backward()
     torch.testing.assert_close(gradients(module), gradients(model), rtol=1e-12, atol=1e-14)
+
+
+def test_sums_left_out_go_with_the_gradients(tmp_path: Path, group_of_one: None) -> None:
+    """A step that is given up leaves nothing to the next, whether or not gradients were there before it."""
+    torch.manual_seed(0)
+    model = Call(lambda self, x: torch.tanh(self.up(x)).square().mean(), up=nn.Linear(8, 8)).double()
+    x = torch.randn(4, 4, 8, dtype=torch.float64)
+    module = loaded(tmp_path, model, x[0])["min-cut"]
+    sum(map(model, x[2:])).backward()
+    for set_to_none, is_first in itertools.product([True, False], repeat=2):
+        module.zero_grad()
+        if not is_first:
+            module(x[0]).backward()
+        with module.no_sync():
+            module(x[1]).backward()
+        module.zero_grad(set_to_none)
+        with module.no_sync():
+            module(x[2]).backward()
+        module(x[3]).backward()
+        torch.testing.assert_close(gradients(module), gradients(model), rtol=1e-12, atol=1e-14)
+    with module.no_sync():
+        module(x[3]).backward()
+    module.up.bias.grad = None
+    with pytest.raises(RuntimeError, match=r"of 'up\.bias' was set to zero .* 'up\.weight' was not"):
+        module(x[3]).backward()
+
+
+def test_a_gradient_of_a_gradient_is_refused(tmp_path: Path, group_of_one: None) -> None:
+    x = torch.randn(4, 32, dtype=torch.float64)
+    module = loaded(tmp_path, Call(lambda self, x: self.up(x).square().mean(), up=nn.Linear(32, 8)).double(), x)["all"]
+    with pytest.raises(RuntimeError, match="have no gradient themselves: call backward without create_graph=True"):
+        torch.autograd.grad(module(x), list(module.parameters()), create_graph=True)
 
 
 class _Live(TorchDispatchMode):

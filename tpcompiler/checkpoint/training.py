@@ -10,11 +10,10 @@ import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
@@ -53,7 +52,7 @@ def make_trainable(modules: Mapping[str, Any], manifests: Mapping[str, Manifest]
         halves = Halves(module.exported_program, recompute)
         collectives.append(halves.collectives)
         type(module).forward = halves.run_forward  # what `load` calls after its checks
-        steps = _Backward(halves, manifest)
+        steps = _Backward(module, halves, manifest)
         module.forward = _differentiable(module, at, steps)
         module.saved_bytes, module.no_sync = halves.saved_bytes, steps.no_sync
         module.distributed_state = DistributedState(module, manifest, halves.names)
@@ -69,19 +68,29 @@ def _loss_position(program: ExportedProgram) -> int | None:
     return kinds.index(OutputKind.LOSS_OUTPUT) if has_gradients and OutputKind.LOSS_OUTPUT in kinds else None
 
 
+class _Mark(NamedTuple):
+    """The gradient of a parameter after a backward without sums, and how often it was written."""
+
+    gradient: torch.Tensor
+    version: int
+    is_own: bool  # zeros that stand for the sum that is left out
+
+
 class _Backward:
     """The backward of a program; while sums are left out, their operands add up here."""
 
-    def __init__(self, halves: Halves, manifest: Manifest) -> None:
-        self.halves, self.groups = halves, manifest.groups
+    def __init__(self, module: torch.nn.Module, halves: Halves, manifest: Manifest) -> None:
+        self.module, self.halves, self.groups = module, halves, manifest.groups
         self.is_summing = True
         self.pending: list[torch.Tensor] | None = None
+        self.marks: dict[str, _Mark] = {}
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave out the last sums of gradients over ranks in backwards of the block.
+        """Leave out the last sums of gradients over ranks in backwards of the block; gradients that are None are 0.
 
-        The first backward after it sums what all of them have computed, and hands out the gradients of all.
+        The first backward after it sums what all of them have computed, and hands out the gradients of all; unless
+        the gradients were set to None or zero since, as by `optimizer.zero_grad()`, which gives these up.
         """
         before, self.is_summing = self.is_summing, False
         try:
@@ -94,6 +103,7 @@ class _Backward:
         """Return the gradients of `halves.names`; None for each while sums are left out."""
         halves, given = self.halves, [*saved, tangent]
         saved.clear()
+        self._give_up_zeroed()
         with taking_turns(self.groups), named_failures(self.groups):
             if self.is_summing and self.pending is None:
                 return halves.backward(given)[: len(halves.names)]  # type: ignore[no-any-return]
@@ -103,9 +113,49 @@ class _Backward:
                 partial = list(map(operator.add, self.pending, partial))
             if not self.is_summing:
                 self.pending = list(partial)
+                self._mark()
                 return [None] * len(halves.names)
             self.pending = None
+            self._unmark()
             return sums(list(partial))[: len(halves.names)]  # type: ignore[no-any-return]
+
+    def _mark(self) -> None:
+        for name in self.halves.names:
+            parameter = self.module.get_parameter(name)
+            if parameter.requires_grad:
+                is_own = parameter.grad is None or (name in self.marks and self.marks[name].is_own)
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                self.marks[name] = _Mark(parameter.grad, parameter.grad._version, is_own)
+
+    def _unmark(self) -> None:
+        for name, mark in self.marks.items():
+            parameter = self.module.get_parameter(name)
+            if mark.is_own and parameter.grad is mark.gradient and mark.gradient._version == mark.version:
+                parameter.grad = None  # as if it had not been made
+        self.marks = {}
+
+    def _give_up_zeroed(self) -> None:
+        """Drop the operands of the sums that were left out if the gradients, which would hold them, were set to zero.
+
+        Raises:
+            RuntimeError: some of them were, and others not: the operands are of all parameters together.
+        """
+        zeroed = {name for name, mark in self.marks.items() if _is_zeroed(self.module.get_parameter(name).grad, mark)}
+        if zeroed and len(zeroed) < len(self.marks):
+            other = next(name for name in self.marks if name not in zeroed)
+            raise RuntimeError(
+                f"the gradient of {min(zeroed)!r} was set to zero since a backward in no_sync, and that of {other!r} "
+                "was not: set those of all parameters to zero, or none"
+            )
+        if zeroed:
+            self.pending, self.marks = None, {}
+
+
+def _is_zeroed(gradient: torch.Tensor | None, mark: _Mark) -> bool:
+    if gradient is None:
+        return True
+    is_same = gradient is mark.gradient and gradient._version == mark.version
+    return not is_same and not gradient.any()
 
 
 def _differentiable(module: Any, loss: int, backward: _Backward) -> Any:
@@ -173,8 +223,12 @@ class _Loss(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *tangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the gradients of a module loaded for training have no gradient themselves: call backward without "
+                "create_graph=True"
+            )
         if ctx.saved is None:
             raise RuntimeError("this loss had its backward before, which frees what it needs: call the module again")
         if _find_changed(ctx.versions) is not None:
