@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests.training.test_steps import Grouped
 from tests.training.test_steps import group_of_one as group_of_one
 from tests.training.ways import master_weights, momentum, overflowing, scaled, step
 from tpcompiler.checkpoint.distributed import _make_state
+from tpcompiler.errors import ArtifactError
 from tpcompiler.ir.shares import cut, row_sharding
 
 PLAN = {"up": "colwise", "down": "rowwise"}
@@ -210,3 +212,71 @@ def test_a_checkpoint_is_read_before_the_first_step(name: str, tmp_path: Path, g
         results.append({key: value.detach() for key, value in module.named_parameters()})
     for other in results[1:]:
         torch.testing.assert_close(other, results[0], rtol=0, atol=0)
+
+
+class Counting(torch.optim.Optimizer):
+    """Gradient descent with a count of its steps, in the state of each parameter or in its groups."""
+
+    def __init__(self, values: Any, in_group: bool) -> None:
+        super().__init__(values, {"lr": 0.1, **({"steps": 0} if in_group else {})})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if "steps" in group:
+                group["steps"] += 1
+            for value in (each for each in group["params"] if each.grad is not None):
+                own = self.state[value]
+                own.setdefault("mean", torch.zeros_like(value)).lerp_(value.grad, 0.1)
+                if "steps" not in group:
+                    own["steps"] = own.get("steps", 0) + 1
+                value.sub_(group["lr"] * own["mean"])
+
+
+def late_group(module: Any) -> Any:
+    optimizer = torch.optim.Adam(module.up.parameters())
+    module(batches()[0]).backward()
+    optimizer.step()
+    optimizer.add_param_group({"params": list(module.down.parameters())})
+    return optimizer
+
+
+NO_STATE: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a number of a parameter": (
+        lambda module: Counting(module.parameters(), False),
+        "Counting keeps 'up.weight.steps' as a Python int",
+    ),
+    "a number of a group": (
+        lambda module: Counting(module.parameters(), True),
+        "Counting counts in 'steps' of its groups",
+    ),
+    "a closure": (lambda module: torch.optim.LBFGS(module.parameters()), "LBFGS takes a function in each step"),
+    "another parameter": (
+        lambda module: torch.optim.SGD([*module.parameters(), nn.Parameter(torch.ones(3))]),
+        "has a tensor [3] that is no parameter of the module",
+    ),
+    "a group that came late": (late_group, "has no state of 'down.weight' yet, and has state of 'up.weight'"),
+}
+
+
+def test_state_that_a_checkpoint_cannot_hold(tmp_path: Path, group_of_one: None) -> None:
+    saved(tmp_path / "out", {"tp": 1})
+    for make, message in NO_STATE.values():
+        module = tpcompiler.load(tmp_path / "out", training=True)
+        optimizer = make(module)
+        before = [{key: each for key, each in group.items() if key != "params"} for group in optimizer.param_groups]
+        with pytest.raises(ArtifactError, match=re.escape(message)):
+            module.distributed_state(optimizer)
+        after = [{key: each for key, each in group.items() if key != "params"} for group in optimizer.param_groups]
+        assert after == before
+
+
+def test_hooks_of_steps_see_no_step_that_makes_state() -> None:
+    value, seen = nn.Parameter(torch.ones(3)), list[str]()
+    optimizer = torch.optim.Adam([value])
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    _make_state(optimizer, [value])
+    assert not seen
+    optimizer.step()
+    assert seen == ["before", "after"]

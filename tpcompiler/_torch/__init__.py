@@ -63,6 +63,7 @@ from tpcompiler._torch.ops import (
     quantized_decomposed,
     symm_mem,
 )
+from tpcompiler._torch.optimizers import without_step_hooks
 from tpcompiler._torch.own_backwards import accumulated_into, hooks_behind, record_own_backwards
 from tpcompiler._torch.programs import (
     GRADIENT_KINDS,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from tpcompiler._torch import without_step_hooks
 from tpcompiler._torch.boxes import Box, BoxedTensor
 from tpcompiler.checkpoint.leaves import torch_placements
 from tpcompiler.errors import ArtifactError
@@ -39,7 +41,7 @@ class DistributedState:
         first step is as if it had not been asked.
 
         Raises:
-            ArtifactError: a parameter is pending.
+            ArtifactError: a parameter is pending, or the optimizer has state that no checkpoint can be read into.
         """
         if self.mesh is None:
             degrees = self.manifest.degrees
@@ -60,12 +62,23 @@ class DistributedState:
     def _of_optimizer(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
         rows = {row.name: row for row in self.manifest.tensors}
         names: dict[torch.Tensor, str] = {value: name for name, value in self.module.named_parameters()}
+        _refuse_others(optimizer, names)
+        trained = [each for name in self.trained if (each := self.module.get_parameter(name)).requires_grad]
         if not optimizer.state:
-            _make_state(optimizer, [self.module.get_parameter(name) for name in self.trained])
+            _make_state(optimizer, trained)
+        else:
+            _refuse_without_state(optimizer, trained, names)
         for value, own in optimizer.state.items():
             for key, each in own.items():
-                is_share = isinstance(each, torch.Tensor) and each.shape == value.shape and each.ndim > 0
-                yield f"{names[value]}.{key}", self._distributed(rows[names[value]], each) if is_share else each
+                name = f"{names[value]}.{key}"
+                if each is not None and not isinstance(each, torch.Tensor):
+                    raise ArtifactError(
+                        f"{type(optimizer).__name__} keeps {name!r} as a Python {type(each).__name__}, which "
+                        "torch.distributed.checkpoint cannot read back into an optimizer",
+                        help="let the optimizer keep it as a tensor, such as torch.tensor(0.0)",
+                    )
+                is_share = each is not None and each.shape == value.shape and each.ndim > 0
+                yield name, self._distributed(rows[names[value]], each) if is_share else each
 
     def _distributed(self, row: TensorRecord, local: torch.Tensor) -> torch.Tensor:
         mesh = Mesh.of(self.manifest.mesh, self.manifest.factors)
@@ -102,24 +115,82 @@ def _in_boxes(local: torch.Tensor, sharding: Sharding, shape: torch.Size, mesh: 
     return BoxedTensor.of(boxes, local, shape)
 
 
-def _make_state(optimizer: torch.optim.Optimizer, trained: Collection[torch.Tensor]) -> None:
-    """Make the tensors in which an optimizer keeps its state for parameters with a gradient, all of zeros.
+def _refuse_others(optimizer: torch.optim.Optimizer, names: Collection[torch.Tensor]) -> None:
+    """Raise for parameters that are not the module's, and for optimizers that no checkpoint can be read into."""
+    kind = type(optimizer).__name__
+    for value in (*optimizer.state, *(each for group in optimizer.param_groups for each in group["params"])):
+        if value not in names:
+            raise ArtifactError(
+                f"the optimizer has a tensor {list(value.shape)} that is no parameter of the module",
+                help="give it an optimizer of its own, whose state_dict() torch.distributed.checkpoint takes",
+            )
+    if any(each.default is each.empty for each in inspect.signature(optimizer.step).parameters.values()):
+        raise ArtifactError(
+            f"{kind} takes a function in each step, and has no state of each parameter that could be written",
+            help="train with another optimizer, such as AdamW",
+        )
 
-    Zeros are not how every optimizer begins (weight decay, dampening, step sizes), so the first step takes them away
-    again, unless a checkpoint was read into them. Parameters and gradients are as before.
-    """
-    rates = [group["lr"] for group in optimizer.param_groups]
+
+def _refuse_without_state(
+    optimizer: torch.optim.Optimizer, trained: Collection[torch.Tensor], names: Mapping[torch.Tensor, str]
+) -> None:
+    """Raise if parameters have no state yet and get some in the next step: who reads the checkpoint has it for all."""
+    given = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    new = [each for each in trained if id(each) in given and each not in optimizer.state]
+    if not new:
+        return
+    old = {**optimizer.state}
+    _step_without_gradients(optimizer, new)
+    made = [each for each in new if optimizer.state.get(each)]
+    optimizer.state.clear()
+    optimizer.state.update(old)
+    if made:
+        raise ArtifactError(
+            f"the optimizer has no state of {names[made[0]]!r} yet, and has state of {names[next(iter(old))]!r}",
+            help="make a step in which all of its parameters have gradients, then ask again",
+        )
+
+
+def _step_without_gradients(optimizer: torch.optim.Optimizer, trained: Collection[torch.Tensor]) -> None:
+    """Let an optimizer make the state of some parameters. Parameters, gradients and groups are as before."""
+    options = [
+        {key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in group.items()}
+        for group in optimizer.param_groups
+    ]
     gradients = [(each, each.grad) for group in optimizer.param_groups for each in group["params"]]
     held = {id(each) for each in trained}
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
         for each in group["params"]:
             each.grad = torch.zeros_like(each) if id(each) in held else None
-    optimizer.step()
+    with without_step_hooks(optimizer):
+        optimizer.step()
     for each, gradient in gradients:
         each.grad = gradient
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    for group, before in zip(optimizer.param_groups, options, strict=True):
+        changed = [key for key in group if key not in ("params", "lr") and not _is_equal(group[key], before.get(key))]
+        group.clear()
+        group.update(before)
+        if changed:
+            raise ArtifactError(
+                f"{type(optimizer).__name__} counts in {changed[0]!r} of its groups, which a checkpoint has not",
+                help="let the optimizer keep it as a tensor in the state of each parameter",
+            )
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return one is other or bool(one == other)
+
+
+def _make_state(optimizer: torch.optim.Optimizer, trained: Collection[torch.Tensor]) -> None:
+    """Make the tensors in which an optimizer keeps its state for parameters with a gradient, all of zeros.
+
+    Zeros are not how every optimizer begins (weight decay, dampening, step sizes), so the first step takes them away
+    again, unless a checkpoint was read into them. Parameters and gradients are as before.
+    """
+    _step_without_gradients(optimizer, trained)
     for each in _state_tensors(optimizer):
         each.zero_()
 

@@ -1,0 +1,28 @@
+"""Steps of an optimizer that nobody sees."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+
+@contextlib.contextmanager
+def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let no hook of the optimizer, or of all optimizers, run in steps of the block."""
+    hooks = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        _global_optimizer_pre_hooks,
+        _global_optimizer_post_hooks,
+    )
+    kept = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, own in zip(hooks, kept, strict=True):
+            each.update(own)
