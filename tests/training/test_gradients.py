@@ -20,7 +20,7 @@ import tpcompiler
 from tests.passes.stages import Call
 from tests.trust.damage import Artifact
 from tests.zoo.faults import collectives_of, without_collective
-from tpcompiler.errors import InputsError
+from tpcompiler.errors import InputsError, UnsupportedError
 from tpcompiler.judge.sound.check import check_programs
 from tpcompiler.parallel.compared import compared_calls, subject_of
 from tpcompiler.passes.canonicalize import canonicalize
@@ -320,3 +320,22 @@ def test_two_outputs_could_be_the_loss() -> None:
         tpcompiler.export_training(both, (torch.randn(4, 8),))
     program = tpcompiler.export_training(both, (torch.randn(4, 8),), loss="1")
     assert [s.kind.name for s in program.graph_signature.output_specs[:2]] == ["USER_OUTPUT", "LOSS_OUTPUT"]
+
+
+def test_hooks_of_a_model_with_a_loss_function() -> None:
+    """They would get the targets, and the loss in place of the output; those of layers are in the program."""
+    x = torch.randn(4, 8)
+    for register in (
+        lambda model: model.register_forward_hook(lambda module, given, made: 3 * made),
+        lambda model: model.register_forward_pre_hook(lambda module, args, kwargs: None, with_kwargs=True),
+    ):
+        model = Mlp()
+        register(model)
+        with pytest.raises(UnsupportedError, match="a hook would see them"):
+            tpcompiler.export_training(model, (x,), loss=squares, targets={"labels": x})
+    model = nn.Sequential(nn.Linear(8, 8))
+    model[0].register_forward_hook(lambda module, given, made: 3 * made)
+    model.register_forward_pre_hook(lambda module, given: (given[0] + 1,))
+    program = tpcompiler.export_training(model, (x,), loss=squares, targets={"labels": x})
+    got = program.module(check_guards=False)(x, labels=x)["outputs"]["loss"]
+    torch.testing.assert_close(got, squares(model(x), x))

@@ -1,4 +1,4 @@
-"""Backwards that a model brings itself, and that torch.export leaves out of its programs without a word."""
+"""Backwards that a model brings itself, and that torch.export leaves out of its programs without a word; and hooks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import _HookMixin, _SingleLevelFunction
-from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks
+from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks, _global_forward_hooks
 from torch.utils.checkpoint import CheckpointFunction
 
 TORCH = "torch."  # its own functions have the backward that torch derives of their forward
@@ -82,6 +82,13 @@ def _listed_hooks(modules: Sequence[nn.Module]) -> Iterator[str]:
             yield from _titles(_hooks(parameter), f"a hook of {name!r}")
     everywhere = [*_global_backward_hooks.values(), *_global_backward_pre_hooks.values()]
     yield from _titles(everywhere, "a backward hook of all modules")
+
+
+def hooks_around(model: nn.Module) -> list[str]:
+    """Return the names of the hooks that see all inputs of the model's own forward by name, or its outputs."""
+    before = [model._forward_pre_hooks[each] for each in model._forward_pre_hooks_with_kwargs]
+    after = [*model._forward_hooks.values(), *_global_forward_hooks.values()]
+    return [*_titles(before, "a forward pre-hook"), *_titles(after, "a forward hook")]
 
 
 def accumulated_into(value: torch.Tensor) -> list[torch.Tensor]:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from tpcompiler._torch import record_own_backwards
+from tpcompiler._torch import hooks_around, record_own_backwards
 from tpcompiler.api.own_gradients import check_own_gradients
-from tpcompiler.errors import ProgramError, reason
+from tpcompiler.errors import ProgramError, UnsupportedError, reason
 from tpcompiler.frontend.example_inputs import copy_repeated
 from tpcompiler.frontend.own_backwards import refuse_own_backwards
 from tpcompiler.frontend.training import add_backward
@@ -49,11 +49,18 @@ def export_training(
         ProgramError: torch cannot export the model, or not its backward; a gradient is not the module's own (it is
             compared on the example and on a second draw); or the loss depends on a parameter outside the model.
         UnsupportedError: the model has control flow (`torch.cond`), or ops with effects; or its own backward, which
-            torch.export leaves out (`torch.autograd.Function`, hooks on gradients).
+            torch.export leaves out (`torch.autograd.Function`, hooks on gradients); or forward hooks, with a loss
+            function.
     """
     args, named = copy_repeated((tuple(args), {**(kwargs or {}), **(targets or {})}))
     own = dict(model.__dict__)
     if callable(loss):
+        if hooks := hooks_around(model):
+            raise UnsupportedError(
+                "with loss= the model's forward takes the targets and returns the loss, and a hook would see them: "
+                + hooks[0],
+                help="export a module that calls the model and the loss, without loss=, or remove the hook",
+            )
         model.forward = _with_loss(model.forward, loss, tuple(targets or {}))
     try:
         modules = (model, loss) if isinstance(loss, torch.nn.Module) else (model,)
