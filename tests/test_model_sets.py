@@ -282,6 +282,32 @@ def test_a_parameter_that_is_trained_over_other_ranks_is_refused() -> None:
     assert made.verify([("train", (x,)), ("eval", (x,))]).ok
 
 
+def test_a_parameter_that_a_program_with_another_buffer_trains_is_refused() -> None:
+    """A mask of another length makes no other model; other weights do, with the same biases."""
+
+    def model(length: int) -> Any:
+        torch.manual_seed(0)
+        forward = lambda self, x: (self.down(self.up(x)) * self.mask[: len(x), None]).mean()  # noqa: E731
+        return Call(forward, up=nn.Linear(8, 8), down=nn.Linear(8, 8), mask=torch.ones(length))
+
+    x, plan = torch.randn(4, 8), {"up": "colwise", "down": "rowwise"}
+    train, longer, other = tpcompiler.export_training(model(16), (x,)), model(64), model(16)
+    with pytest.raises(UnsupportedError, match=r"'up.weight' is a parameter that 'train' trains on tp=2"):
+        tpcompiler.parallelize({"train": train, "eval": export(longer, (x,))}, 2, plan, degrees={"eval": 1})
+    with torch.no_grad():
+        other.up.weight.mul_(2)
+        other.down.weight.mul_(2)
+    made = tpcompiler.parallelize({"train": train, "other": export(other, (x,))}, 2, plan, degrees={"other": 1})
+    assert made.verify([("train", (x,)), ("other", (x,))]).ok
+
+
+def test_a_parameter_under_another_name_is_refused() -> None:
+    model, x = Call(lambda self, x: self.up(x).square().mean(), up=nn.Linear(8, 8)), torch.randn(4, 8)
+    inner = export(Call(lambda self, x: self.inner(x), inner=model), (x,))
+    with pytest.raises(UnsupportedError, match=r"'up.weight', which 'train' changes, is 'inner.up.weight' in 'eval'"):
+        tpcompiler.parallelize({"train": tpcompiler.export_training(model, (x,)), "eval": inner}, 2, {})
+
+
 def test_an_entry_of_the_plan_may_match_in_one_program_only() -> None:
     plan = {**PLAN, "embed": "embedding_rowwise"}
     assert tpcompiler.parallelize(exported(), 2, plan)["decode"].collectives()[0].kind == "all_reduce"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from tpcompiler.ir.program import Note
 from tpcompiler.ir.shares import same_bits
 from tpcompiler.parallel.conversion import Conversion
 
-MOST_UNLIKE = 0.5  # of the bytes under common names, that may have other shapes in two programs of one model
+MOST_UNLIKE = 0.5  # of the bytes under common names, that may have other shapes or values in programs of one model
 
 
 class _Unlike(NamedTuple):
@@ -34,10 +35,11 @@ def find_families(conversions: Mapping[str, Conversion]) -> dict[str, Conversion
 
     Raises:
         ProgramError: a leaf of one name that is not one tensor, in programs of one model.
-        UnsupportedError: a program of the same model has, over another mesh, a buffer that one writes or a parameter
-            that it trains.
+        UnsupportedError: a program of the same model has, over another mesh or under another name, a buffer that one
+            writes or a parameter that it trains.
     """
     found: dict[str, dict[str, Conversion]] = {}  # by the name of the first
+    _refuse_other_names(conversions)
     for name, own in conversions.items():
         apart, related = dict[str, set[str]](), list[str]()
         for first, family in found.items():
@@ -70,16 +72,20 @@ def find_families(conversions: Mapping[str, Conversion]) -> dict[str, Conversion
 def _refuse_state_apart(name: str, own: Conversion, family: Mapping[str, Conversion]) -> None:
     """Raise UnsupportedError if a program would not see what changes a leaf in one of another mesh: each has its own.
 
-    Programs write buffers, and train parameters. Two models may have buffers of one name, of the same zeros: programs
-    are of one if no common leaf differs, and they have more in common than such buffers.
+    Programs write buffers, and train parameters. Two models may have buffers and biases of one name, of the same zeros:
+    programs are of one if most bytes under the common names are equal, and they have more in common than such buffers.
     """
     common, unlike = _compare(own, family)
+    apart = {each.fqn for each in unlike}
+    if sum(map(common.__getitem__, apart)) > MOST_UNLIKE * sum(common.values()):
+        return
     programs = {**family, name: own}
     written = {fqn: each for each, other in programs.items() for _, fqn in other.program.mutations()}
     trained = {fqn: each for each, other in programs.items() for _, fqn in other.program.gradients()}
     states = [fqn for fqn in common if fqn in written]
     states = [fqn for fqn in common if fqn in trained] + (states if len(states) < len(common) else [])
-    if unlike or not states:
+    states = [fqn for fqn in states if fqn not in apart]
+    if not states:
         return
     first = states[0]
     is_trained = first in trained
@@ -95,6 +101,31 @@ def _refuse_state_apart(name: str, own: Conversion, family: Mapping[str, Convers
             f"leave out the --degree of {writer} and {reader}", f"leave {writer!r} and {reader!r} out of degrees="
         ),
     )
+
+
+def _refuse_other_names(conversions: Mapping[str, Conversion]) -> None:
+    """Raise UnsupportedError if a program changes a tensor that another one has under another name: they share none."""
+    leaves = {name: _by_memory(own) for name, own in conversions.items()}
+    for (writer, own), reader in itertools.product(conversions.items(), conversions):
+        changed = {fqn for _, fqn in (*own.program.mutations(), *own.program.gradients())}
+        for memory, names in leaves[writer].items():
+            theirs = leaves[reader].get(memory, set())
+            if theirs and changed & names and not names & theirs:
+                raise UnsupportedError(
+                    f"{min(changed & names)!r}, which {writer!r} changes, is {min(theirs)!r} in {reader!r}: programs "
+                    "share tensors by name, so each would have its own",
+                    help="export both from one module, so that the names are the same",
+                )
+
+
+def _by_memory(own: Conversion) -> dict[tuple[int, int], set[str]]:
+    """Return the names of the leaves by where their values are."""
+    found = dict[tuple[int, int], set[str]]()
+    for _, fqn in own.program.leaves():
+        value = own.program.state(fqn)
+        if not isinstance(value, FakeTensor) and value.device.type != "meta" and value.numel():
+            found.setdefault((value.data_ptr(), value.numel()), set()).add(fqn)
+    return found
 
 
 def _has(own: Conversion, fqn: str) -> bool:
