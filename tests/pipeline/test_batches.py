@@ -105,6 +105,38 @@ def test_programs_that_are_not_joined(function: Any, obstacle: str, is_dynamic: 
     assert not found.inputs
 
 
+def both(other: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda self, x: (mlp(self, x), other(mlp(self, x), x))
+
+
+ORDER, MADE = "does not have the samples of the batch in their order", "is made with the size of the batch"
+DYNAMIC, ONE = ({0: BATCH},), X[:1]
+
+
+@pytest.mark.parametrize(
+    ("other", "example", "dynamic", "obstacle"),
+    [
+        (lambda y, x: torch.arange(x.shape[0]), X, DYNAMIC, ORDER),
+        (lambda y, x: torch.cat([y, x], 0), X, DYNAMIC, ORDER),
+        (lambda y, x: y.repeat(2, 1), X, DYNAMIC, ORDER),
+        (lambda y, x: torch.arange(x.shape[0]), X, None, MADE),
+        (lambda y, x: torch.ones(x.shape[0]), X, None, MADE),
+        (lambda y, x: y.mean(0, keepdim=True), ONE, None, "is computed from all samples"),
+        (lambda y, x: torch.ones(x.shape[0], 3), X, DYNAMIC, ""),
+        (lambda y, x: y.repeat_interleave(2, 0), X, DYNAMIC, ""),
+        (lambda y, x: y.view(x.shape[0], 1, -1).transpose(1, 2), X, DYNAMIC, ""),
+        (lambda y, x: y[:, :1].mean(1, keepdim=True), ONE, None, ""),
+        (lambda y, x: y[:, None].softmax(-1), ONE, None, ""),
+    ],
+)
+def test_outputs_that_have_the_samples_in_their_order(other: Any, example: Any, dynamic: Any, obstacle: str) -> None:
+    program = canonicalize(export(model(both(other)), (example,), dynamic_shapes=dynamic))
+    found = find_batches({"": program})[""]
+    assert obstacle in found.obstacle
+    assert bool(obstacle) == bool(found.obstacle), found.obstacle
+    assert [*found.outputs] == ([] if obstacle else ["0", "1"])
+
+
 def test_buffers_that_another_program_writes() -> None:
     """What was written for a batch is a part of the batch also where it is only read."""
 

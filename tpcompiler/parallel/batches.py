@@ -2,7 +2,8 @@
 
 A value *counts* the batch along a dim if that dim grows with the batch: by its dynamic size, or in a program for one
 batch size by the rules of the ops. A value that is computed from such a value and counts the batch along no dim is
-*reduced*: a mean or a count of all samples, which no micro-batch has.
+*reduced*: a mean or a count of all samples, which no micro-batch has. An output *follows* the batch if, by the rules of
+the ops, it has the samples in their order: a size alone also fits their numbers, or two copies of the batch in a row.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sympy  # type: ignore[import-untyped]  # it ships no types
 import torch
 from torch import fx
 
-from tpcompiler._torch import sym_expr
+from tpcompiler._torch import aten, sym_expr
 from tpcompiler.errors import RuleError
 from tpcompiler.ir import edit
 from tpcompiler.ir.program import CanonicalProgram, results_of
@@ -37,10 +38,19 @@ class Batches(NamedTuple):
 
 
 class _Counts(NamedTuple):
-    """The dims of a value that count the batch, and True if it is reduced, or computed from a reduced value."""
+    """How a value counts the batch.
+
+    Attributes:
+        dims: the dims that count it.
+        is_reduced: it is reduced, or computed from a reduced value.
+        follows: the dims that also have the samples in their order.
+        is_made: it is made without inputs, with a dim of the batch's size, or computed from such a value.
+    """
 
     dims: frozenset[int] = frozenset()
     is_reduced: bool = False
+    follows: frozenset[int] = frozenset()
+    is_made: bool = False
 
 
 NONE = _Counts()
@@ -56,13 +66,13 @@ def find_batches(programs: Mapping[str, CanonicalProgram]) -> dict[str, Batches]
 
 
 def _find(program: CanonicalProgram, caches: dict[str, frozenset[int]]) -> Batches:
-    """Try every input as the batch, and then all of its size together.
+    """Try every input as the batch, with those of the same dynamic size, and then all of its size together.
 
     Where a batch is one sample, a dim of one element may count anything: inputs with further dims come first.
     """
     candidates = [node for node in program.user_inputs() if edit.is_tensor(node) and edit.ndim(node)]
     candidates.sort(key=lambda node: (_is_single(node), edit.ndim(node) == 1))
-    trials = {node: _Trial(program, [node], caches).run() for node in candidates}
+    trials = {node: _Trial(program, _inputs_with(node, candidates), caches).run() for node in candidates}
     alone = [node for node, trial in trials.items() if not trial.obstacle]
     if not alone:
         return Batches((), (), trials[candidates[0]].obstacle if trials else "it takes no batch")
@@ -74,6 +84,13 @@ def _find(program: CanonicalProgram, caches: dict[str, frozenset[int]]) -> Batch
         best = together
     caches.update({name: caches.get(name, frozenset()) | dims for name, dims in best.written.items()})
     return Batches([node.name for node in best.inputs], best.outputs)
+
+
+def _inputs_with(node: fx.Node, candidates: Sequence[fx.Node]) -> list[fx.Node]:
+    """Return the inputs of one dynamic size, which is one number; of a fixed size only the input itself."""
+    if isinstance(edit.shape(node)[0], int):
+        return [node]
+    return [each for each in candidates if statically_equal(edit.shape(each)[0], edit.shape(node)[0])]
 
 
 def _is_single(node: fx.Node) -> bool:
@@ -99,7 +116,7 @@ class _Trial:
         for node in self.program.graph.nodes:
             if node in inputs:
                 dims = frozenset({0}) if node in self.inputs else self.caches.get(inputs[node], frozenset())
-                self.counts[node] = (_Counts(dims),)
+                self.counts[node] = (_Counts(dims, follows=dims),)
             elif node.op == "call_function":
                 self.counts[node] = tuple(self._of_call(node))
         self.written = {name: self._of(value).dims for value, name in self.program.written()}
@@ -110,14 +127,18 @@ class _Trial:
 
     def _find_obstacle(self, results: Mapping[str, fx.Node]) -> str:
         for name, value in results.items():
-            dims, is_reduced = self._of(value)
+            dims, is_reduced, follows, is_made = self._of(value)
             shape = list(edit.shape(value))
             if not dims and is_reduced:
                 return f"output {name!r} of shape {shape} is computed from all samples, not one value for each"
             if dims and (dims != {0} or not self._is_proportional(shape[0])):
                 return f"output {name!r} of shape {shape} does not have the batch along dim 0 alone"
+            if dims and follows != {0}:
+                return f"output {name!r} of shape {shape} does not have the samples of the batch in their order"
+            if not dims and is_made and any(map(self._is_size, shape)):
+                return f"output {name!r} of shape {shape} is made with the size of the batch, and a part has its own"
         for value, name in self.program.written():
-            if self._of(value) == _Counts(frozenset(), True):
+            if not self._of(value).dims and self._of(value).is_reduced:
                 return f"buffer {name!r} is computed from all samples, and each micro-batch has its own"
         if not self.outputs and not any(self.written.values()):
             return f"no output counts the samples of {', '.join(node.name for node in self.inputs)}"
@@ -137,9 +158,22 @@ class _Trial:
         if node.target is operator.getitem:
             return ()  # its producer has it
         own = [self._of(operand) for operand in edit.operands(node)]
-        is_behind = any(each != NONE for each in own)
-        found = self._dims_by_size(node) if self.symbols else self._dims_by_rule(node, own)
-        return [_Counts(dims, is_behind and (not dims or any(each.is_reduced for each in own))) for dims in found]
+        is_behind = any(each.dims or each.is_reduced for each in own)
+        follows = self._dims_by_rule(node, [each.follows for each in own])
+        found = self._dims_by_size(node) if self.symbols else follows
+        if not own and node.target is aten.full.default and not isinstance(node.args[1], fx.Node):
+            follows = found  # the same number for each sample
+        is_made = any(each.is_made for each in own)
+        if not own and not self.symbols:
+            is_made = any(self._is_size(size) for made in edit.outputs(node) for size in made.shape)
+        is_reduced = any(each.is_reduced for each in own)
+        return [
+            _Counts(dims, is_behind and (not dims or is_reduced), alike, is_made)
+            for dims, alike in zip(found, follows, strict=True)
+        ]
+
+    def _is_size(self, size: int | torch.SymInt) -> bool:
+        return any(statically_equal(size, edit.shape(node)[0]) for node in self.inputs)
 
     def _dims_by_size(self, node: fx.Node) -> list[frozenset[int]]:
         return [
@@ -147,11 +181,11 @@ class _Trial:
             for made in edit.outputs(node)
         ]
 
-    def _dims_by_rule(self, node: fx.Node, own: Sequence[_Counts]) -> list[frozenset[int]]:
+    def _dims_by_rule(self, node: fx.Node, own: Sequence[frozenset[int]]) -> list[frozenset[int]]:
         made = edit.outputs(node)
-        if not any(each.dims for each in own):
+        if not any(own):
             return [frozenset()] * len(made)
-        is_first = self.is_single and any(0 in each.dims for each in own)  # one sample has no factor
+        is_first = self.is_single and any(0 in dims for dims in own)  # one sample has no factor in a view
         if is_first and node.target in edit.VIEWS:
             return [frozenset({0}) if value.ndim else frozenset() for value in made]
         try:
@@ -165,16 +199,23 @@ class _Trial:
             frozenset(dim for dim, each in enumerate(term) if _is_counted(rule, each, factors))
             for term in rule.pattern.outputs
         ]
-        if is_first and not any(found):
+        if is_first and not any(found) and not _is_reduced(rule, own):
             return [frozenset({0}) if value.ndim and value.shape[0] == 1 else frozenset() for value in made]
         return found
 
 
-def _factors(rule: Rule, own: Sequence[_Counts]) -> set[str]:
+def _is_reduced(rule: Rule, own: Sequence[frozenset[int]]) -> bool:
+    """Return True if dims that count the batch have factors, and no result has one of them."""
+    kept = {factor for term in rule.pattern.outputs for dim in term for factor in dim}
+    terms = [term[dim] for term, dims in zip(rule.pattern.inputs, own, strict=True) for dim in dims]
+    return any(terms) and not any(kept.intersection(term) for term in terms)
+
+
+def _factors(rule: Rule, own: Sequence[frozenset[int]]) -> set[str]:
     """Return the factors that count the batch: of a dim, the outermost; of a dim of pieces in a row, all or none."""
     found = set[str]()
-    for term, counts in zip(rule.pattern.inputs, own, strict=True):
-        for dim in counts.dims:
+    for term, dims in zip(rule.pattern.inputs, own, strict=True):
+        for dim in dims:
             factors = [factor for factor in term[dim] if not statically_equal(rule.extent[factor], 1)]
             if not isinstance(term[dim], Joined):
                 found.update(factors[:1])
@@ -189,11 +230,11 @@ def _is_counted(rule: Rule, dim: Dim, factors: Collection[str]) -> bool:
     return bool(own) and ({*own}.issubset(factors) if isinstance(dim, Joined) else own[0] in factors)
 
 
-def _dims_alike(value: torch.Tensor, operands: Sequence[fx.Node], own: Sequence[_Counts]) -> frozenset[int]:
+def _dims_alike(value: torch.Tensor, operands: Sequence[fx.Node], own: Sequence[frozenset[int]]) -> frozenset[int]:
     """Return the dims of the result of an op without a rule that have the size of such a dim of an operand."""
     return frozenset(
         dim
-        for operand, counts in zip(operands, own, strict=True)
-        for dim in counts.dims
+        for operand, dims in zip(operands, own, strict=True)
+        for dim in dims
         if dim < value.ndim and statically_equal(value.shape[dim], edit.shape(operand)[dim])
     )
