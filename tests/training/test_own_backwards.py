@@ -333,3 +333,17 @@ def test_a_module_that_rejects_other_values() -> None:
 
     with pytest.warns(TpCompilerWarning, match="compared on the example alone: .*give ones"):
         tpcompiler.export_training(Call(only_ones, a=nn.Linear(8, 4)), (x,))
+
+
+def test_a_tensor_that_is_written_and_is_no_buffer() -> None:
+    """Of a module in a list, and a plain attribute: the program would have it as a constant."""
+    hidden: Any = layers(lambda x: norms[0](x))
+    norms = [nn.BatchNorm1d(8)]
+    plain = Call(lambda self, x: (self.a(x) - self.mean.mul_(0.9)).square().mean(), a=nn.Linear(8, 8))
+    plain.__dict__["mean"] = torch.ones(8)
+    with pytest.raises(ProgramError, match=r"writes to .*, a tensor \[8\] that is no buffer of the model"):
+        tpcompiler.export_training(plain, (X,))
+    for each in norms[0].parameters():
+        each.requires_grad_(False)
+    with pytest.raises(ProgramError, match="that is no buffer of the model"):
+        tpcompiler.export_training(hidden, (X,))

@@ -155,7 +155,15 @@ class _JointWriter:
         for kind, key, value in output_keys(output):
             own[kind][key] = self.copies[value]
         specs, values = list[OutputSpec](), list[Any]()
+        held = {*self.program.graph_signature.buffers, *self.program.graph_signature.parameters}
         for key, value in own["written"].items():
+            if not isinstance(key, int) and self.names[key] not in held:
+                raise ProgramError(
+                    f"the forward writes to {self.names[key]!r}, a tensor {list(edit.shape(value))} that is no buffer "
+                    "of the model",
+                    help="register it as a buffer, and modules as attributes, those of the loss in a module that holds "
+                    "model and loss",
+                )
             specs.append(_spec(OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION, value, self.names, key))
             values.append(value)
         old = self.program.graph_signature.output_specs
