@@ -323,6 +323,16 @@ def test_arguments_that_do_not_fit(args: Any, kwargs: Any, expected: str) -> Non
     assert str(raised.value) == expected
 
 
+def test_a_float_is_the_one_of_the_export() -> None:
+    """Not a number is itself, and zero has a sign."""
+    forward = lambda self, x, k: torch.copysign(self.net(x).nan_to_num(k), torch.full((), k))  # noqa: E731
+    for value, other in ((float("nan"), 1.0), (0.0, -0.0)):
+        made = tpcompiler.parallelize(exported(forward, (X, value)), 2, PLAN)
+        assert made.verify((X, value)).ok
+        with pytest.raises(InputsError, match=f"input 'k' is {other}, the program was exported with {value}"):
+            made.verify((X, other))
+
+
 def test_containers_of_pythons_own_become_dicts_by_their_keys(tmp_path: Path) -> None:
     def forward(self: Any, x: torch.Tensor) -> Any:
         return collections.defaultdict(list, y=self.net(x), x=x), collections.deque([x]), Pair(x, x + 1)

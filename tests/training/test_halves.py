@@ -111,17 +111,20 @@ def test_a_rank_without_samples_has_the_collectives_of_the_others(tmp_path: Path
         "module = tpcompiler.load(sys.argv[1] + '/out', training=True)\n"
         "loss = module(torch.load(sys.argv[1] + '/shares')[dist.get_rank()])\n"
         "loss.backward()\n"
-        "made = loss.detach(), module.clip_grad_norm_(1e9), {name: v.grad for name, v in module.named_parameters()}\n"
+        "norms = torch.stack([module.clip_grad_norm_(1e9, power) for power in (2.0, 1, 'inf')])\n"
+        "made = loss.detach(), norms, {name: v.grad for name, v in module.named_parameters()}\n"
         "torch.save(made, f'{sys.argv[1]}/{dist.get_rank()}.made')\n"
         "dist.destroy_process_group()\n"
     )
     run_ranks(3, script, tmp_path)
     wanted = model(x)
     wanted.backward()
-    norm, whole = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9), gradients(model)
+    powers: Any = (2.0, 1.0, float("inf"))
+    norms = torch.stack([torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9, power) for power in powers])
+    whole = gradients(model)
     for rank in range(3):
-        loss, own_norm, own = torch.load(tmp_path / f"{rank}.made")
-        torch.testing.assert_close((loss, own_norm), (wanted.detach(), norm), rtol=1e-12, atol=0)
+        loss, own_norms, own = torch.load(tmp_path / f"{rank}.made")
+        torch.testing.assert_close((loss, own_norms), (wanted.detach(), norms), rtol=1e-12, atol=0)
         rows = {row.name: row_sharding(row, program.mesh) for row in program.manifest().tensors if row.name in whole}
         shares = {name: cut(whole[name], sharding, program.mesh, rank) for name, sharding in rows.items()}
         torch.testing.assert_close(own, shares, rtol=1e-11, atol=1e-14)

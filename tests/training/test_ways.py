@@ -22,7 +22,7 @@ from tests.training.test_steps import Grouped
 from tests.training.test_steps import group_of_one as group_of_one
 from tests.training.ways import master_weights, momentum, overflowing, scaled, step
 from tpcompiler.checkpoint.distributed import _make_state
-from tpcompiler.errors import ArtifactError
+from tpcompiler.errors import ArtifactError, InputsError, UnsupportedError
 from tpcompiler.ir.shares import cut, row_sharding
 
 PLAN = {"up": "colwise", "down": "rowwise"}
@@ -280,3 +280,74 @@ def test_hooks_of_steps_see_no_step_that_makes_state() -> None:
     assert not seen
     optimizer.step()
     assert seen == ["before", "after"]
+
+
+def test_outputs_that_depend_on_no_parameter(tmp_path: Path, group_of_one: None) -> None:
+    def forward(self: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": torch.tanh(self.a(x)).square().mean(), "x": x, "half": x.abs() / 2}
+
+    model, x = Call(forward, a=nn.Linear(8, 8)), torch.randn(4, 8)
+    tpcompiler.parallelize(tpcompiler.export_training(model, (x,), loss="loss"), 1, {}).save(tmp_path / "out")
+    module: Any = tpcompiler.load(tmp_path / "out", training=True)
+    for each in (model, module):
+        made = each(x)
+        assert [value.requires_grad for value in made.values()] == [True, False, False]
+        (made["loss"] * made["half"].mean() / made["x"].square().mean()).backward()
+    torch.testing.assert_close(module.a.weight.grad, model.a.weight.grad)  # type: ignore[union-attr]
+
+
+def test_a_loaded_module_is_not_copied_and_has_the_dtypes_of_its_export(tmp_path: Path, group_of_one: None) -> None:
+    saved(tmp_path / "out", {"tp": 1})
+    module: Any = tpcompiler.load(tmp_path / "out", training=True)
+    with pytest.raises(UnsupportedError, match="a module loaded for training cannot be copied"):
+        torch.optim.swa_utils.AveragedModel(module)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(UnsupportedError, match=r"torch\.autocast is on"):
+            module(batches()[0])
+        with torch.autocast("cpu", enabled=False):
+            loss = module(batches()[0])
+        loss.backward()
+    model = network()
+    model(batches()[0]).backward()
+    torch.testing.assert_close(module.up.weight.grad, model.up.weight.grad)
+
+
+def test_a_program_exported_under_autocast() -> None:
+    """The second draw does not read casts of the parameters before it."""
+    model, x = network().float(), batches()[0].float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        program = tpcompiler.export_training(model, (x,))
+        model(x).backward()
+    got = program.module(check_guards=False)(x)["gradients"]["up.weight"]
+    torch.testing.assert_close(got, model.up.weight.grad, rtol=2e-2, atol=1e-4)
+
+
+def test_norms_and_wrong_arguments(tmp_path: Path, group_of_one: None) -> None:
+    saved(tmp_path / "out", {"tp": 1})
+    module: Any = tpcompiler.load(tmp_path / "out", training=True)
+    model = network()
+    for power in (2.0, 1.0, 3.0, float("inf"), "inf"):
+        norms = []
+        for each in (model, module):
+            each.zero_grad()
+            each(batches()[0]).backward()
+            if each is model:
+                norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, float(power), foreach=True))
+            else:
+                norms.append(module.clip_grad_norm_(0.01, norm_type=power, error_if_nonfinite=True, foreach=True))
+        torch.testing.assert_close(norms[1], norms[0], rtol=1e-12, atol=0)
+        torch.testing.assert_close(module.up.weight.grad, model.up.weight.grad, rtol=1e-12, atol=0)
+    module.up.bias.grad.fill_(float("inf"))
+    with pytest.raises(RuntimeError, match="is inf, so it cannot be clipped"):
+        module.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    with pytest.raises(InputsError, match="the norm 0 is not positive"):
+        module.clip_grad_norm_(1.0, 0)
+
+
+def test_an_input_that_requires_a_gradient_is_named(tmp_path: Path, group_of_one: None) -> None:
+    model = Call(lambda self, x, u=None, v=None: (self.a(x) * u - v).square().mean(), a=nn.Linear(8, 8))
+    x = torch.randn(4, 8)
+    program = tpcompiler.export_training(model, (x,), {"u": x + 1, "v": x + 2})
+    tpcompiler.parallelize(program, 1, {}).save(tmp_path / "out")
+    with pytest.raises(InputsError, match="input 'v' requires a gradient"):
+        tpcompiler.load(tmp_path / "out", training=True)(x, v=x.clone().requires_grad_(), u=x)

@@ -63,6 +63,7 @@ def check_own_gradients(
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.copy_(_moved(parameter, generator))
+        torch.clear_autocast_cache()  # its copies of parameters have not moved
         args, kwargs = tree_map(lambda each: _moved(each, generator), (tuple(args), dict(kwargs)))
         try:
             _compare(model, program, args, kwargs)
@@ -217,6 +218,7 @@ def _kept_state(model: torch.nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for each, value in zip(state, old, strict=True):
                 each.copy_(value)
+        torch.clear_autocast_cache()
 
 
 def _moved(value: Any, generator: torch.Generator) -> Any:

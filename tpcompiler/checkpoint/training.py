@@ -10,20 +10,22 @@ import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
-from tpcompiler._torch import RETURNED_KINDS, Recompute, tree_flatten, tree_map, tree_names, tree_unflatten
+from tpcompiler._torch import RETURNED_KINDS, Recompute, tree_map, tree_names, tree_unflatten
 from tpcompiler.checkpoint.distributed import DistributedState
 from tpcompiler.checkpoint.halves import Halves
-from tpcompiler.errors import ArtifactError, InputsError
+from tpcompiler.errors import ArtifactError, InputsError, UnsupportedError
+from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import holders_of, row_sharding
 from tpcompiler.runtime.agree import named_failures
+from tpcompiler.runtime.inputs import named_inputs
 from tpcompiler.runtime.records import Manifest
 from tpcompiler.runtime.turns import taking_turns
 from tpcompiler.runtime.world import own_rank
@@ -54,6 +56,7 @@ def make_trainable(modules: Mapping[str, Any], manifests: Mapping[str, Manifest]
         type(module).forward = halves.run_forward  # what `load` calls after its checks
         steps = _Backward(module, halves, manifest)
         module.forward = _differentiable(module, at, steps)
+        module.__deepcopy__ = _refuse_copy
         module.saved_bytes, module.no_sync = halves.saved_bytes, steps.no_sync
         module.distributed_state = DistributedState(module, manifest, halves.names)
         blocks = _Blocks(manifest, own_rank(manifest))
@@ -104,7 +107,8 @@ class _Backward:
         halves, given = self.halves, [*saved, tangent]
         saved.clear()
         self._give_up_zeroed()
-        with taking_turns(self.groups), named_failures(self.groups):
+        device = next(self.module.parameters()).device.type
+        with taking_turns(self.groups), named_failures(self.groups), torch.autocast(device, enabled=False):
             if self.is_summing and self.pending is None:
                 return halves.backward(given)[: len(halves.names)]  # type: ignore[no-any-return]
             backward, sums = halves.apart
@@ -166,17 +170,19 @@ def _differentiable(module: Any, loss: int, backward: _Backward) -> Any:
     """
     run, spec = module.forward, module.exported_program.call_spec.out_spec
     place = tree_unflatten([*range(spec.num_leaves)], spec)["outputs"]
-    takes = module.exported_program.graph_signature.user_inputs
     names = [name.removeprefix("outputs.") for name in tree_names(spec)]
+    program, trained = module.exported_program, _trained_outputs(module.exported_program)
 
     @functools.wraps(run)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            _refuse_gradients_of_inputs(takes, tree_flatten((args, kwargs))[0])
+            _refuse_gradients_of_inputs(named_inputs(program, args, kwargs))
+        _refuse_autocast(next(module.parameters()).device.type)
         results = run(*args, **kwargs)
         outputs, parameters = results["outputs"], [module.get_parameter(name) for name in backward.halves.names]
         for at, value in enumerate(outputs):
-            if at != loss and isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
+            is_float = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+            if at != loss and is_float and trained[at]:
                 outputs[at] = _WithoutGradient.apply(parameters[0], [value], names[at])  # type: ignore[no-untyped-call]
         outputs[loss] = _Loss.apply(outputs[loss], results["saved"], backward, *parameters)  # type: ignore[no-untyped-call]
         return tree_map(lambda at: outputs[at], place)
@@ -184,14 +190,40 @@ def _differentiable(module: Any, loss: int, backward: _Backward) -> Any:
     return forward
 
 
-def _refuse_gradients_of_inputs(names: Sequence[Any], values: Sequence[Any]) -> None:
-    for name, value in zip(names, values, strict=True):
+def _trained_outputs(program: ExportedProgram) -> list[bool]:
+    """Return for each of the user's outputs True if it depends on a parameter."""
+    signature, values = program.graph_signature, cast(Any, program.graph.output_node().args[0])
+    parameters = signature.inputs_to_parameters.keys()
+    return [
+        edit.is_tensor(value) and any(node.name in parameters for node in edit.ancestors([value]))
+        for value, spec in zip(values, signature.output_specs, strict=True)
+        if spec.kind in RETURNED_KINDS
+    ]
+
+
+def _refuse_gradients_of_inputs(inputs: Mapping[str, Any]) -> None:
+    for name, value in inputs.items():
         if isinstance(value, torch.Tensor) and value.requires_grad:
             raise InputsError(
-                f"input {str(name)!r} requires a gradient, and a module loaded for training computes those of its "
+                f"input {name!r} requires a gradient, and a module loaded for training computes those of its "
                 "parameters alone",
                 help="pass its detach(), and export what makes it as a part of the model",
             )
+
+
+def _refuse_autocast(device: str) -> None:
+    if torch.is_autocast_enabled(device):
+        raise UnsupportedError(
+            "torch.autocast is on, and the program has the dtypes of its export",
+            help="call the module outside of it, and call export_training in it to have its dtypes",
+        )
+
+
+def _refuse_copy(memo: Any) -> Any:
+    raise UnsupportedError(
+        "a module loaded for training cannot be copied: its halves are on its own parameters",
+        help="load the artifact again, and copy the values of parameters and buffers",
+    )
 
 
 class _WithoutGradient(torch.autograd.Function):
@@ -287,22 +319,46 @@ def _runs(holders: torch.Tensor) -> list[tuple[int, int, int]]:
 
 
 @torch.no_grad()
-def _clip_grad_norm(module: torch.nn.Module, max_norm: float, *, blocks: _Blocks) -> torch.Tensor:
+def _clip_grad_norm(
+    module: torch.nn.Module,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    blocks: _Blocks,
+) -> torch.Tensor:
     """Scale the gradients in place so that the norm of all ranks' together is at most `max_norm`; return the norm.
 
-    All ranks must call it. As `torch.nn.utils.clip_grad_norm_`, of the 2-norm.
+    All ranks must call it. As `torch.nn.utils.clip_grad_norm_`, of a norm that is positive; `foreach` changes nothing.
+
+    Raises:
+        InputsError: the norm is not positive.
+        RuntimeError: the norm is not finite, and `error_if_nonfinite`.
     """
+    power = float(norm_type)
+    if not power > 0:
+        raise InputsError(f"the norm {norm_type} is not positive", help="give a positive one, such as 2.0 or inf")
+    is_max = math.isinf(power)
     graded = [(name, each.grad) for name, each in module.named_parameters() if each.grad is not None]
     device = next(module.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     for name, grad in graded:
         wide = torch.promote_types(grad.dtype, torch.float32)
         for place, count in blocks.of(name):  # an element that several ranks hold counts once
-            total += torch.linalg.vector_norm(grad[place], dtype=wide).double().square() / count
+            if grad[place].numel():
+                norm = torch.linalg.vector_norm(grad[place], power, dtype=wide).double()
+                total = torch.maximum(total, norm) if is_max else total + norm.pow(power) / count
     totals = [torch.zeros_like(total) for _ in range(dist.get_world_size())]
     dist.all_gather(totals, total)
     copy = dist.get_rank() - blocks.rank  # the first rank of those that run this copy of the program
-    norm = torch.stack(totals[copy : copy + blocks.mesh.world_size]).sum().sqrt()
+    own = torch.stack(totals[copy : copy + blocks.mesh.world_size])
+    norm = own.max() if is_max else own.sum().pow(1 / power)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients is {norm.item()}, so it cannot be clipped: leave "
+            "out error_if_nonfinite=True to scale by it anyway"
+        )
     for _, grad in graded:
         grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0).to(grad.dtype))
     return norm

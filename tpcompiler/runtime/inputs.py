@@ -180,7 +180,8 @@ def check_fixed(name: str, given: Any, value: Any) -> None:
     Raises:
         InputsError: it is another.
     """
-    if type(given) is not type(value) or given != value:
+    is_float = isinstance(value, (float, complex))  # which are themselves if they are nan, or 0.0 and not -0.0
+    if type(given) is not type(value) or (repr(given) != repr(value) if is_float else given != value):
         shown = "a tensor" if isinstance(given, torch.Tensor) else repr(given)
         raise InputsError(
             f"input {name!r} is {shown}, the program was exported with {value!r}",
