@@ -24,11 +24,12 @@ from tests.zoo.case import randomise
 from tests.zoo.index import CASES
 from tests.zoo.measure import exported
 from tpcompiler import ArtifactError, InputsError, MeshError, ParallelProgram, UnsupportedError
-from tpcompiler._torch import FakeTensorMode, tree_flatten
+from tpcompiler._torch import FakeTensorMode, guards_of, tree_flatten
 from tpcompiler.frontend.stages import Prices, cut_stages
 from tpcompiler.judge.sound.stages import check_stages
 from tpcompiler.judge.sound.unsound import Unsound
 from tpcompiler.passes.canonicalize import canonicalize
+from tpcompiler.runtime.model_file import read_model
 from tpcompiler.runtime.records import StageRecord
 
 MACHINE = "h100"  # whose kernels take time, which stages share
@@ -319,6 +320,22 @@ def test_arguments_that_are_no_tensors() -> None:
     assert not staged.verify((x, *rest), original=export(_scaled(module), (x, *rest))).ok
     with pytest.raises(InputsError, match="input 'k' is 3, the program was exported with 2"):
         staged.verify((x, 3, x, 5, None))
+
+
+def test_a_number_of_dynamic_size_that_bounds_a_slice(tmp_path: Path) -> None:
+    """Its checks compute with it, in the stage that takes it, and the other stage has none."""
+    module = Call(lambda self, x, n: self.b(torch.relu(self.a(x)))[:, :n], a=nn.Linear(8, 8), b=nn.Linear(8, 8))
+    x = torch.randn(4, 5, 8)
+    program = export(module, (x, 2), dynamic_shapes=(None, torch.export.Dim.DYNAMIC))
+    tpcompiler.parallelize(program, {"pp": 2, "tp": 1}, {}).save(tmp_path / "out")
+    opened = tpcompiler.open(tmp_path / "out")
+    assert opened.check().ok
+    assert opened.verify((x, 3)).ok
+    for rank in range(2):
+        file = tmp_path / "out" / f"stage_{rank}" / "rank_0.pt2"
+        guards = guards_of(torch.export.load(file))
+        assert any("8*L['n']" in each for each in guards) == bool(rank)
+        assert "n" in read_model(file).graph_signature.user_inputs or not rank
 
 
 @pytest.mark.slow

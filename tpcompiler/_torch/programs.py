@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +54,9 @@ def graph_modules(module: fx.GraphModule) -> list[fx.GraphModule]:
     return [each for each in module.modules() if isinstance(each, fx.GraphModule)]
 
 
+GUARDED = re.compile(r"\bL\['(\w+)'\]")  # an input, as a guard names it
+
+
 def tree_names(spec: Any) -> list[str]:
     """Return the path of every leaf of a pytree, as `logits`, `0` or `cache.0.key`; equal paths are numbered, `0#2`.
 
@@ -79,6 +83,16 @@ def guards_of(program: ExportedProgram) -> list[str]:
     return list(vars(program).get("_guards_code") or ())
 
 
+def guards_on(guards: Sequence[str], names: Collection[str]) -> list[str]:
+    """Return those that are on inputs of these names alone: a stage has also those on inputs of other stages."""
+    return [each for each in guards if set(GUARDED.findall(each)).issubset(names)]
+
+
+def set_guards(program: ExportedProgram, guards: Sequence[str]) -> None:
+    """Replace the assertions on inputs."""
+    program._guards_code = list(guards)
+
+
 def passes_guards(program: ExportedProgram, values: Sequence[torch.Tensor]) -> bool:
     """Return True if these inputs, in the program's order, pass the assertions of `program.module()`."""
     if not guards_of(program):
@@ -90,10 +104,11 @@ def passes_guards(program: ExportedProgram, values: Sequence[torch.Tensor]) -> b
     return True
 
 
-def check_built(program: ExportedProgram) -> None:
-    """Validate a program and compute its guards, as torch's constructor does at its end."""
+def check_built(program: ExportedProgram, names: Collection[str] | None = None) -> None:
+    """Validate a program and compute its guards, as torch's constructor does at its end; only those on `names`."""
     program.validate()  # type: ignore[no-untyped-call]
-    program._guards_code = _convert_guards_to_code(program.graph_module)  # type: ignore[no-untyped-call]
+    guards = _convert_guards_to_code(program.graph_module)  # type: ignore[no-untyped-call]
+    program._guards_code = guards if names is None else guards_on(guards, names)
 
 
 def with_state(

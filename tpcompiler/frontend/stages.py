@@ -338,8 +338,9 @@ class _StageWriter:
             {name: value for name, value in source.state_dict.items() if name in held},
             {symbol: bounds for symbol, bounds in source.range_constraints.items() if symbol in symbols},
         )
-        _describe(program, [spec.arg.name for spec in specs if spec.kind is InputKind.USER_INPUT], list(returned))
-        check_built(program)
+        takes = [spec.arg.name for spec in specs if spec.kind is InputKind.USER_INPUT]
+        _describe(program, takes, list(returned))
+        check_built(program, takes)
         return PipelineStage(program, {node.name: self.stages[node] for node in received}, list(outputs))
 
     def _find_results(self) -> tuple[list[tuple[OutputKind, str, Any]], dict[str, Any]]:

@@ -16,7 +16,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from tpcompiler._torch import forget_index, save_program, with_state
+from tpcompiler._torch import forget_index, guards_of, guards_on, save_program, set_guards, with_state
 from tpcompiler.artifact.program import Layout, Stored
 from tpcompiler.errors import TpCompilerWarning, UnsupportedError, option
 from tpcompiler.frontend.refused import refuse_hollow, refuse_unwritable
@@ -77,6 +77,8 @@ def writer_of(
     replaced = plain_outputs(spec)[1] if not keep_output_types and spec is not None else None
     tensors = [structs.replace(row, stored_in=elsewhere.get(row.name)) for row in manifest.tensors]
     calling = manifest.calling
+    if manifest.stage is not None:
+        calling = structs.replace(calling, asserted=guards_on(calling.asserted, calling.names))
     if replaced is not None and spec is not None:
         calling = structs.replace(calling, returns=tree_text(plain_outputs(spec)[0]))
     manifest = structs.replace(manifest, output_type=replaced, tensors=tensors, calling=calling)
@@ -125,6 +127,8 @@ def _write_rank(written: _WriterInput, rank: int, path: Path, *, shared: bool = 
     graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
     for _, value in (pair for graph in graphs for pair in values(graph)):
         forget_index(value)
+    if written.manifest.stage is not None:
+        set_guards(program, guards_on(guards_of(program), written.manifest.calling.names))
     if written.plain:
         signature = program.module_call_graph[0].signature
         assert signature is not None

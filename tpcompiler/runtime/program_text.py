@@ -162,7 +162,8 @@ def _numbers_taken(data: Any) -> set[str]:
     try:
         signature = data["graph_module"]["module_call_graph"][0]["signature"]
         args, named = json.loads(signature["in_spec"])[1]["children_spec"]
-        roots = [*(signature["forward_arg_names"] or ()), *json.loads(named["context"])]
+        positional = (signature["forward_arg_names"] or ())[: len(args["children_spec"])]  # torch also names keywords
+        roots = [*positional, *json.loads(named["context"])]
         leaves = [
             leaf
             for root, spec in zip(roots, (*args["children_spec"], *named["children_spec"]), strict=True)
