@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -12,7 +13,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 @contextlib.contextmanager
 def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Let no hook of the optimizer, or of all optimizers, run in steps of the block."""
-    hooks = (
+    hooks: tuple[dict[int, Any], ...] = (
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,
         _global_optimizer_pre_hooks,

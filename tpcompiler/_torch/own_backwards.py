@@ -49,7 +49,7 @@ def record_own_backwards(*modules: nn.Module) -> Iterator[dict[str, None]]:
 
     def record_of_node(hooks: Any, hook: Any) -> Any:
         names.update(dict.fromkeys(_titles([hook], "a hook of the autograd graph")))
-        return of_node(hooks, hook)
+        return of_node(hooks, hook)  # type: ignore[no-untyped-call]
 
     def record_pack(pack: Any, unpack: Any) -> None:
         if getattr(pack, "__module__", "") not in KEEP_VALUES:
