@@ -16,8 +16,6 @@ from transformers.utils.logging import disable_progress_bar
 
 import tpcompiler
 
-logging.disable(logging.WARNING)  # what torch and other packages say of one another
-disable_progress_bar()
 HERE = Path(__file__).parent
 SENTENCES = [
     "A man is eating food.",
@@ -51,6 +49,8 @@ class SentenceEncoder(torch.nn.Module):
 
 
 def main(out: Path = Path("minilm_tp2")) -> float:
+    logging.disable(logging.WARNING)  # what torch and other packages say of one another
+    disable_progress_bar()
     tokens = AutoTokenizer.from_pretrained(checkpoint())(SENTENCES, padding=True, return_tensors="pt")
     inputs = {name: tokens[name] for name in ("input_ids", "attention_mask")}
     sizes = {name: {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence", max=512)} for name in inputs}

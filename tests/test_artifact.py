@@ -58,7 +58,7 @@ def each(program: ParallelProgram) -> Iterator[ParallelProgram]:
     yield from program.values()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["ranks", "shared"])
 @pytest.mark.parametrize("name", ["one", "dynamic", "several"])
 def test_a_round_trip_loses_nothing(name: str, layout: Literal["ranks", "shared"], tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("words", "said", "code"),
     [

@@ -31,6 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_equal_artifacts(folder: Path) -> None:
     said = "equal: the same mesh, placements, collectives and bytes (weights are not compared)\n"
     assert right("diff", folder / "out", folder / "trained") == said

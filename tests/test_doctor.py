@@ -62,6 +62,7 @@ def test_degrees_are_powers_of_two_and_those_that_divide_what_is_cut() -> None:
     assert not any(each.remarks for each in found.degrees)
 
 
+@pytest.mark.slow
 def test_each_degree_is_what_its_conversion_has() -> None:
     for each in tpcompiler.diagnose(mlp()).degrees:
         made = tpcompiler.parallelize(mlp(), each.ranks, "auto")
@@ -201,6 +202,7 @@ def test_every_kind_of_obstacle(plan: dict[str, str], kind: str, count: int, lay
     assert (kind, count, layer) in [(each.kind, each.count, each.layers[0]) for each in find_obstacles(found)]
 
 
+@pytest.mark.slow
 def test_another_axis_beside() -> None:
     found = tpcompiler.diagnose(mlp(), other_axes={"dp": 2}, inputs={"x": {"dp": "S(0)"}})
     assert [each.mesh for each in found.degrees] == [{"dp": 2, "tp": n} for n in (1, 2, 3, 4, 6, 8, 12, 16)]
@@ -216,6 +218,7 @@ def test_another_axis_beside() -> None:
         tpcompiler.diagnose(mlp(), other_axes={"tp": 2})
 
 
+@pytest.mark.slow
 def test_several_programs() -> None:
     """Their weights are held once, and each call is its own."""
     model = Mlp(192)

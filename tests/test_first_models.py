@@ -160,6 +160,7 @@ class Shadowing(nn.Module):
         return {"input": h, "list": h + filter, "type": filter * hash}
 
 
+@pytest.mark.slow
 def test_names_of_builtins(tmp_path: Path) -> None:
     torch.manual_seed(0)
     args, kwargs = (torch.randn(4, 8), torch.randn(4, 8)), {"filter": torch.randn(4, 8), "hash": torch.randn(4, 8)}

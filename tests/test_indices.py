@@ -282,6 +282,7 @@ def test_check_notices_an_input_that_load_would_not_compare() -> None:
     assert not check_programs(programs, manifest).ok
 
 
+@pytest.mark.slow
 def test_an_artifact_without_checks_stays_so(tmp_path: Path) -> None:
     torch.export.save(exported("gather"), tmp_path / "model.pt2")
     (tmp_path / "plan.yaml").write_text("table: S(0)\n")

@@ -172,6 +172,7 @@ def test_all_that_is_printed_is_of_its_type(printed: dict[str, list[Any]]) -> No
     assert set(kinds_in(answers)) == read_schema()[1].keys() - SLOW
 
 
+@pytest.mark.slow
 def test_what_differs_is_noticed(printed: dict[str, list[Any]]) -> None:
     (good,) = [each for each in printed["explain"] if "formula" in each]
     assert read("explain", good)

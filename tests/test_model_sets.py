@@ -154,6 +154,7 @@ def test_a_program_that_joins_two_models_makes_them_one() -> None:
     }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("degree", [1, 2, 4])
 def test_a_program_has_the_collectives_of_its_own_degree(degree: int, scenario: Path) -> None:
     program = converted(4, degree)
@@ -315,6 +316,7 @@ def test_an_entry_of_the_plan_may_match_in_one_program_only() -> None:
         tpcompiler.parallelize(exported(), 2, {**PLAN, "embedding": "embedding_rowwise"})
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

@@ -175,7 +175,7 @@ def test_no_output_names_a_part(which: str, model: Path, request: pytest.Fixture
     assert any(b"tp=4" in each for each in found)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["planned", "apart"])
 def test_processes(which: str, model: Path, request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue(which).parent

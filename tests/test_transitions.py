@@ -31,7 +31,7 @@ class Doubled(torch.nn.Module):
         return x * 2, x + self.shift
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("world", [2, 4, {"tp": [3, 1, 1]}], ids=str)
@@ -77,6 +77,7 @@ def test_every_change_from_and_to_blocks(world: Any, dynamic: bool) -> None:
             assert any("block 6" in text for text in marks)
 
 
+@pytest.mark.slow
 def test_what_each_pair_costs() -> None:
     """One collective at most, of the kind that moves the fewest bytes."""
     exported = torch.export.export(Doubled(), (torch.randn(5, 7, 3),))
@@ -175,6 +176,7 @@ class Same(torch.nn.Module):
         return tuple(x * 2 for x in xs)
 
 
+@pytest.mark.slow
 def test_every_kind_over_real_subgroups(tmp_path: Path) -> None:
     """Four gloo processes as 2 x 2: groups of two over each axis, and of four over both."""
     value = torch.arange(4.0 * 5 * 6).reshape(4, 5, 6) - 20

@@ -84,7 +84,7 @@ def full_at_the_second(program: ExportedProgram, path: Path) -> None:
     save_whole(program, path)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("save", "reason"),
     [

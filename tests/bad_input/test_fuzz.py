@@ -76,6 +76,7 @@ def test_plan_files(tmp_path: Path, content: bytes) -> None:
         Plan.of(path)
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(st.sampled_from([*PLAN, "**", "head", "head.weight", "x"]) | st.text(max_size=8), JSON, max_size=3)
 )

@@ -16,7 +16,7 @@ from tests.opaque import opaque
 IDS = torch.tensor([[1, 5, 15], [0, 8, 7]])
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("plan", "boundary", "kinds"),
     [

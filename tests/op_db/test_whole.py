@@ -22,7 +22,7 @@ def run(op: Any) -> list[Any]:
     return list(outcomes(op.op, sample))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPS)
 def test_every_cut_is_right(name: str) -> None:
     found = run(OPS[name])

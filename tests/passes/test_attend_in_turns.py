@@ -260,6 +260,7 @@ def test_a_wrong_merge_is_noticed(name: str, wrong: Any, monkeypatch: pytest.Mon
     assert not converted(masked, args, {"cp": 2}).verify(args).ok
 
 
+@pytest.mark.slow
 def test_processes(tmp_path: Path) -> None:
     """The saved files in gloo processes, each with its own steps; `save` has checked them."""
     args = (*qkv(2), SEEN)

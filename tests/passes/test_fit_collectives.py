@@ -231,6 +231,7 @@ def test_the_search_prices_what_sends() -> None:
     assert [sent(each) for each in ("nccl", "symm_mem", "auto")] == [[], ["all_reduce"], ["all_reduce"]]
 
 
+@pytest.mark.slow
 def test_files_are_priced_by_what_sends_and_on_the_machine_that_they_are_for(tmp_path: Path) -> None:
     """64 KB over 8 H100: 4.8 us + 114,688 B / 75 GB/s = 6.33 us in one shot, and 17.2 us by NCCL."""
     rows(1024, machine="h100").save(tmp_path / "out", layout="shared")

@@ -47,16 +47,19 @@ def test_replicas_are_the_same_bits(results: dict[str, list[Any]]) -> None:
         assert bool(apart(ranks, "disturbed")) == (name != "conv")  # negative control; `conv` has no norm to disturb
 
 
+@pytest.mark.slow
 def test_outputs_have_the_strides_of_the_single_device(results: dict[str, list[Any]]) -> None:
     for name, ranks in results.items():
         want = run_single(functional(name), inputs_of(name, 1)[0]).outputs
         assert all(rank["strides"] == [value.stride() for value in want] for rank in ranks)
 
 
+@pytest.mark.slow
 def test_a_second_call_gives_the_same_bits(results: dict[str, list[Any]]) -> None:
     assert {rank["again"] for ranks in results.values() for rank in ranks} == {0.0}
 
 
+@pytest.mark.slow
 def test_unflatten_keeps_the_modules_and_the_numbers(results: dict[str, list[Any]]) -> None:
     for name, ranks in results.items():
         modules = [n for n, _ in torch.export.unflatten(functional(name)).named_modules() if n]
@@ -65,6 +68,7 @@ def test_unflatten_keeps_the_modules_and_the_numbers(results: dict[str, list[Any
             assert rank["modules"] == modules
 
 
+@pytest.mark.slow
 def test_compiled_is_eager(results: dict[str, list[Any]]) -> None:
     """The whole graph, without a break: aot_eager runs the same kernels; inductor makes its own, which round otherwise,
     within what the judge allows between two orders of summation."""
@@ -77,12 +81,14 @@ def test_compiled_is_eager(results: dict[str, list[Any]]) -> None:
                 assert rank.get("inductor", 0.0) <= limit
 
 
+@pytest.mark.slow
 def test_a_loaded_module_refuses_a_backward(results: dict[str, list[Any]]) -> None:
     for ranks in results.values():
         for rank in ranks:
             assert rank["backward"] == "element 0 of tensors does not require grad and does not have a grad_fn"
 
 
+@pytest.mark.slow
 def test_gradients_of_the_program_itself_are_wrong(results: dict[str, list[Any]]) -> None:
     """Not promised, and nothing is said: of a weight behind the last sum the gradient comes out once per rank, of one
     before it each rank has another part."""

@@ -21,6 +21,7 @@ def outcomes(seed: int) -> list[Outcome]:
     return batch(seed, SHORT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_all_ranks_are_the_single_device(seed: int) -> None:
     wrong = [outcome for outcome in outcomes(seed) if outcome.kind == "failed"]

@@ -50,6 +50,7 @@ def right(program: tpcompiler.ParallelProgram, x: torch.Tensor) -> bool:
     return True
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_one_row_to_each_neighbour(world: int) -> None:
     """A rank between two others sends each of them a row of 8 numbers, where a gather takes most of the image."""

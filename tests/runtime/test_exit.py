@@ -43,7 +43,7 @@ def template(directory: Path) -> Iterator[Template]:
         yield made
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 @pytest.mark.parametrize(
     ("script", "threads"),

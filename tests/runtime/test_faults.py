@@ -15,7 +15,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_artifacts(tmp_path_factory.mktemp("faults"))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault(fault: str, artifact: Path) -> None:

@@ -326,6 +326,7 @@ def test_explain_holds_to_the_form(name: str, tmp_path: Path) -> None:
     assert explain_artifact(tmp_path / "out", INSIDE[name][0], machine="ideal").kind == "op"
 
 
+@pytest.mark.slow
 def test_explain_takes_no_form(tmp_path: Path) -> None:
     NORMED.converted(2, machine="ideal").save(tmp_path / "out")
     assert explain_artifact(tmp_path / "out", "rms_norm", machine=MACHINE).kind == "op"

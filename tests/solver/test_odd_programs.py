@@ -53,7 +53,7 @@ CASES: dict[str, tuple[Forward, tuple[torch.Tensor, ...], bool]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.sweep
 @pytest.mark.parametrize("plan", ["auto", "auto:free"])
 @pytest.mark.parametrize("mesh", [2, 3, {"dp": 2, "tp": 4}], ids=str)

@@ -74,7 +74,7 @@ def test_pieces_of_long_loops_only() -> None:
     assert set().union(*found.values()) == {"c", "x", "z", "_x", "_z"} - {"x", "_x"}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", ["ideal", "h100"])
 def test_numbers(machine: str) -> None:
     """The report says that choices are left out."""

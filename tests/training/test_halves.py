@@ -353,6 +353,7 @@ def test_random_numbers_are_drawn_once(forward: Any, tmp_path: Path, group_of_on
         assert torch.equal(state, drawn[-1])
 
 
+@pytest.mark.slow
 def test_any_number_of_samples(tmp_path: Path, group_of_one: None) -> None:
     model = network()
     shapes = ({0: Dim("samples", min=2)},)
