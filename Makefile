@@ -4,7 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-INSTALL := $(PIP) install -c constraints.txt
+# Without --no-compile pip spends half of its time on bytecode of modules that nobody imports.
+INSTALL := $(PIP) install --no-compile -c constraints.txt
 # More words for pytest: make test PYTEST_ARGS="-k mesh"
 PYTEST_ARGS ?=
 TRUST ?=
