@@ -122,7 +122,7 @@ def _refuse_others(optimizer: torch.optim.Optimizer, names: Collection[torch.Ten
         if value not in names:
             raise ArtifactError(
                 f"the optimizer has a tensor {list(value.shape)} that is no parameter of the module",
-                help="give it an optimizer of its own, whose state_dict() torch.distributed.checkpoint takes",
+                help="give that tensor another optimizer, and save its state_dict()",
             )
     if any(each.default is each.empty for each in inspect.signature(optimizer.step).parameters.values()):
         raise ArtifactError(

@@ -38,7 +38,7 @@ class Batches(NamedTuple):
 
 
 class _Counts(NamedTuple):
-    """How a value counts the batch.
+    """The dims of a value that count the batch.
 
     Attributes:
         dims: the dims that count it.
