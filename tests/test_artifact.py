@@ -58,7 +58,7 @@ def each(program: ParallelProgram) -> Iterator[ParallelProgram]:
     yield from program.values()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ranks", "shared"])
 @pytest.mark.parametrize("name", ["one", "dynamic", "several"])
 def test_a_round_trip_loses_nothing(name: str, layout: Literal["ranks", "shared"], tmp_path: Path) -> None:
@@ -84,6 +84,7 @@ def test_a_round_trip_loses_nothing(name: str, layout: Literal["ranks", "shared"
     assert read.check().ok
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["ranks", "shared"])
 @pytest.mark.parametrize("name", ["one", "several"])
 def test_opened_files_are_saved_as_they_are(name: str, layout: Literal["ranks", "shared"], tmp_path: Path) -> None:
@@ -151,6 +152,7 @@ def test_what_changes_files_needs_files(tmp_path: Path) -> None:
             change(converted("one"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not PAGE.exists(), reason="an installed wheel has no docs next to the tests")
 def test_the_example_of_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)

@@ -72,6 +72,7 @@ def test_the_formula_holds_at_other_sizes(tmp_path: Path, mesh: Any) -> None:
         assert eval(found.formula.replace("other.1", str(others)), names) == found.wire_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(2)
 @MESHES
 def test_without_sizes_it_is_the_manifest_s(tmp_path: Path, mesh: Any) -> None:

@@ -54,7 +54,7 @@ def test_a_literal_in_a_file_is_found(tmp_path: Path) -> None:
     assert devices_in_file(tmp_path / "rank.pt2")["model.json"] == {("cpu", None), ("cuda", None), ("cuda", 0)}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("world", [2, 4])
@@ -143,6 +143,7 @@ def test_autocast() -> None:
     assert made.verify((x,)).ok
 
 
+@pytest.mark.slow
 def test_the_graph_does_not_depend_on_the_device() -> None:
     """Collectives, their order and their bytes are those of the program for the CPU."""
     for name in MODELS:

@@ -109,6 +109,7 @@ def test_no_page_of_two_models(folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "page.html").exists()
 
 
+@pytest.mark.slow
 def test_two_models(tmp_path: Path) -> None:
     """Of other weights, and of the same weights and other ops."""
     for name, layer in {"relu": nn.ReLU(), "gelu": nn.GELU(), "wide": nn.Linear(4, 4)}.items():

@@ -98,7 +98,7 @@ DAMAGES: dict[str, Callable[[list[Move]], list[Move]]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damages_are_found(decode: Any, damage: str) -> None:
     both = [converted(decode, 2, "S(1)"), converted(decode, 4, "S(2)")]
@@ -258,6 +258,7 @@ class Mixed(nn.Module):
         return x + self.b_state
 
 
+@pytest.mark.slow
 def test_buffers_of_several_dtypes(tmp_path: Path) -> None:
     """In one message, in which a number may begin anywhere."""
     x = torch.tensor([1.0, -1.0, 1.0, 0.5, 2.0])

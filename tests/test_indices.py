@@ -358,6 +358,7 @@ def test_a_rank_with_its_own_indices_ends_the_others(tmp_path: Path) -> None:
     assert "an answer" not in "".join(ended.printed)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("use", [lambda t, i: torch.take(t, i), lambda t, i: t.index_select(0, i), lambda t, i: t[i]])
 def test_no_index_at_all(use: Callable[..., Any]) -> None:
     """The check, which draws indices for a body, draws none."""

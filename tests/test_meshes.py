@@ -74,6 +74,7 @@ def test_two_sums_of_half_the_batch_each(mesh: dict[str, int], core: bool, dynam
     assert report.ok, str(report)
 
 
+@pytest.mark.slow
 def test_an_axis_of_one_rank_cuts_nothing(tmp_path: Path) -> None:
     """Though a style, and the boundary, ask for it: one script serves whatever the degrees are."""
     for mesh, world in (({"dp": 1, "tp": 2}, 2), ({"dp": 2, "tp": 1}, 2), ({"dp": 1, "tp": 1}, 1)):

@@ -170,6 +170,7 @@ def test_a_program_has_the_collectives_of_its_own_degree(degree: int, scenario: 
     assert report.max_abs_err > 0  # sums of several ranks
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["draft", "vision"])
 def test_a_scenario_names_the_wrong_program(name: str, scenario: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: one rank has another bias."""
@@ -228,6 +229,7 @@ def test_another_number_of_ranks_keeps_the_draft(tmp_path: Path, scenario: Path)
             assert torch.equal(again[name].only.read(fqn), state[fqn])
 
 
+@pytest.mark.slow
 def test_weights_of_several_models_are_not_read_from_one_checkpoint(tmp_path: Path) -> None:
     converted(2, 1).save(tmp_path / "out", layout="shared")
     with pytest.raises(ArtifactError, match="holds programs of 3 models: vision; prefill, decode; draft"):

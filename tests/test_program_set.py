@@ -91,6 +91,7 @@ def test_one_directory_on_real_processes(layout: Literal["ranks", "shared"], tmp
             torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * float(want.abs().max()))
 
 
+@pytest.mark.slow
 def test_one_of_them_by_itself_lacks_its_weights(tmp_path: Path) -> None:
     converted(2).save(tmp_path / "out")
     with pytest.raises(ArtifactError, match=r"decode leaves \d+ tensors to the program next to it"):
@@ -139,6 +140,7 @@ def test_what_is_refused() -> None:
         converted(2).verify([("encode", PROMPT[0])])
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(("features", "world"), [(4, 3), (2, 4)])
 def test_a_rank_without_a_share(features: int, world: int, tmp_path: Path) -> None:

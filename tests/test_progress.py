@@ -65,6 +65,7 @@ def test_what_is_counted_is_done_when_the_next_one_is_asked_for() -> None:
     assert told["searching"][-1] == ("letters", 2, 2)  # it is over
 
 
+@pytest.mark.slow
 def test_every_long_step_tells_how_far_it_is(model: Path) -> None:
     exported = export_mlp()
     made = tpcompiler.parallelize(exported, 2, PLAN)

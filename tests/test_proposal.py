@@ -66,7 +66,7 @@ def test_what_the_search_finds(model: nn.Module, expected: dict[str, str]) -> No
     assert {c.kind for c in program.collectives()} == {"all_reduce"}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["llama", "t5", "minilm"])
 def test_no_slower_than_what_a_person_would_write(name: str) -> None:

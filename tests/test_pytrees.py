@@ -163,6 +163,7 @@ def test_any_tree(name: str, tmp_path: Path) -> None:
     check(exported(forward, args), tmp_path / "out", (args, {}))
 
 
+@pytest.mark.slow
 def test_keyword_arguments_in_any_order(tmp_path: Path) -> None:
     """Also the keys of a dict: the program finds them by name."""
     first = (X,), {"c": Y, "d": {"p": W, "q": Y}}

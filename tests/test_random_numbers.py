@@ -80,7 +80,7 @@ def on_all(made: ParallelProgram, world: int) -> list[list[torch.Tensor]]:
     return [r.outputs for r in simulate([made.rank_program(i) for i in range(world)], [[X]] * world)]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(1)
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", [*FOR_A_SHAPE, *FOR_VALUES])
@@ -269,7 +269,7 @@ SELDOM: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.sweep
 @pytest.mark.parametrize("dialect", ["training", "canonical"])
 @pytest.mark.parametrize("name", SELDOM)

@@ -52,7 +52,7 @@ class Merged(torch.nn.Module):
         return (merged * 2 + z).sin() + merged
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize(
     ("world", "dynamic"),

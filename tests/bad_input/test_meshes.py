@@ -10,7 +10,7 @@ import tpcompiler
 from tests.bad_input.models import PLAN, Net, X, exported, refusal
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 20])
 def test_a_mesh_of_any_size(world: int) -> None:
     """More ranks than there are features: the last ones hold nothing, and the sum is right."""

@@ -57,6 +57,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path / "checkpoint"
 
 
+@pytest.mark.slow
 def test_the_checkpoint_has_other_values(checkpoint: Path, tmp_path: Path) -> None:
     """Those of the constructor would give other numbers, without a word."""
     tpcompiler.parallelize(hollow(), 2, PLAN).save(tmp_path / "out")
@@ -80,7 +81,7 @@ def test_for_other_ranks(checkpoint: Path, tmp_path: Path) -> None:
     assert torch.allclose(torch.export.load(tmp_path / "merged.pt2").module()(X), trained()(X))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("partial", [False, True])
 def test_a_checkpoint_that_lacks_one_is_refused(partial: bool, checkpoint: Path, tmp_path: Path) -> None:
     """As by torch's load_state_dict: zeros of the constructor are not the trained model's numbers."""

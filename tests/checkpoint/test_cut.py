@@ -78,6 +78,7 @@ def test_a_wrong_checkpoint_is_not_equal(tmp_path: Path) -> None:
     assert not tpcompiler.check(out, exported()).ok
 
 
+@pytest.mark.slow
 def test_without_weights_everything_says_so(tmp_path: Path) -> None:
     """torch reads the same file with zeros, and without a word."""
     program = hollow()
@@ -275,6 +276,7 @@ def test_a_checkpoint_that_changes_while_it_is_cut(tmp_path: Path) -> None:
     assert not weights(out)
 
 
+@pytest.mark.slow
 def test_what_an_interrupted_cut_leaves_does_not_bar_the_way(tmp_path: Path) -> None:
     out, checkpoint = converted(tmp_path / "out"), write_checkpoint(tmp_path / "c")
     cut_until(out, checkpoint, 0.5)

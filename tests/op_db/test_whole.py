@@ -37,6 +37,7 @@ def test_a_wrong_rule_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Counter(o.what for o in run(OPS["softmax"]))["wrong"]
 
 
+@pytest.mark.slow
 def test_two_slices_of_one_shape_are_two_operands() -> None:
     """Seen wrong: the local body of a group norm took its bias for its weight."""
     (op,) = ops_named(["nn.functional.group_norm"]).values()

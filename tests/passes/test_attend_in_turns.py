@@ -195,7 +195,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     judge("scores added to, the least number", {"cp": 2}, dtype)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attend", "mesh"), [(causal, {"cp": 4}), (masked, {"cp": 2, "tp": 2})], ids=["causal", "masked"]
 )

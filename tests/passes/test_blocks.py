@@ -101,6 +101,7 @@ def test_blocks_of_a_dynamic_size_are_gathered() -> None:
         assert program.verify((torch.randn(4, steps, 5),)).ok
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_a_buffer_that_is_written_in_blocks(world: int) -> None:
     """A buffer follows what is put in it, also into blocks, and keeps it from call to call."""

@@ -79,6 +79,7 @@ def test_the_files_say_which_path_and_are_judged_by_it(tmp_path: Path) -> None:
     assert change == "[S(0), P(sum)] -> [S(0), S(0)] -> [S(0), R]"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("path", "said"),
     [

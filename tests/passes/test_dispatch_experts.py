@@ -224,6 +224,7 @@ def test_tokens_that_all_ranks_have() -> None:
     assert program.verify((X,)).ok
 
 
+@pytest.mark.slow
 def test_any_number_of_tokens() -> None:
     program = converted(built(Experts, 8, bias=True), {"ep": 4}, dynamic=({0: Dim("tokens")},))
     for count in (4, 12, 64):

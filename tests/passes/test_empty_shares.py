@@ -70,6 +70,7 @@ def test_packed_blocks(size: int, mesh: dict[str, int], held: list[int], style: 
     program.save(tmp_path / "out")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [4, 8])
 def test_no_row_is_lost_between_two_axes(world: int) -> None:
     """On 8 ranks the axis is also tried as two, where a unit of the outer factor does not fit into a head."""
@@ -92,7 +93,7 @@ def test_a_unit_must_fit_into_every_piece() -> None:
 PLACED = ["S(0)", "S(0, block 1)", "S(0, block 2)", "S(0, unit 3)", "S(0, parts 2 4)"]
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("outer", PLACED)
 @pytest.mark.parametrize("inner", PLACED)
 @pytest.mark.parametrize("mesh", [{"a": 3, "b": 2}, {"a": 2, "b": 3}], ids=str)

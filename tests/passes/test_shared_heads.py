@@ -134,7 +134,7 @@ def test_the_report_says_who_shares_and_what_is_uneven() -> None:
     ) in said
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "groups", "packed"), [(8, 2, True), (6, 3, False)])
 def test_real_processes(heads: int, groups: int, packed: bool, tmp_path: Path) -> None:
     """Packed parts of which two ranks share the keys, and whole heads of which one rank has none."""

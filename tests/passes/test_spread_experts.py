@@ -152,6 +152,7 @@ def test_one_all_reduce_of_tokens(net: Experts, plan: Mapping[str, object], mesh
     assert "by_block" not in str(program.rank_program(0).graph)  # a rank calls torch's kernel
 
 
+@pytest.mark.slow
 def test_any_number_of_tokens() -> None:
     program = converted(built(bias=True), 2, {**PLAN, "bias": "grouped_gemm"}, ({0: Dim("tokens")},))
     for count in (1, 2, 9):

@@ -179,6 +179,7 @@ def test_calls_are_the_single_devices(tmp_path: Path) -> None:
     assert all("input 'mask' is torch.float32 [12, 6], the program takes" in printed for printed in ended.printed)
 
 
+@pytest.mark.slow
 def test_micro_batches_of_a_mean_are_refused_at_load(tmp_path: Path) -> None:
     program = export(model(lambda self, x: mlp(self, x).mean(0)), (X,))
     tpcompiler.parallelize(program, {"pp": 2, "tp": 1}, {}).save(tmp_path / "out")

@@ -41,6 +41,7 @@ def apart(found: dict[str, list[torch.Tensor]]) -> list[str]:
     ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", NAMES)

@@ -28,6 +28,7 @@ def single(name: str) -> list[torch.Tensor]:
     return run_single(functional(name), inputs_of(name, 1)[0]).outputs
 
 
+@pytest.mark.sample(2)
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", NAMES)
@@ -65,6 +66,7 @@ def misplaced(programs: Sequence[ExportedProgram], name: str) -> list[str]:
     return found
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(
     "name", [name for name in NAMES if "dynamic" not in str(name)]

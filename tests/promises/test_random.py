@@ -72,6 +72,7 @@ def test_ranks_that_are_seeded_otherwise_give_wrong_numbers(monkeypatch: pytest.
     assert not agree(second.outputs, want)
 
 
+@pytest.mark.slow
 def test_real_processes_draw_what_the_single_device_draws(tmp_path: Path) -> None:
     made = converted()
     made.save(tmp_path / "out")

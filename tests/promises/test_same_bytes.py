@@ -62,6 +62,7 @@ def test_in_a_fresh_process_and_another_folder(tmp_path: Path, monkeypatch: pyte
     assert hashes(one / "out") == hashes(other / "out")
 
 
+@pytest.mark.slow
 def test_another_program_gives_other_bytes(tmp_path: Path) -> None:
     """Negative control: one element of one weight."""
     program = torch.export.export(Odd(), (IDS,))

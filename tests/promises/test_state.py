@@ -102,7 +102,7 @@ def test_replicas_share_memory_with_the_original_and_shards_do_not() -> None:
     assert shard.untyped_storage().nbytes() == shard.nbytes < before.state_dict[cut].nbytes  # the whole is let go
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize(("name", "shape"), [("llama", (3, 12)), ("llama_dynamic", (2, 513))])
 @pytest.mark.parametrize("guards", [True, False])

@@ -87,7 +87,7 @@ BY_HAND: list[tuple[Callable[[], nn.Module], int, int, int]] = [
 ]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("net", "rows", "world", "lacks"), BY_HAND)
 def test_rows_by_hand(net: Callable[[], nn.Module], rows: int, world: int, lacks: int) -> None:
     x = torch.randn(1, 1, rows, WIDTH)
@@ -140,7 +140,7 @@ WINDOWS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.sweep
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("rows", [4, 5, 8, 11, 12])
@@ -151,7 +151,7 @@ def test_all_sizes_and_ranks(name: str, rows: int, world: int) -> None:
     assert right(converted(WINDOWS[name](), x, {"cp": ROWS}, {"cp": world}), x)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("net", "shape", "dim"),
     [
@@ -192,6 +192,7 @@ def test_rows_and_groups_over_two_axes() -> None:
     assert right(program, x)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rows", [7, 8])
 def test_rows_over_two_axes(rows: int) -> None:
     x = torch.randn(1, 2, rows, WIDTH)
@@ -332,6 +333,7 @@ def pad_the_other_side(program: fx.Graph) -> None:
             node.args = (node.args[0], [*columns, behind, before], *node.args[2:])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("damage", [swap_edges, send_the_wrong_row, pad_the_other_side])
 def test_a_tampered_exchange_is_noticed(damage: Callable[[fx.Graph], None]) -> None:
     """The negative control, for `verify` and for `check`."""
@@ -348,6 +350,7 @@ def test_a_tampered_exchange_is_noticed(damage: Callable[[fx.Graph], None]) -> N
     assert not report.ok
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shares", [2, [2, 1]], ids=str)
 def test_windows_of_a_pending_sum(shares: Any) -> None:
     """Each rank's columns are a term of a sum over dp: of all terms together they must be the whole's."""

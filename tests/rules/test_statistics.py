@@ -76,6 +76,7 @@ def test_two_numbers(norm: str, dim: int, numbers: int, world: int) -> None:
     assert program.verify((x,), then=[((x.sin(),), {})]).ok
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dim", [BATCH, ROWS])
 @pytest.mark.parametrize("norm", ["batch", "group"])
 def test_shares_of_several_sizes_reduce_the_mean_first(norm: str, dim: int) -> None:

@@ -121,6 +121,7 @@ PRODUCTS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.parametrize("degree", [2, 4])

@@ -34,7 +34,7 @@ def write(path: Path, part: Any, escaped: bool = False) -> None:
         archive.writestr("model/models/model.json", json.dumps({"out_spec": spec}))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "is_registered"),
     [

@@ -124,6 +124,7 @@ def test_a_package_on_a_full_disk(tmp_path: Path, tmp_path_factory: pytest.TempP
     assert read_package(out) is None
 
 
+@pytest.mark.slow
 def test_a_full_disk_for_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cut that cannot begin leaves no trace of one; nor does a merge that fails half-way."""
     tpcompiler.parallelize(export_mlp(), 2, PLAN).save(tmp_path / "out")

@@ -111,6 +111,7 @@ def test_the_same_bytes_again(out: Path, tmp_path: Path) -> None:
         assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes(), path.name
 
 
+@pytest.mark.sample(1)
 def test_what_is_written_to_a_weight_stays_in_the_process(out: Path) -> None:
     before = sha256(out / weights_file(0))
     program = read_rank(open_program(out), 0)

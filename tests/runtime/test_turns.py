@@ -77,6 +77,7 @@ def refuses(directory: Path, models: dict[str, nn.Module]) -> None:
     assert failed.startswith("two: LaunchError: rank 1: a collective of the group 'tp=2:tp' (ranks 0, 1) has failed")
 
 
+@pytest.mark.slow
 def test_two_threads_at_once_are_refused(directory: Path, models: dict[str, nn.Module]) -> None:
     """Two programs of one set; neither call is answered, nor is a later one, and the other rank does not hang."""
     refuses(directory, models)

@@ -101,6 +101,7 @@ def test_no_worse_than_the_experts_plan(name: str, world: int) -> None:
     assert held(least) <= min(held(auto), held(tpcompiler.parallelize(program, world, case.asked())))
 
 
+@pytest.mark.slow
 def test_each_weight_of_a_module_that_has_several() -> None:
     case, program = CASES["einsum_transformer"], exported("einsum_transformer")
     auto = tpcompiler.parallelize(program, 2, "auto", optimize="memory")

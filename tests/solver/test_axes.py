@@ -175,7 +175,7 @@ def test_the_report_names_the_order_and_the_gap(tmp_path: Path, monkeypatch: pyt
     )
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [together.MOST_TOGETHER, 1])
 def test_the_plan_that_was_found_gives_the_same_files(
     most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -269,6 +269,7 @@ def test_norms_by_hand(ranks: int) -> None:
     assert work == pytest.approx(max(products, moved / BANDWIDTH), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_wrong_form_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the numbers: every turn has the same part, every block the rows of its neighbour."""
     with monkeypatch.context() as patch:
@@ -314,6 +315,7 @@ INSIDE = {  # a value of each form, and a leaf
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", INSIDE)
 def test_explain_holds_to_the_form(name: str, tmp_path: Path) -> None:

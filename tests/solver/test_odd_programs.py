@@ -53,7 +53,7 @@ CASES: dict[str, tuple[Forward, tuple[torch.Tensor, ...], bool]] = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("plan", ["auto", "auto:free"])
 @pytest.mark.parametrize("mesh", [2, 3, {"dp": 2, "tp": 4}], ids=str)
@@ -74,7 +74,7 @@ def test_without_weights_there_is_nothing_to_name() -> None:
         tpcompiler.parallelize(program, 2, {"up": "colwise", "**": "auto"})
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["auto", "auto:free"])
 def test_where_tables_grow_too_large_fewer_choices_are_looked_at(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer, and a note that it is of fewer choices; the negative control is the search without a limit."""

@@ -51,7 +51,7 @@ return reshard_2
     )
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.sweep
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(

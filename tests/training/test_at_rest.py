@@ -121,6 +121,7 @@ def test_for_inference_too() -> None:
 MLP: dict[str, Any] = {"inputs": {"x": ROWS, "labels": ROWS}, "outputs": {"outputs.output": ROWS}}
 
 
+@pytest.mark.slow
 def test_the_search_takes_it_where_nothing_else_fits() -> None:
     """With layers that are cut alone a rank holds 2.34 kB, 0.9 kB of it AdamW's. The plan gives the same program."""
     _, program, args, named = built("mlp")

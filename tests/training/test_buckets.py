@@ -77,6 +77,7 @@ def test_each_dtype_and_group_by_itself() -> None:
     assert made.verify().ok
 
 
+@pytest.mark.slow
 def test_ranks_with_other_shapes_make_the_same_buckets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """8 columns on 3 ranks: shares of 3 and of 2 are on either side of what fills a bucket."""
     monkeypatch.setattr(module, "BYTES", WIDTH * 3 * 4 + 3 * 4)
@@ -146,6 +147,7 @@ def test_taken_apart() -> None:
     assert take_apart(apart) is apart
 
 
+@pytest.mark.slow
 def test_pictures_and_explanations(tmp_path: Path) -> None:
     made, _ = converted({"dp": 2})
     made.save(tmp_path / "out")

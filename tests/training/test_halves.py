@@ -130,6 +130,7 @@ def test_a_rank_without_samples_has_the_collectives_of_the_others(tmp_path: Path
         torch.testing.assert_close(own, shares, rtol=1e-11, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_micro_batches_in_flight(tmp_path: Path, group_of_one: None) -> None:
     """Backwards in another order than the forwards; one that is scaled; a step in between is refused."""
     model, x = network(), torch.randn(2, 4, 32, dtype=torch.float64)
@@ -302,6 +303,7 @@ def test_less_at_the_peak_than_at_once(tmp_path: Path, group_of_one: None) -> No
     assert saved["min-cut"] <= 5 * 6 < 6 * 6 <= saved["none"]
 
 
+@pytest.mark.slow
 def test_buffers_that_are_written(tmp_path: Path, group_of_one: None) -> None:
     torch.manual_seed(0)
     model, x, labels = Images().double().train(), torch.randn(4, 3, 10, 10).double(), torch.tensor([0, 3, 1, 4])

@@ -47,7 +47,7 @@ def sort_tokens(self: Any, x: torch.Tensor) -> torch.Tensor:
     return (y[order] * weight[:, None]).square().mean()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("forward", "gathered"),
     [(write_tokens, []), (pool, []), (contrast, [4 * 8 * 4]), (sort_tokens, [4 * 6 * 4, 4 * 6 * 8 * 4])],

@@ -97,6 +97,7 @@ def test_a_rank_that_makes_another_step(monkeypatch: pytest.MonkeyPatch) -> None
     assert lines[-1].startswith("  ok  step 1: 8 values, of which the least exact is ")
 
 
+@pytest.mark.slow
 def test_by_the_command_line(tmp_path: Path) -> None:
     made, _, _ = converted("mlp")
     made.save(tmp_path / "out")
