@@ -28,6 +28,7 @@ def test_all_ranks_are_the_single_device(seed: int) -> None:
     assert not wrong, "\n".join(f"{outcome.why}\n{outcome.case}" for outcome in wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)  # alone it runs all seeds
 def test_the_programs_are_many_kinds_of_programs() -> None:
     """What is drawn by chance must not become poor unseen."""

@@ -111,6 +111,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("world_of_one")
 def test_it_is_called_as_the_program_is(alone: Path) -> None:
     """From call to call, in any memory layout, with the program's own errors."""
@@ -160,6 +161,7 @@ def test_inputs_in_any_layout_and_outputs_that_are_none(alone: Path, tmp_path: P
     assert torch.equal(programs["laid"].exported_program.state_dict["held"], held)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("world_of_one")
 def test_machine_code_is_not_run_unasked(alone: Path, tmp_path: Path) -> None:
     with pytest.warns(TpCompilerWarning, match="is machine code and runs only on request"):
