@@ -13,13 +13,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tpcompiler.errors import ArtifactError, reason
-from tpcompiler.runtime.hub import refuse_missing_checkpoint
+from tpcompiler.runtime.hub import DOWNLOAD, refuse_missing_checkpoint
 from tpcompiler.runtime.opened import Opened, read_object
 from tpcompiler.runtime.weights import NAMES
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
-DOWNLOAD = "give the directory with the model's *.safetensors files"
 
 
 @dataclass(frozen=True)

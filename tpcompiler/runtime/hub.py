@@ -11,6 +11,7 @@ from tpcompiler.errors import ArtifactError, option
 PART = r"[A-Za-z0-9][\w.-]*"
 OWNED = re.compile(rf"({PART}/{PART}?)(/config\.json)?", re.ASCII)
 BARE = re.compile(PART, re.ASCII)  # an id without an owner, such as gpt2
+DOWNLOAD = "give the directory with the model's *.safetensors files"
 FACTORY = "write module:factory, of a function that returns (model, args), (model, args, kwargs) or these and shapes"
 WRITE_MODEL = "export the model and write it with torch.export.save(exported_program, path)"
 FILE = re.compile(r"\.(pt2?|pth|bin|ya?ml|json|safetensors|py)", re.ASCII | re.IGNORECASE)
@@ -47,7 +48,7 @@ def refuse_missing_artifact(path: str | os.PathLike[str]) -> None:
 
 def refuse_missing_checkpoint(path: str | os.PathLike[str]) -> None:
     """Raise ArtifactError for a directory of weights that does not exist."""
-    _refuse_missing(path, download_help(path, "give {}") or "give the directory with the model's *.safetensors files")
+    _refuse_missing(path, download_help(path, "give {}") or DOWNLOAD)
 
 
 def refuse_missing_config(path: str | os.PathLike[str]) -> None:
