@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -21,6 +21,8 @@ from tpcompiler.rules.registry import rule_of
 
 HEADS = -3  # the dim of heads: [..., heads, steps, features]
 GROUP = "group"  # an axis whose ranks would hold the equal heads of a group
+_Place = tuple[fx.Node, Sharding]
+_Step = tuple[list[_Place], Callable[..., Any]]  # values in the shardings that are needed, and code on their shares
 COPIES = (aten.clone.default, aten.alias.default, aten.lift_fresh_copy.default)
 RESHAPES = (*edit.VIEWS, aten.flatten.using_ints, aten.unflatten.int)
 
@@ -42,21 +44,16 @@ def find_distinct_heads(
 
 
 def region_on(
-    node: fx.Node,
-    parts: Sequence[DistinctHeads],
-    others: Sequence[fx.Node],
-    body: Callable[..., Tensor],
-    whole: tuple[OpOverload, ...],
-    asked_by: str = "",
+    node: fx.Node, parts: Sequence[DistinctHeads], others: Sequence[fx.Node], body: Callable[..., Tensor], **how: Any
 ) -> Region:
-    """Return the region of a call whose body takes values with distinct heads, and then others."""
+    """Return the region of a call whose body takes values with distinct heads, and then others; `how`: of `Region`."""
     inputs = list(dict.fromkeys((*(value for part in parts for value in part.inputs), *others)))
 
     def run(*given: Tensor) -> Tensor:
         values = dict(zip(inputs, given, strict=True))
         return body(*(part.compute(values) for part in parts), *(values[other] for other in others))
 
-    return Region(node, inputs, run, whole, asked_by)
+    return Region(node, inputs, run, **how)
 
 
 @dataclass
@@ -76,7 +73,7 @@ class DistinctHeads:
     sharding: Sharding
     constants: Mapping[fx.Node, Tensor]
     inputs: list[fx.Node] = field(default_factory=list)
-    steps: dict[tuple[fx.Node, Sharding], _Step] = field(default_factory=dict)
+    steps: dict[_Place, _Step] = field(default_factory=dict)
 
     @classmethod
     def of(cls, value: fx.Node) -> DistinctHeads:
@@ -106,8 +103,8 @@ class DistinctHeads:
 
     def compute(self, values: Mapping[fx.Node, Tensor]) -> Tensor:
         made = {(node, Sharding.replicated(edit.ndim(node))): values[node] for node in self.inputs}
-        for place, step in self.steps.items():
-            made[place] = step.run(*(made[operand] for operand in step.operands))
+        for place, (operands, run) in self.steps.items():
+            made[place] = run(*(made[operand] for operand in operands))
         return made[self.value, self.sharding]
 
     def _add(self, node: fx.Node, sharding: Sharding) -> bool:
@@ -120,85 +117,66 @@ class DistinctHeads:
         if node.op != "call_function" or not isinstance(node.target, OpOverload) or not edit.is_tensor(node):
             return False
         step = self._undo_repeat(node, sharding) or self._follow_rule(node, sharding)
-        if step is None or node in self.calls or not all(self._add(*operand) for operand in step.operands):
+        if step is None or node in self.calls or not all(self._add(*operand) for operand in step[0]):
             return False
         self.steps[node, sharding] = step
         return True
 
+    def _shape(self, node: fx.Node, sharding: Sharding) -> Sequence[Any]:
+        return sharding.local_shape(edit.shape(node), self.mesh, self.mesh.coordinate(0))
+
     def _undo_repeat(self, node: fx.Node, sharding: Sharding) -> _Step | None:
-        """Return the share of a copy, or of an op that makes a group of equal heads."""
-        operands, args = edit.operands(node), edit.bound(node)
-        first, times = operands[0] if operands else node, self.mesh.degree(GROUP)
-        whole, dim = Sharding.replicated(edit.ndim(first)), next(d for d, own in enumerate(sharding.dims) if own.axes)
-        if node.target in COPIES:
-            return _Step([(first, sharding)], lambda value: value)
+        """Return the share of an op that writes each index of a dim so many times in a row: the op's first operand."""
+        dim, times = next(d for d, own in enumerate(sharding.dims) if own.axes), self.mesh.degree(GROUP)
+        args, operands, count = edit.bound(node), edit.operands(node), edit.shape(node)[dim]
+        indices = dict(enumerate(args["indices"])) if node.target is aten.index.Tensor else {}
+        if node.target is aten.index_select.default:
+            indices = {args["dim"] % edit.ndim(node): args["index"]}
         if node.target is aten.expand.default:
-            return self._undo_expand(node, first, sharding, dim)
-        if sharding.dims[dim].levels[0].unit != 1:
+            at = dim - edit.ndim(node) + edit.ndim(operands[0])
+            repeats = at < 0 or statically_equal(edit.shape(operands[0])[at], 1)
+        elif sharding.dims[dim].levels[0].unit != 1:
             return None
-        if (chosen := self._chosen(node, dim)) is not None:
-            return _Step([(first, whole)], lambda value: value) if chosen == _in_groups(first, dim, times) else None
-        if edit.shape(node)[dim] != times:
-            return None
-        if node.target in (aten.cat.default, aten.stack.default):
-            if args["dim"] % edit.ndim(node) != dim or operands.count(first) != times:
-                return None
-            is_new = node.target is aten.stack.default
-            return _Step([(first, whole)], lambda value: value.unsqueeze(dim) if is_new else value)
-        if node.target is aten.repeat.default:
-            if any(each != (times if d == dim else 1) for d, each in enumerate(args["repeats"])):
-                return None
-            return _Step([(first, whole)], lambda value: value[(None,) * (edit.ndim(node) - value.ndim)])
-        return None
+        elif node.target is aten.repeat.default:
+            repeats = count == times and args["repeats"] == [times if d == dim else 1 for d in range(edit.ndim(node))]
+        elif node.target in (aten.cat.default, aten.stack.default):
+            repeats = args["dim"] % edit.ndim(node) == dim and count == times == operands.count(operands[0])
+        else:
+            chosen = [(at, self._constant(index)) for at, index in indices.items() if index is not None]
+            repeats = bool(chosen) and chosen == [(dim, [at // times for at in range(count)])]
+        run = _resize(node.target, edit.shape(operands[0]), self._shape(node, sharding)) if repeats else None
+        return run and ([(operands[0], Sharding.replicated(edit.ndim(operands[0])))], run)
 
-    def _undo_expand(self, node: fx.Node, source: fx.Node, sharding: Sharding, dim: int) -> _Step | None:
-        """Return a smaller expansion of a dim of size 1, or of another dim of a share."""
-        shape = sharding.local_shape(edit.shape(node), self.mesh, self.mesh.coordinate(0))
-        sizes = [-1 if isinstance(size, torch.SymInt) else size for size in shape]
-        new = edit.ndim(node) - edit.ndim(source)
-        is_grown = dim < new or statically_equal(edit.shape(source)[dim - new], 1)
-        have = [DimSharding() if is_grown else own for own in sharding.dims[new:]]
-        if any(
-            size == -1 and (d < new or not statically_equal(edit.shape(source)[d - new], shape[d]))
-            for d, size in enumerate(sizes)
-        ):
+    def _constant(self, index: fx.Node) -> Any:
+        """Return the numbers of a value that depends on constants alone."""
+        behind, values = {index, *edit.nodes_behind(index)}, dict[fx.Node, Any](self.constants)
+        if any(node.op != "call_function" and node not in values for node in behind):
             return None
-        given = replace(sharding, dims=tuple(have))
-        before = given.local_shape(edit.shape(source), self.mesh, self.mesh.coordinate(0))
-        is_same = not new and all(map(statically_equal, before, shape))
-        return _Step([(source, given)], lambda value: value if is_same else value.expand(sizes))
-
-    def _chosen(self, node: fx.Node, dim: int) -> list[int] | None:
-        """Return the constant positions that a look-up along a dim chooses."""
-        args = edit.bound(node)
-        if node.target is aten.index_select.default and args["dim"] % edit.ndim(node) == dim:
-            return _constant(self.constants, args["index"])
-        if node.target is aten.index.Tensor:
-            chosen = [(at, index) for at, index in enumerate(args["indices"]) if index is not None]
-            if len(chosen) == 1 and chosen[0][0] == dim and edit.ndim(chosen[0][1]) == 1:
-                return _constant(self.constants, chosen[0][1])
-        return None
+        for node in (node for node in index.graph.nodes if node in behind and node not in values):
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = node.target(*args, **kwargs)
+        return values[index].tolist()
 
     def _follow_rule(self, node: fx.Node, sharding: Sharding) -> _Step | None:
         """Return the share of an op's result, from the shares of its operands that its rule asks for."""
-        rule = rule_of(node)
+        rule, operands = rule_of(node), edit.operands(node)
         if rule is None or len(rule.pattern.outputs) != 1:
             return None
         option = follow(rule, rule.pattern.outputs[0], sharding, self.mesh)
         both = option if isinstance(option, Refusal) else shardings(rule, option, self.mesh)
         if isinstance(option, Refusal) or isinstance(both, Refusal) or both[1][0] != sharding:
             return None
-        counted = {factor for sized in (*rule.sizes.values(), *rule.counts.values()) for dim in sized for factor in dim}
         if any(factor in own for factor in option.cuts for own in (rule.local, rule.positions, rule.windows)):
             return None
-        here, operands = self.mesh.coordinate(0), edit.operands(node)
         places = list(zip(operands, both[0], strict=True))
-        shape = sharding.local_shape(edit.shape(node), self.mesh, here)
         if not any(given.axes for given in both[0]):
             return None  # the shares that are made of whole operands may differ
-        if node.target in RESHAPES:
-            run = _reshape(both[0][0].local_shape(edit.shape(operands[0]), self.mesh, here), shape)
-            return None if run is None else _Step(places, run)
+        if node.target in COPIES:
+            return places, lambda value: value
+        if node.target in (*RESHAPES, aten.expand.default):
+            run = _resize(node.target, self._shape(*places[0]), self._shape(node, sharding))
+            return run and (places, run)
+        counted = {factor for sized in (*rule.sizes.values(), *rule.counts.values()) for dim in sized for factor in dim}
         if not counted.isdisjoint(option.cuts) or not all(map(edit.is_tensor, node.all_input_nodes)):
             return None  # the op counts equal heads, or has a dynamic size
 
@@ -206,45 +184,19 @@ class DistinctHeads:
             args, kwargs = edit.map_operands(node, lambda at, _: values[at])
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
-        return _Step(places, call)
+        return places, call
 
 
-class _Step(NamedTuple):
-    """Values in the shardings that are needed, and what to do with their shares."""
-
-    operands: list[tuple[fx.Node, Sharding]]
-    run: Callable[..., Any]
-
-
-def _in_groups(source: fx.Node, dim: int, times: int) -> list[int]:
-    return [head for head in range(edit.shape(source)[dim]) for _ in range(times)]
-
-
-def _constant(constants: Mapping[fx.Node, Tensor], index: fx.Node) -> list[int] | None:
-    """Return the values of a vector that depends on constants alone."""
-    behind = [index, *edit.nodes_behind(index)]
-    if any(node.op != "call_function" and node not in constants for node in behind):
-        return None
-    values = dict[fx.Node, Any](constants)
-    for node in index.graph.nodes:
-        if node in behind and node not in values:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = node.target(*args, **kwargs)
-    made: list[int] = values[index].tolist()
-    return made
-
-
-def _reshape(have: Sequence[Any], want: Sequence[Any]) -> Callable[[Tensor], Tensor] | None:
+def _resize(op: Any, have: Sequence[Any], want: Sequence[Any]) -> Callable[[Tensor], Tensor] | None:
     """Return code for a change of shape, of which one dynamic size may be none of the sizes before."""
-    kept = [
-        next((at for at, size in enumerate(have) if statically_equal(size, new)), -1)
-        if isinstance(new, torch.SymInt)
-        else None
-        for new in want
-    ]
+    if len(have) == len(want) and all(map(statically_equal, have, want)):
+        return lambda value: value
+    known = [next((at for at, size in enumerate(have) if statically_equal(size, new)), -1) for new in want]
+    inferred = [at for at, new in zip(known, want, strict=True) if isinstance(new, torch.SymInt) and at < 0]
 
     def run(value: Tensor) -> Tensor:
-        pairs = zip(kept, want, strict=True)
-        return value.reshape([new if at is None else -1 if at < 0 else value.shape[at] for at, new in pairs])
+        pairs = zip(known, want, strict=True)
+        sizes = [new if isinstance(new, int) else -1 if at < 0 else value.shape[at] for at, new in pairs]
+        return value.expand(sizes) if op is aten.expand.default else value.reshape(sizes)
 
-    return run if kept.count(-1) < 2 else None
+    return run if len(inferred) <= (op is not aten.expand.default) else None

@@ -70,7 +70,7 @@ def _find_attention(mesh: Mesh, device_type: str, graph: fx.Graph) -> Iterator[R
         parts = find_distinct_heads(both, edit.shape(args["query"])[HEADS], {}) or [*map(DistinctHeads.of, both)]
         made = edit.fake(node).dtype, memory_order(edit.fake(node))
         body = _Turns(turns.axis, ranks, args["is_causal"], args["scale"], *made)
-        yield region_on(node, parts, [args["query"], *mask], body.attend, WHOLE, turns.asked_by)
+        yield region_on(node, parts, [args["query"], *mask], body.attend, whole=WHOLE, asked_by=turns.asked_by)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,8 +25,7 @@ from tpcompiler.terminal.printed import format_bytes
 
 STEPS = -2  # the dim after that of the heads
 ATTENTION = aten.scaled_dot_product_attention.default
-PRODUCTS = (aten.matmul.default, aten.bmm.default)
-READERS = (ATTENTION, *PRODUCTS)
+READERS = (ATTENTION, aten.matmul.default, aten.bmm.default)
 WHOLE = (ATTENTION, aten.flatten.using_ints, aten.unflatten.int, aten.reshape.default, aten.matmul.default)
 
 
@@ -54,25 +54,20 @@ def group_queries(program: PlannedProgram, device_type: str = "cpu") -> PlannedP
                     bodies[alike] = found.choose(device_type)
                 body, less = bodies[alike]
                 if body is not None:
-                    found.region(found.bodies[0]).put(body)
+                    found.ways[0].put(body)
                     saved.append(less)
             elif node.target in KERNELS and program.gradients():
                 kept += _repeated_bytes(node, constants)
         remove_unused(graph)
-    notes = list[Note]()
-    if saved:
-        how = "once, not once for each head of queries"
-        text = f"{_calls(saved)} each head of keys and values {how}: {format_bytes(sum(saved))} less to move"
-        notes.append(Note("attention", text))
-    if kept:
-        why = "because gradients go through the repetition"
-        text = f"{_calls(kept)} keys and values whose heads are repeated, {format_bytes(sum(kept))} in all, {why}"
-        notes.append(Note("attention", text))
+    once = "each head of keys and values once, not once for each head of queries: {} less to move"
+    repeated = "keys and values whose heads are repeated, {} in all, because gradients go through the repetition"
+    notes = [_note(text, sizes) for text, sizes in ((once, saved), (repeated, kept)) if sizes]
     return replace(program, graph=graph if saved else program.graph, notes=(*program.notes, *notes))
 
 
-def _calls(counted: Sequence[int]) -> str:
-    return f"{len(counted)} calls of attention read" if len(counted) > 1 else "the call of attention reads"
+def _note(text: str, sizes: Sequence[int]) -> Note:
+    calls = f"{len(sizes)} calls of attention read" if len(sizes) > 1 else "the call of attention reads"
+    return Note("attention", f"{calls} {text.format(format_bytes(sum(sizes)))}")
 
 
 def _repeated_bytes(kernel: fx.Node, constants: Mapping[fx.Node, Tensor]) -> list[int]:
@@ -84,21 +79,11 @@ def _repeated_bytes(kernel: fx.Node, constants: Mapping[fx.Node, Tensor]) -> lis
 
 @dataclass(frozen=True)
 class _Grouped:
-    """An attention, or a product of one that is written out, and ways to compute it without repeated heads.
-
-    Attributes:
-        parts: keys and values with distinct heads.
-        others: queries, and a mask.
-        bodies: torch code on all of these.
-    """
+    """An attention, or a product of one that is written out; `ways`: to compute it from parts with distinct heads."""
 
     node: fx.Node
     parts: Sequence[DistinctHeads]
-    others: Sequence[fx.Node]
-    bodies: Sequence[Callable[..., Any]]
-
-    def region(self, body: Callable[..., Tensor]) -> Region:
-        return region_on(self.node, self.parts, self.others, body, WHOLE)
+    ways: Sequence[Region]
 
     @property
     def calls(self) -> list[fx.Node]:
@@ -108,7 +93,7 @@ class _Grouped:
     @property
     def alike(self) -> Any:
         """A description that is equal for calls that may have one body."""
-        inputs, calls = self.region(self.bodies[0]).inputs, self.calls
+        inputs, calls = self.ways[0].inputs, self.calls
         place = {node: at for at, node in enumerate((*inputs, *calls))}
         wired = [edit.map_operands(node, lambda _, operand: ("operand", place.get(operand))) for node in calls]
         kinds = [(node.target, *call, node) for node, call in zip(calls, wired, strict=True)]
@@ -116,46 +101,34 @@ class _Grouped:
 
     def choose(self, device_type: str) -> tuple[fx.Graph | None, int]:
         """Return the body that moves the fewest bytes, if they are fewer than now, and how many fewer."""
-        now, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        for value in self.region(self.bodies[0]).inputs:
-            copies[value] = now.placeholder(value.name)
-            copies[value].meta = {"val": edit.fake(value)}
-        for node in self.calls:
-            copies[node] = now.node_copy(node, lambda old: copies.get(old, old))
-        now.output(copies[self.node])
-        ways = [way for body in self.bodies if (way := self.region(body).trace()) is not None]
-        moved = [_bytes_moved(way, device_type) for way in ways]
+        bodies = [body for way in self.ways if (body := way.trace()) is not None]
+        moved = [_bytes_moved(body, edit.calls(body), device_type) for body in bodies]
         least = min(moved, default=math.inf)
-        less = _bytes_moved(now, device_type) - least
-        return (ways[moved.index(least)], round(less)) if less > 0 else (None, 0)
+        less = _bytes_moved(self.node.graph, self.calls, device_type) - least
+        return (bodies[moved.index(least)], round(less)) if less > 0 else (None, 0)
 
 
 def _find_grouped(node: fx.Node, constants: Mapping[fx.Node, Tensor]) -> _Grouped | None:
     """Return the ways to read a call's repeated operands, in the largest groups."""
-    if node.target in PRODUCTS:
-        q, *repeated = edit.operands(node)
-        bodies: list[Callable[..., Any]] = [_multiply_rows]
-        others, is_grouped = [q], False
-    elif node.target is ATTENTION and IN_TURNS not in node.meta and not edit.arguments(node).dropout_p:
-        args = edit.bound(node)
-        q, *repeated = (args[name] for name in ("query", "key", "value"))
-        call = _Attention(args["is_causal"], args["scale"], memory_order(edit.fake(node)))
-        others = [q] if args["attn_mask"] is None else [q, args["attn_mask"]]
-        bodies = [call.attend_in_groups, *([] if call.is_causal else [call.attend_in_rows])]
-        is_grouped = args["enable_gqa"]
-    else:
+    if node.target not in READERS or IN_TURNS in node.meta or edit.bound(node).get("dropout_p"):
         return None
-    parts: Sequence[DistinctHeads] | None
-    if is_grouped:
-        count, *_ = heads = [edit.shape(each)[HEADS] for each in (*repeated, q)]
-        is_even = all(isinstance(each, int) and each % count == 0 for each in heads) and heads[0] == heads[1]
-        parts = [DistinctHeads.of(value) for value in repeated] if is_even and heads[2] > count else None
+    args, (q, *repeated) = edit.bound(node), edit.operands(node)[:3]
+    bodies, mask = list[Callable[..., Any]]((_multiply_rows,)), args.get("attn_mask")
+    if node.target is ATTENTION:
+        call = _Attention(args["is_causal"], args["scale"], memory_order(edit.fake(node)))
+        bodies = [call.attend_in_groups, *([] if call.is_causal else [call.attend_in_rows])]
+    if edit.ndim(q) < 3 or any(edit.ndim(each) != edit.ndim(q) for each in repeated):
+        return None
+    heads = [edit.shape(each)[HEADS] for each in (*repeated, q)]
+    if not args.get("enable_gqa"):
+        parts = find_distinct_heads(repeated, heads[-1], constants)
     else:
-        has_heads = edit.ndim(q) > 2 and all(edit.ndim(each) == edit.ndim(q) for each in repeated)
-        parts = find_distinct_heads(repeated, edit.shape(q)[HEADS], constants) if has_heads else None
+        is_one = all(isinstance(count, int) for count in heads) and heads[0] == heads[1] != heads[2]
+        parts = [*map(DistinctHeads.of, repeated)] if is_one else None
     if parts is None or not all(part.is_used_by(node, READERS) for part in parts):
         return None
-    return _Grouped(node, parts, others, bodies)
+    others = [q] if mask is None else [q, mask]
+    return _Grouped(node, parts, [region_on(node, parts, others, body, whole=WHOLE) for body in bodies])
 
 
 @dataclass(frozen=True)
@@ -176,8 +149,6 @@ class _Attention:
         times = by_head.shape[HEADS]
         rows = aten.flatten.using_ints(by_head.transpose(HEADS, STEPS), HEADS, STEPS)
         seen = None if mask is None else _rows_of_mask(mask, count, times, q.shape[STEPS])
-        if seen is NotImplemented:
-            return NotImplemented
         made = aten.unflatten.int(ATTENTION(rows, k, v, seen, scale=self.scale), STEPS, [-1, times])
         if self.order.index(len(self.order) + STEPS) < self.order.index(len(self.order) + HEADS):
             by_step = made.movedim(HEADS, HEADS - 1)  # [..., steps, heads, group, features]
@@ -191,14 +162,9 @@ def _rows_of_mask(mask: Tensor, count: int, times: int, steps: Any) -> Any:
     is_alike = statically_equal(mask.shape[STEPS], 1)  # for all steps
     if is_alike and not has_heads:
         return mask
-    if is_alike and not isinstance(steps, int):
-        return NotImplemented
-    by_head = (
-        aten.unflatten.int(mask, HEADS, [count, times]).transpose(HEADS, STEPS) if has_heads else mask.unsqueeze(-2)
-    )
-    sizes = [-1] * by_head.ndim
-    sizes[-3:] = [steps if is_alike else -1, times, -1]
-    return aten.flatten.using_ints(by_head.expand(sizes), -3, -2)
+    by_head = aten.unflatten.int(mask, HEADS, [count, times]) if has_heads else mask.unsqueeze(HEADS)
+    sizes = [-1] * (by_head.ndim - 3) + [steps if is_alike else -1, times, -1]
+    return aten.flatten.using_ints(by_head.transpose(HEADS, STEPS).expand(sizes), -3, -2)
 
 
 def _multiply_rows(few: Tensor, q: Tensor) -> Any:
@@ -208,31 +174,25 @@ def _multiply_rows(few: Tensor, q: Tensor) -> Any:
     return aten.flatten.using_ints(aten.unflatten.int(rows @ few, STEPS, [times, -1]), HEADS - 1, HEADS)
 
 
-def _bytes_moved(graph: fx.Graph, device_type: str) -> float:
-    """Return the bytes that pass through memory if every op is a kernel, also in reshapes that copy."""
-    total = 0.0
-    for node, kernel in find_kernels(graph, fuses=False).items():
-        values = [*(edit.fake(operand) for operand in edit.operands(node)), *edit.outputs(node)]
-        moves = zip(kernel.moves, values, strict=bool(kernel.moves))
-        total += sum(share * bytes_in_memory(value) for share, value in moves)
-        total += read_again(node, device_type) if node.target is ATTENTION else 0
-    for node in edit.calls(graph):
+def _bytes_moved(graph: fx.Graph, calls: Iterable[fx.Node], device_type: str) -> float:
+    """Return the bytes that pass through memory if each of some calls is a kernel, as is a reshape that copies."""
+    kernels, total = find_kernels(graph, fuses=False), 0.0
+    for node in calls:
         operands = [edit.fake(operand) for operand in edit.operands(node)]
-        changed = [(operands[0], edit.fake(node).shape)] if node.target in RESHAPES else []
+        moves = kernels[node].moves if node in kernels else ()
+        total += sum(map(operator.mul, moves, map(bytes_in_memory, (*operands, *edit.outputs(node)))))
+        total += read_again(node, device_type) if node.target is ATTENTION else 0
+        changed = [(operands[0], edit.shape(node))] if node.target in RESHAPES else []
         if node.target is aten.matmul.default:  # it merges batch dims
-            changed = [
-                (each, (math.prod(each.shape[:STEPS]), *each.shape[STEPS:])) for each in operands if each.ndim > 3
-            ]
-        total += sum(
-            2 * sym_hint(value.numel()) * value.element_size() for value, shape in changed if not _is_view(value, shape)
-        )
+            changed = [(each, [math.prod(each.shape[:STEPS]), *each.shape[STEPS:]]) for each in operands]
+        copied = [value for value, shape in changed if not _is_view(value, shape)]
+        total += sum(2 * sym_hint(value.numel()) * value.element_size() for value in copied)
     return total
 
 
 def _is_view(value: Tensor, shape: Sequence[Any]) -> bool:
     """Return True if a change of shape needs no copy."""
     try:
-        value.view(shape)
+        return value.view(shape) is not None
     except (RuntimeError, ValueError):
         return False
-    return True
