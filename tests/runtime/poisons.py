@@ -16,10 +16,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._export.serde.serialize import serialize
 from torch.export.pt2_archive import constants as archive_constants
 
-from tests.runtime.models import export_mlp
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.model_file import read_model
 
@@ -314,8 +312,8 @@ POISONS: list[tuple[Callable[[Entries, Path], None], bool, str]] = [
     (pickled_constant, True, f"{CONSTANTS} has 'lifted_tensor_0' as a pickle"),
     (opaque_constant, OPAQUE, f"{CONSTANTS} has 'c' as a pickle"),
     (renamed_constant, OPAQUE, f"{CONSTANTS} has 'c' as an object of a class, which is a pickle"),
-    (older_weights, True, "data/weights/model.pt needs a pickle that may run code (eval)"),
-    (older_constants, True, "data/constants/model.pt needs a pickle that may run code (eval)"),
+    (older_weights, True, "data/weights/model.pt does not belong in a program without pickles"),
+    (older_constants, True, "data/constants/model.pt does not belong in a program without pickles"),
     (sympy_expression, True, f"{MODEL} has a size that is not a plain expression: "),
     (hidden_expression, True, f"{MODEL} has a size that is not a plain expression: "),
     (joined_expression, True, f"{MODEL} has a size that is not a plain expression: "),
@@ -355,17 +353,6 @@ def zipped(path: Path, entries: list[tuple[str, bytes]], compression: int = zipf
         warnings.simplefilter("ignore")  # of two entries of one name
         for name, content in entries:
             archive.writestr(name, content)
-
-
-OLD = {"state_dict": "serialized_state_dict.pt", "constants": "serialized_constants.pt"}
-OLD |= {"example_inputs": "serialized_example_inputs.pt", "exported_program": "serialized_exported_program.json"}
-
-
-def old_entries() -> dict[str, bytes]:
-    """What torch 2.7 wrote."""
-    artifact = serialize(export_mlp())
-    version = torch._export.serde.schema.SCHEMA_VERSION  # type: ignore[attr-defined]
-    return {"version": ".".join(map(str, version)).encode(), **{OLD[part]: getattr(artifact, part) for part in OLD}}
 
 
 def refusal(path: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +10,23 @@ import pytest
 
 from tests.launch import fork_code
 from tpcompiler.runtime.model_file import import_known_modules, is_registered_class
-from tpcompiler.runtime.opened import Opened
 
 CACHE = "transformers.cache_utils:QuantizedCache"  # no other test reads one
 CODE = """\
 import sys
 from pathlib import Path
 from tpcompiler.runtime.model_file import import_known_modules, is_registered_class
-from tpcompiler.runtime.opened import Opened
-with Opened(Path(sys.argv[1])) as file:
-    import_known_modules(file)
+import_known_modules(Path(sys.argv[1]).read_bytes())
 print(is_registered_class(sys.argv[2]))
 """
 
 
 def write(path: Path, part: Any, escaped: bool = False) -> None:
-    """A file whose program returns a cache that is made of `part`."""
+    """The JSON of a program that returns a cache that is made of `part`."""
     context = json.dumps({"_t": "obj", "p": CACHE, "s": {"layers": [part]}})
     context = context.replace('"p"', '"\\u0070"') if escaped else context
     spec = json.dumps([1, {"type": CACHE, "context": context, "children_spec": []}])
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("model/models/model.json", json.dumps({"out_spec": spec}))
+    path.write_text(json.dumps({"out_spec": spec}))
 
 
 @pytest.mark.slow
@@ -49,22 +44,18 @@ def write(path: Path, part: Any, escaped: bool = False) -> None:
 def test_a_cache_is_made_of_caches(part: Any, is_registered: bool, tmp_path: Path) -> None:
     """In a process by itself, which has registered nothing."""
     pytest.importorskip("transformers.exporters")
-    write(tmp_path / "cache.pt2", part)
-    done = fork_code(CODE, str(tmp_path / "cache.pt2"), CACHE, cwd=tmp_path)
+    write(tmp_path / "model.json", part)
+    done = fork_code(CODE, str(tmp_path / "model.json"), CACHE, cwd=tmp_path)
     assert done.stdout.split()[-1:] == [str(is_registered)], done.stderr
 
 
 def test_a_name_that_is_escaped_is_read_too(tmp_path: Path) -> None:
-    write(tmp_path / "cache.pt2", {"_t": "obj", "p": "os:system", "s": {}}, escaped=True)
-    assert b"os:system" in zipfile.ZipFile(tmp_path / "cache.pt2").read("model/models/model.json")
-    with Opened(tmp_path / "cache.pt2") as file:
-        import_known_modules(file)
+    write(tmp_path / "model.json", {"_t": "obj", "p": "os:system", "s": {}}, escaped=True)
+    assert "os:system" in (tmp_path / "model.json").read_text()
+    import_known_modules((tmp_path / "model.json").read_bytes())
     assert not is_registered_class(CACHE)
 
 
-def test_a_damaged_tree_registers_nothing(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "cache.pt2", "w") as archive:
-        archive.writestr("model/models/model.json", json.dumps({"out_spec": f'[1, {{"type": "{CACHE}"'}))
-    with Opened(tmp_path / "cache.pt2") as file:
-        import_known_modules(file)
+def test_a_damaged_tree_registers_nothing() -> None:
+    import_known_modules(json.dumps({"out_spec": f'[1, {{"type": "{CACHE}"'}).encode())
     assert not is_registered_class(CACHE)

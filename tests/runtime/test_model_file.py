@@ -28,7 +28,7 @@ from tpcompiler._torch import quick_files, save_program, tree_flatten
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import fake_mode_of
-from tpcompiler.runtime import expressions
+from tpcompiler.runtime import pt2_check
 from tpcompiler.runtime.model_file import import_modules, read_model
 
 
@@ -288,14 +288,14 @@ print(spec.type.__name__, "transformers" in sys.modules, "tpcompiler" in sys.mod
 @pytest.fixture
 def longest(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """The limit on an expression's characters; what was judged by another limit is forgotten, before and after."""
-    monkeypatch.setattr(expressions, "LONGEST", request.param)
-    expressions.count_terms.cache_clear()
+    monkeypatch.setattr(pt2_check, "LONGEST", request.param)
+    pt2_check._expression.cache_clear()
     yield request.param
-    expressions.count_terms.cache_clear()
+    pt2_check._expression.cache_clear()
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("longest", [expressions.LONGEST, 10], indirect=True)
+@pytest.mark.parametrize("longest", [pt2_check.LONGEST, 10], indirect=True)
 def test_saving_says_what_is_only_read_on_trust(longest: int, tmp_path: Path) -> None:
     rows = {"x": {0: torch.export.Dim.DYNAMIC}, "shift": None}
     program = tpcompiler.parallelize(

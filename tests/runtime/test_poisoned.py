@@ -24,15 +24,11 @@ from tests.runtime.poisons import (
     EXAMPLES,
     POISONS,
     Entries,
-    Fire,
     entries_of,
-    old_entries,
     pickled_examples,
     refusal,
     save_victim,
-    saved,
     write_entries,
-    zipped,
 )
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.artifact import FORMAT, MANIFEST, SET, SINGLE, read_manifest, sha256
@@ -119,21 +115,6 @@ def test_a_module_that_is_imported_makes_an_enum_loadable(clean: Path, tmp_path:
     write_entries(path, entries)
     spec = read_model(path, ["poison_module"]).call_spec.in_spec
     assert "Kind.A" in repr(spec)
-
-
-def test_the_old_format(tmp_path: Path) -> None:
-    path, marker = tmp_path / "old.pt2", tmp_path / "marker"
-    zipped(path, list(old_entries().items()))
-    inputs = mlp_inputs().values()
-    assert torch.equal(read_model(path).module()(*inputs)["logits"], export_mlp().module()(*inputs)["logits"])
-    for entry in ("serialized_state_dict.pt", "serialized_constants.json", "serialized_example_inputs.pt"):
-        zipped(path, list({**old_entries(), entry: saved({"w": Fire(marker)})}.items()))
-        assert f"its entry {entry} needs a pickle that may run code (eval)\n" in refusal(path)
-        assert not marker.exists()
-        with contextlib.suppress(Exception):
-            read_model(path, trust=True)
-        assert marker.exists()
-        marker.unlink()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tpcompiler.runtime.program_text import Unsafe, check_keys, check_program
+from tpcompiler.runtime.pt2_check import Unsafe, check_keys, check_program
 
 TAKEN = {
     "expr_str": """

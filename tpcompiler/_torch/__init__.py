@@ -23,9 +23,9 @@ from tpcompiler._torch.decompose import (
 )
 from tpcompiler._torch.files import (
     archive_stream,
+    build_program,
     is_registered_class,
-    read_archive_state,
-    record_reader,
+    read_layout,
     save_program,
 )
 from tpcompiler._torch.groups import (

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import io
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 from torch.export import ExportedProgram
 from torch.utils import _pytree
 
 from tpcompiler._torch.quick_files import quick_files
-from tpcompiler.errors import ArtifactError, reason
-
-
-def record_reader(file: IO[bytes] | io.RawIOBase) -> Any:
-    """Return torch's own archive reader, which may disagree with `zipfile` about the content."""
-    file.seek(0)  # it takes the current position for the beginning
-    return vars(torch._C)["PyTorchFileReader"](file)
 
 
 def is_registered_class(name: str) -> bool:
@@ -76,50 +68,41 @@ def save_program(program: ExportedProgram, file: Any, **more: Any) -> None:
         torch.export.save(program, file, **more)
 
 
-class _Mapped:
-    """torch's archive reader, with stored tensors mapped into memory instead of read."""
+class Layout(NamedTuple):
+    """Where a tensor's numbers are in its memory, and what they are."""
 
-    def __init__(self, reader: Any, path: Path, size: int) -> None:
-        self._reader = reader
-        self._file = torch.UntypedStorage.from_file(str(path), False, size)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._reader, name)
-
-    def get_storage_from_record(self, name: str, count: int, dtype: torch.dtype) -> torch.Tensor:
-        start = self._reader.get_record_offset(name)
-        storage = cast(torch.UntypedStorage, self._file[start : start + count * dtype.itemsize])
-        return torch.empty(0, dtype=torch.uint8).set_(storage)
+    sizes: list[int]
+    strides: list[int]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
 
 
-def read_archive_state(path: Path, file: IO[bytes] | io.RawIOBase | None = None) -> dict[str, torch.Tensor]:
-    """Return the parameters, buffers and constants in a .pt2 by name, without the program (torch 2.11 and 2.13).
-
-    They are mapped from `path` and take no memory until used, except those in a pickle, which are unpickled: inspect
-    the file first, and pass it open as `file`.
+def read_layout(data: dict[str, Any]) -> Layout:
+    """Read the layout of a stored tensor from a .pt2's JSON.
 
     Raises:
-        ArtifactError: an entry that is missing or damaged.
+        LookupError, TypeError: it is not one.
     """
-    from torch.export.pt2_archive import _package
+    from torch._export.serde import serialize
 
-    tensors: dict[str, torch.Tensor] = {}
-    try:
-        with contextlib.nullcontext(file) if file is not None else path.open("rb") as opened:
-            opened.seek(0)
-            reader: Any = _package.PT2ArchiveReader(cast(Any, opened))
-            with zipfile.ZipFile(cast(Any, opened)) as archive:
-                if all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist()):
-                    reader.archive_file = _Mapped(reader.archive_file, path, opened.seek(0, io.SEEK_END))
-            for read in (_package._load_constants, _package._load_state_dict):
-                section = read(reader, "model")
-                assert isinstance(section, dict)
-                if both := sorted(tensors.keys() & section.keys()):
-                    raise ValueError(f"{both[0]!r} is in the state and in the constants")
-                tensors.update(section)
-    except Exception as error:  # torch raises any error of the layer that fails
-        line = reason(error)
-        raise ArtifactError(
-            f"the tensors of {path} cannot be read: {line}", help="copy the artifact again, or convert the model again"
-        ) from error
-    return tensors
+    sizes, strides = ([each["as_int"] for each in data[name]] for name in ("sizes", "strides"))
+    dtype: torch.dtype = vars(serialize)["_SERIALIZE_TO_TORCH_DTYPE"][data["dtype"]]
+    kind, index = data["device"]["type"], data["device"]["index"]
+    device = torch.device(kind) if index is None else torch.device(kind, index)
+    offset = data["storage_offset"]["as_int"]
+    return Layout(sizes, strides, offset, dtype, device, data["requires_grad"])
+
+
+def build_program(
+    text: bytes, state: dict[str, torch.Tensor], constants: dict[str, torch.Tensor], examples: Any
+) -> ExportedProgram:
+    """Build a program from the JSON of a .pt2, its tensors and its example inputs: nothing else is read.
+
+    Raises:
+        Exception: of any type, from the part of torch's deserializer that fails.
+    """
+    from torch._export.serde import serialize
+
+    return serialize.deserialize(serialize.SerializedArtifact(text, cast(Any, state), cast(Any, constants), examples))

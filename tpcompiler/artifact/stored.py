@@ -16,16 +16,15 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from tpcompiler._torch import read_archive_state, tree_flatten
+from tpcompiler._torch import tree_flatten
 from tpcompiler.artifact.program import ArtifactProgram, Layout, Stored, tensors_of
 from tpcompiler.checkpoint.fill import with_weights
 from tpcompiler.checkpoint.ranks import RankShares
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir.symm_mem import expand_collectives
-from tpcompiler.runtime.archive import TENSORS
 from tpcompiler.runtime.artifact import MODEL, VALUES, WHOLE, Manifest, inside, lacks_weights, rank_file
-from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.program_files import ProgramFiles, open_program
+from tpcompiler.runtime.pt2 import CONFIGS, EXAMPLES, TENSORS, Pt2
 from tpcompiler.runtime.rank_file import (
     Weights,
     load_rank,
@@ -167,7 +166,7 @@ class StoredProgram(ArtifactProgram):
                 # A tensor that one of the files lacks is found where tensors are compared.
                 shared = others.keys() & parameters.keys()
                 if alike is not None and all(others[each] == parameters[each] for each in shared):
-                    yield alike, read_archive_state(file.path, file)
+                    yield alike, file.state()
                     continue
                 program = load_rank(file, manifest)
                 known[name] = parameters, program
@@ -180,26 +179,24 @@ def _numbers_only(
     return {name: torch.tensor([rows[rank]]) for name, rows in manifest.rank_numbers.items()}
 
 
-def _fingerprint(file: Opened) -> tuple[str, Mapping[str, bool]] | None:
+def _fingerprint(file: Pt2) -> tuple[str, Mapping[str, bool]] | None:
     """Return a hash of the program without its tensors, and which tensors are parameters; None for another form.
 
     Of the examples only the structure is hashed; `.data/` has a hash of the whole file.
     """
-    found, parameters = hashlib.sha256(), {}
+    found, parameters = hashlib.sha256(), dict[str, bool]()
     try:
-        with zipfile.ZipFile(file) as archive:
-            for name in sorted(archive.namelist()):
-                entry = name.partition("/")[2]
-                if entry.startswith(".data/") or TENSORS.fullmatch(entry):
-                    continue
-                content = archive.read(name)
-                if entry.endswith("_config.json"):
-                    rows = json.loads(content)["config"].items()
-                    parameters.update({tensor: row["is_param"] for tensor, row in rows})
-                    content = b""
-                elif "sample_inputs" in entry and content:
-                    content = str(tree_flatten(torch.load(io.BytesIO(content), weights_only=True))[1]).encode()
-                found.update(f"{entry} {len(content)} ".encode() + content)
+        for entry in sorted(file.names()):
+            if entry.startswith(".data/") or TENSORS.fullmatch(entry):
+                continue
+            content = file.text(entry)
+            if entry in CONFIGS.values():
+                rows = json.loads(content)["config"].items()
+                parameters.update({tensor: row["is_param"] for tensor, row in rows})
+                content = b""
+            elif entry == EXAMPLES and content:
+                content = str(tree_flatten(torch.load(io.BytesIO(content), weights_only=True))[1]).encode()
+            found.update(f"{entry} {len(content)} ".encode() + content)
     except (zipfile.BadZipFile, pickle.UnpicklingError, ValueError, LookupError, TypeError, AttributeError, OSError):
         return None
     return found.hexdigest(), parameters

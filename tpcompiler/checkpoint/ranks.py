@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 
-from tpcompiler._torch import read_archive_state
 from tpcompiler.checkpoint.files import Checkpoint, Stored, state_of
 from tpcompiler.checkpoint.leaves import leaves_of, shardings_of
 from tpcompiler.errors import ArtifactError
@@ -110,7 +109,7 @@ class _Program:
             else:
                 with open_rank(files, rank) as file:
                     self.files.append(file.path)
-                    self.mapped[rank] = read_archive_state(file.path, file)
+                    self.mapped[rank] = file.state()
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         sharding = self.shardings[name]

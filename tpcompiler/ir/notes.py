@@ -20,7 +20,7 @@ from tpcompiler.ir.node_placement import placement_of
 from tpcompiler.ir.placement_words import describe_sharding
 from tpcompiler.ir.program import BOTH, Note, PlacedProgram, PlannedProgram, tied
 from tpcompiler.ir.text import op_name, value_text
-from tpcompiler.runtime.archive import has_pickled_examples
+from tpcompiler.runtime.pt2 import has_pickled_examples
 from tpcompiler.terminal.printed import format_bytes
 
 

@@ -25,9 +25,9 @@ from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.devices import values
 from tpcompiler.ir.plain_outputs import odd_keys, plain_outputs
 from tpcompiler.parallel.partition import Partition
-from tpcompiler.runtime.archive import has_pickled_examples, why_not_read
 from tpcompiler.runtime.artifact import Manifest, Writer
 from tpcompiler.runtime.place import leave_out, memory_of, place_state
+from tpcompiler.runtime.pt2 import has_pickled_examples, why_not_read
 from tpcompiler.runtime.target import refuse_full_disk
 from tpcompiler.runtime.weightless import hollow_like, save_marked, weightless_names
 from tpcompiler.runtime.weights import TensorEntry, lay_out, write_weights

@@ -12,7 +12,7 @@ import sys
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.export import ExportedProgram
@@ -23,16 +23,15 @@ from tpcompiler._torch import (
     FakeTensor,
     all_tensors,
     is_registered_class,
-    quick_files,
     quiet_torch,
     tree_flatten,
     user_inputs,
 )
 from tpcompiler.errors import ArtifactError, option, reason
-from tpcompiler.runtime.archive import OLD_FORMAT, inspect_archive
 from tpcompiler.runtime.hub import WRITE_MODEL, refuse_hub_directory, refuse_missing_model
 from tpcompiler.runtime.inputs import keywords_of
 from tpcompiler.runtime.opened import Opened
+from tpcompiler.runtime.pt2 import MODEL, Pt2
 from tpcompiler.runtime.python_code import WRITE, find_difference
 from tpcompiler.runtime.weightless import empty_hollow
 
@@ -75,26 +74,22 @@ def import_modules(names: Sequence[str]) -> None:
             ) from error
 
 
-def import_known_modules(file: Opened) -> None:
-    """Import the modules of transformers and torchao that a file names: classes of inputs and outputs, and ops.
+def import_known_modules(text: bytes) -> None:
+    """Import the modules of transformers and torchao that a program's JSON names: classes of its inputs, and ops.
 
     Nothing else is imported because a file names it: other classes and ops need `--import`.
     """
-    with contextlib.suppress(zipfile.BadZipFile, OSError), zipfile.ZipFile(file) as archive:
-        for entry in archive.namelist():
-            if re.fullmatch(r"[^/]+/models/model\.json", entry) or entry == OLD_FORMAT:
-                text = archive.read(entry)
-                trees = TREE.findall(text)
-                classes = {(module.decode(), name.decode()) for module, name in NAMED_CLASS.findall(b"".join(trees))}
-                for module, name in sorted(classes)[:MOST_CLASSES]:
-                    if KNOWN_MODULES.fullmatch(module) and _import_installed(module):
-                        if name == "DynamicCache" and not is_registered_class(f"{module}.{name}"):
-                            importlib.import_module(EXPORT_SUPPORT).register_dynamic_cache_export_support()
-                with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):  # torch names the problem
-                    _register_caches(trees)
-                for namespace, module in KNOWN_OPS.items():
-                    if f"torch.ops.{namespace}.".encode() in text:
-                        _import_installed(module)
+    trees = TREE.findall(text)
+    classes = {(module.decode(), name.decode()) for module, name in NAMED_CLASS.findall(b"".join(trees))}
+    for module, name in sorted(classes)[:MOST_CLASSES]:
+        if KNOWN_MODULES.fullmatch(module) and _import_installed(module):
+            if name == "DynamicCache" and not is_registered_class(f"{module}.{name}"):
+                importlib.import_module(EXPORT_SUPPORT).register_dynamic_cache_export_support()
+    with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):  # torch names the problem
+        _register_caches(trees)
+    for namespace, module in KNOWN_OPS.items():
+        if f"torch.ops.{namespace}.".encode() in text:
+            _import_installed(module)
 
 
 def _register_caches(trees: Sequence[bytes]) -> None:
@@ -174,7 +169,7 @@ def read_model(path: str | os.PathLike[str], imports: Sequence[str] = (), *, tru
         return program
 
 
-def _refuse_repeated(program: ExportedProgram, file: Opened) -> None:
+def _refuse_repeated(program: ExportedProgram, file: Pt2) -> None:
     """Raise ArtifactError for a large weight stored as one repeated number: ranks would hold it in full."""
     for name, value in all_tensors(program).items():
         if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and value.layout is torch.strided:
@@ -186,12 +181,10 @@ def _refuse_repeated(program: ExportedProgram, file: Opened) -> None:
                 )
 
 
-def load_opened(file: Opened) -> ExportedProgram:
+def load_opened(file: Pt2) -> ExportedProgram:
     """Load the program from a file that `open_model` opened."""
-    import_known_modules(file)
-    file.seek(0)
-    with quick_files():
-        program = torch.export.load(cast(Any, file))
+    import_known_modules(file.text(MODEL))
+    program = file.program()
     empty_hollow(program, file)
     if problem := _strange_calling(program) or _strange_examples(program):
         raise ArtifactError(f"{file.path}: {problem}", help="export the model again")
@@ -201,8 +194,8 @@ def load_opened(file: Opened) -> ExportedProgram:
 
 
 @contextlib.contextmanager
-def open_model(path: str | os.PathLike[str], *, trust: bool = False) -> Iterator[Opened]:
-    """Open a .pt2 and, without `trust`, inspect it; the block reads exactly the bytes that were inspected.
+def open_model(path: str | os.PathLike[str], *, trust: bool = False) -> Iterator[Pt2]:
+    """Open a .pt2 and, without `trust`, check it; the block reads exactly the texts that were checked.
 
     Raises:
         ArtifactError: as `read_model`; also for any error in the block, which is blamed on the file.
@@ -217,20 +210,21 @@ def open_model(path: str | os.PathLike[str], *, trust: bool = False) -> Iterator
         raise ArtifactError(
             f"{file} cannot be read: {reason(error)}", help="check the path and the permissions"
         ) from error
-    with opened, looked_into(opened, trust=trust):
-        yield opened
+    with opened, looked_into(opened, trust=trust) as pt2:
+        yield pt2
 
 
 @contextlib.contextmanager
-def looked_into(file: Opened, *, trust: bool) -> Iterator[None]:
-    """Inspect a file that is already open, as `open_model` does."""
+def looked_into(file: Opened, *, trust: bool) -> Iterator[Pt2]:
+    """Check a file that is already open, as `open_model` does."""
     if problem := _other_than_pt2(file):
         raise ArtifactError(f"{file.path} {problem[0]}", help=problem[1])
     try:
         with quiet_torch() as errors, file.reporting():
+            pt2 = Pt2(file, trust)
             if not trust:
-                inspect_archive(file)
-            yield
+                pt2.check()
+            yield pt2
     except ArtifactError:
         raise
     except Exception as error:  # torch raises any type of error here
@@ -325,7 +319,7 @@ def _other_than_zip(head: bytes) -> tuple[str, str]:
 def _other_archive(names: Sequence[str]) -> tuple[str, str] | None:
     inside = "\n".join(name.partition("/")[2] for name in names)  # every entry is in one folder named after the archive
     models = sorted(re.findall(r"^models/(.*)\.json$", inside, re.MULTILINE))
-    if "model" in models or OLD_FORMAT in names:
+    if "model" in models:
         return None
     if models:
         return (

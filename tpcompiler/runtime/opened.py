@@ -1,8 +1,7 @@
-"""A file opened once: the bytes that were checked are the bytes that are read, even if its path changes meanwhile."""
+"""A file opened once: the bytes that were hashed are the bytes that are read, even if its path changes meanwhile."""
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import errno
 import hashlib
@@ -10,7 +9,7 @@ import io
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,9 +33,7 @@ class Opened(io.RawIOBase):
         super().__init__()
         self.path = path
         self._at = 0
-        self._starts: list[int] = []
-        self._kept: list[bytes] = []
-        self._read = 0
+        self._furthest = 0
         self._report: Callable[[int], None] | None = None
         self._descriptor = -1
         self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
@@ -48,18 +45,9 @@ class Opened(io.RawIOBase):
         self._known = self._state()
         self.size: int = os.fstat(self._descriptor).st_size
 
-    def keep(self, loose: Sequence[tuple[int, int]]) -> None:
-        """Read everything except these ranges (first byte, end) into memory, and answer later reads from there."""
-        at = 0
-        for start, end in (*sorted(loose), (self.size, self.size)):
-            if start > at:
-                self._starts.append(at)
-                self._kept.append(self._read_file(at, start - at))
-            at = max(at, end)
-
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Report in the block how many bytes have been read; bytes that are read twice count once."""
+        """Report in the block how far the file has been read."""
         with measured(f"reading {self.path}", "bytes", self.size) as self._report:
             try:
                 yield
@@ -103,40 +91,18 @@ class Opened(io.RawIOBase):
         into = memoryview(buffer).cast("B")
         count = max(0, min(len(into), self.size - self._at))
         done = 0
-        while done < count and (step := self._read_piece(self._at + done, into[done:count])):
+        while done < count and (step := os.preadv(self._descriptor, [into[done:count]], self._at + done)):
             done += step  # fewer bytes if the file was truncated: refuse_change reports that
         self._at += done
+        if self._report is not None and self._at > self._furthest:
+            self._furthest = self._at
+            self._report(self._furthest)
         return done
 
     def close(self) -> None:
         if not self.closed and self._descriptor >= 0:
             os.close(self._descriptor)
         super().close()
-
-    def _read_piece(self, at: int, into: memoryview) -> int:
-        """Copy bytes from `at` on, from memory or from the file up to the next range in memory; return their number."""
-        index = bisect.bisect_right(self._starts, at) - 1
-        if index >= 0 and (inside := at - self._starts[index]) < len(self._kept[index]):
-            piece = memoryview(self._kept[index])[inside : inside + len(into)]
-            into[: len(piece)] = piece
-            return len(piece)
-        following = self._starts[index + 1] if index + 1 < len(self._starts) else self.size
-        count = os.preadv(self._descriptor, [into[: following - at]], at)
-        self._count(count)
-        return count
-
-    def _read_file(self, at: int, count: int) -> bytes:
-        pieces = []
-        while count and (piece := os.pread(self._descriptor, count, at)):
-            pieces.append(piece)
-            self._count(len(piece))
-            at, count = at + len(piece), count - len(piece)
-        return b"".join(pieces)
-
-    def _count(self, count: int) -> None:
-        if self._report is not None:
-            self._read += count
-            self._report(self._read)
 
     def _state(self) -> tuple[int, ...]:
         status = os.fstat(self._descriptor)

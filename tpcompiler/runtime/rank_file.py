@@ -17,8 +17,8 @@ from tpcompiler._torch import RETURNED_KINDS, tree_flatten, tree_names
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.artifact import VALUES, WHOLE, Manifest, lacks_weights
 from tpcompiler.runtime.model_file import load_opened, looked_into
-from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.program_files import ProgramFiles
+from tpcompiler.runtime.pt2 import Pt2
 from tpcompiler.runtime.records import ON_AXIS, PLACEMENT
 from tpcompiler.runtime.weights import read_all, read_weights
 
@@ -63,14 +63,14 @@ def fill_rank(
 
 
 @contextlib.contextmanager
-def open_rank(files: ProgramFiles, rank: int) -> Iterator[Opened]:
+def open_rank(files: ProgramFiles, rank: int) -> Iterator[Pt2]:
     """Open the file with a rank's program, compare its hash and, without trust, inspect it.
 
     Raises:
         ArtifactError: as `ProgramFiles.open_program` and `open_model`.
     """
-    with files.open_program(rank) as file, looked_into(file, trust=files.trust):
-        yield file
+    with files.open_program(rank) as file, looked_into(file, trust=files.trust) as pt2:
+        yield pt2
 
 
 def read_graph(files: ProgramFiles, rank: int) -> ExportedProgram:
@@ -89,8 +89,8 @@ def read_original(files: ProgramFiles) -> ExportedProgram:
     Raises:
         ArtifactError: the artifact has none, the file has changed or, without trust, could run code.
     """
-    with files.open_model() as file, looked_into(file, trust=files.trust):
-        return load_opened(file)
+    with files.open_model() as file, looked_into(file, trust=files.trust) as pt2:
+        return load_opened(pt2)
 
 
 def read_whole(files: ProgramFiles) -> ExportedProgram:
@@ -99,11 +99,11 @@ def read_whole(files: ProgramFiles) -> ExportedProgram:
     Raises:
         ArtifactError: as `read_original`.
     """
-    with files.open(WHOLE) as file, looked_into(file, trust=files.trust):
-        return load_opened(file)
+    with files.open(WHOLE) as file, looked_into(file, trust=files.trust) as pt2:
+        return load_opened(pt2)
 
 
-def load_rank(file: Opened, manifest: Manifest) -> ExportedProgram:
+def load_rank(file: Pt2, manifest: Manifest) -> ExportedProgram:
     """Load the program from a file that `open_rank` opened.
 
     Raises:

@@ -38,8 +38,11 @@ def read_called(
         return read_rank(files, rank)
     model = _model_of(directory, package, files.name, rank)
     again = AGAIN.format(directory)
-    with open_known(directory, package.files, called_file(model), again) as file, looked_into(file, trust=files.trust):
-        program = load_rank(file, files.manifest)
+    with (
+        open_known(directory, package.files, called_file(model), again) as file,
+        looked_into(file, trust=files.trust) as pt2,
+    ):
+        program = load_rank(pt2, files.manifest)
     return fill_rank(program, files, rank, file.path, weights)
 
 

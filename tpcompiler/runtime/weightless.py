@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import zipfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from tpcompiler._torch import (
     skip_fake_truncations,
 )
 from tpcompiler.errors import ArtifactError
-from tpcompiler.runtime.opened import Opened
+from tpcompiler.runtime.pt2 import Pt2
 
 LARGE = 1 << 20  # bytes
 MARK = "tpcompiler_weightless.json"  # an extra file in the .pt2 with the names: torch would read zeros
@@ -123,7 +122,7 @@ def hollow_like(value: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(hollow, value.requires_grad) if isinstance(value, nn.Parameter) else hollow
 
 
-def empty_hollow(program: ExportedProgram, file: Opened) -> None:
+def empty_hollow(program: ExportedProgram, file: Pt2) -> None:
     """Put fake tensors into a program where its file marks missing values, and zeros where it marks zeros.
 
     Raises:
@@ -159,14 +158,11 @@ def empty_hollow(program: ExportedProgram, file: Opened) -> None:
             target[name] = fakes[first]
 
 
-def _read_mark(file: Opened) -> dict[str, str | None]:
+def _read_mark(file: Pt2) -> dict[str, str | None]:
     """Return the mark: name -> the first of the tensors tied to it, or None for zeros."""
-    file.seek(0)
-    with contextlib.suppress(zipfile.BadZipFile, ValueError, OSError), zipfile.ZipFile(file) as archive:
-        for entry in archive.namelist():
-            if entry.partition("/")[2] == f"extra/{MARK}":
-                data = json.loads(archive.read(entry))
-                if isinstance(data, dict) and all(isinstance(first, str | None) for first in data.values()):
-                    return data
-                raise ArtifactError(f"{file.path}: its {MARK} is damaged", help="export the model again")
-    return {}
+    if f"extra/{MARK}" not in file.names():
+        return {}
+    data = json.loads(file.text(f"extra/{MARK}"))
+    if isinstance(data, dict) and all(isinstance(first, str | None) for first in data.values()):
+        return data
+    raise ArtifactError(f"{file.path}: its {MARK} is damaged", help="export the model again")
