@@ -299,7 +299,6 @@ ENDLESS: list[tuple[Callable[[Entries, Path], None], str]] = [
     (guard_that_reads_the_environment, f"{MODEL} has an input check that is not a plain comparison: "),
     (guard_without_end, f"{MODEL} has an input check that is not a plain comparison: '9**9**9 > 1'"),
     (size_without_end, f"{MODEL} has a size that is not a plain expression: '9**9**9'"),
-    (origin_that_opens_a_library, f"{MODEL} looks into something other than a module, class or op: "),
     (quotient_without_end, f"{MODEL} has a size that is not a plain expression: "),
     (number_without_end, f"{MODEL} has a size that is not a plain expression: "),
     (underscores_without_end, f"{MODEL} has a size that is not a plain expression: "),

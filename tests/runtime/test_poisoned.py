@@ -17,7 +17,7 @@ from torch import nn
 
 import tpcompiler
 from tests.runtime.commands import call, refused, right
-from tests.runtime.endless import ENDLESS, texts_far_below
+from tests.runtime.endless import ENDLESS, origin_that_opens_a_library, size_in_many_places, texts_far_below
 from tests.runtime.models import PLAN, PLAN_TEXT, export_mlp, mlp_inputs
 from tests.runtime.poisons import (
     ARGS,
@@ -98,12 +98,22 @@ def test_a_file_without_end_is_refused(
 
 
 @pytest.mark.timeout(60)
-def test_texts_far_below(clean: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", [texts_far_below, origin_that_opens_a_library])
+def test_texts_that_nothing_is_made_of(change: Callable[[Entries, Path], None], clean: Path, tmp_path: Path) -> None:
     """As many as a file may hold are looked at in the time of reading them, however deep they lie."""
     entries, path = entries_of(clean), tmp_path / "model.pt2"
-    texts_far_below(entries, path)
+    change(entries, tmp_path / "marker")
     write_entries(path, entries)
     read_model(path)
+
+
+@pytest.mark.timeout(60)
+def test_a_size_in_many_places_is_read_once(clean: Path, tmp_path: Path) -> None:
+    entries, path = entries_of(clean), tmp_path / "model.pt2"
+    size_in_many_places(entries, tmp_path / "marker")
+    write_entries(path, entries)
+    with contextlib.suppress(ArtifactError):  # what torch makes of it is not known
+        read_model(path)
 
 
 def test_a_module_that_is_imported_makes_an_enum_loadable(clean: Path, tmp_path: Path) -> None:

@@ -96,13 +96,15 @@ def read_layout(data: dict[str, Any]) -> Layout:
 
 
 def build_program(
-    text: bytes, state: dict[str, torch.Tensor], constants: dict[str, torch.Tensor], examples: Any
+    data: dict[str, Any], state: dict[str, torch.Tensor], constants: dict[str, torch.Tensor], examples: Any
 ) -> ExportedProgram:
     """Build a program from the JSON of a .pt2, its tensors and its example inputs: nothing else is read.
 
     Raises:
         Exception: of any type, from the part of torch's deserializer that fails.
     """
-    from torch._export.serde import serialize
+    from torch._export.serde import schema, serialize
 
-    return serialize.deserialize(serialize.SerializedArtifact(text, cast(Any, state), cast(Any, constants), examples))
+    program = vars(serialize)["_dict_to_dataclass"](schema.ExportedProgram, data)
+    reader = serialize.ExportedProgramDeserializer(None)
+    return reader.deserialize(program, cast(Any, state), cast(Any, constants), examples)

@@ -21,7 +21,7 @@ VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 FRAME = re.compile(r'^[ \t]*File "?(?P<path>[^"\n]*)"?, line (?P<line>\d+)(?P<where>, in [^,\n]*)?', re.MULTILINE)
 BACKWARD = "tpcompiler_backward"  # on a call that only gradients need
 NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"  # torch.export's entry for an op outside of any module
-KEPT_META = ("nn_module_stack", "stack_trace", "source_fn_stack", BACKWARD)
+KEPT_META = ("nn_module_stack", "stack_trace", BACKWARD)
 
 
 def fake(node: fx.Node) -> Any:

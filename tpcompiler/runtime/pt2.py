@@ -24,7 +24,7 @@ from torch.export import ExportedProgram
 from tpcompiler._torch import build_program, quick_files, read_layout
 from tpcompiler.errors import ArtifactError, option, reason
 from tpcompiler.runtime.opened import Opened
-from tpcompiler.runtime.pt2_check import Unsafe, check_keys, check_program
+from tpcompiler.runtime.pt2_check import Unsafe, check_keys, check_program, forget_origins
 
 MODEL = "models/model.json"
 EXAMPLES = "data/sample_inputs/model.pt"
@@ -55,6 +55,7 @@ class Pt2:
         self._archive = zipfile.ZipFile(file)
         self._entries = {info.filename.partition("/")[2]: info for info in self._archive.infolist()}
         self._read: dict[str, bytes] = {}
+        self._parsed: dict[str, Any] = {}
 
     @property
     def path(self) -> Path:
@@ -111,7 +112,9 @@ class Pt2:
                 return torch.export.load(cast(Any, self.file))
             examples = self.text(EXAMPLES)
             given = torch.load(io.BytesIO(examples), weights_only=True) if examples else None
-            return build_program(self.text(MODEL), self.tensors("weight"), self.tensors("tensor"), given)
+            data = self._json(MODEL)
+            forget_origins(data)
+            return build_program(data, self.tensors("weight"), self.tensors("tensor"), given)
 
     def state(self) -> dict[str, Tensor]:
         """Map the parameters, buffers and constants, by name, without the program: they take no memory until used.
@@ -156,7 +159,9 @@ class Pt2:
         return made
 
     def _json(self, name: str) -> Any:
-        return json.loads(self.text(name))
+        if name not in self._parsed:
+            self._parsed[name] = json.loads(self.text(name))
+        return self._parsed[name]
 
     def _check_entries(self) -> None:
         """Check that each entry is stored as it is and once, so that what is read takes no more than the file."""
@@ -180,7 +185,7 @@ class Pt2:
         """Read a tensor's bytes, whose CRC `zipfile` compares."""
         info = self._entries[entry]
         content = torch.empty(info.file_size, dtype=torch.uint8)
-        into, at = memoryview(content.numpy()), 0
+        into, at = memoryview(cast(Any, content.numpy())), 0
         with self._archive.open(info) as file:
             while piece := file.read(CHUNK):
                 into[at : at + len(piece)] = piece
@@ -192,7 +197,8 @@ class Pt2:
         self.file.seek(info.header_offset)
         header = (self.file.read(HEADER) or b"").ljust(HEADER, b"\0")
         start = info.header_offset + HEADER + sum(struct.unpack("<HH", header[-4:]))  # of the name and the extra field
-        return cast(torch.UntypedStorage, self._whole[start : start + info.file_size])
+        part: Any = self._whole[start : start + info.file_size]
+        return cast(torch.UntypedStorage, part)
 
     @cached_property
     def _whole(self) -> torch.UntypedStorage:

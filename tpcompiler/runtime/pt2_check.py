@@ -14,10 +14,8 @@ import itertools
 import json
 import keyword
 import math
-import operator
 import re
 import sys
-import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -26,13 +24,14 @@ from typing import Any
 
 import torch
 
-from tpcompiler._torch import OpOverloadPacket, is_torchscript_op, program_target
+from tpcompiler._torch import is_torchscript_op, program_target
 from tpcompiler.errors import option
 
 Check = Callable[[str], str | None]
 
-# Texts about a node's origin, which torch neither runs nor calls.
-FREE = ("stack_trace", "nn_module_stack", "torch_fn", "custom", "from_node")
+# Texts about a node's origin. torch neither runs nor calls them, but that it looks up LOOKED_UP: they are dropped.
+FREE = ("stack_trace", "nn_module_stack", "torch_fn", "custom", "from_node", "source_fn_stack")
+LOOKED_UP = "source_fn_stack"
 QUOTES = frozenset("\"'\\")
 FILE_OPS = frozenset({"aten.save", "aten.from_file", "debugprims.load_tensor"})  # they open a file by its name
 PRINTING_OPS = frozenset({"aten._print", "aten.warn", "print"})  # they print the file's text, past every filter
@@ -54,7 +53,7 @@ MOST_BITS = 1 << 16  # of a number that nodes compute
 SYMPY = re.compile(
     "Mod|Abs|Max|Min|floor|ceiling|sqrt|Piecewise|ExprCondPair|PowByNatural"
     "|And|Or|Not|Xor|ITE|Eq|Ne|Lt|Le|Gt|Ge|Equality|Unequality|Relational|(Strict)?(LessThan|GreaterThan)"
-    "|FloorDiv|ModularIndexing|Where|PythonMod|CleanDiv|(CeilTo|FloorTo|TruncTo|RoundTo)Int|CeilDiv|RShift"
+    "|FloorDiv|Where|PythonMod|CleanDiv|(CeilTo|FloorTo|TruncTo|RoundTo)Int|CeilDiv|RShift"
     "|FloatTrueDiv|IntTrueDiv|IsNonOverlappingAndDenseIndicator|TruncToFloat|RoundDecimal|ToFloat|Identity"
 )
 LEAVES = re.compile(r"oo|pi|E|true|false|int_oo|[a-z]+\d+")
@@ -171,6 +170,13 @@ def _leaves(path: str, spec: Mapping[str, Any]) -> Iterator[str]:
         yield from _leaves(f"{path}[{key!r}]", child)
 
 
+def forget_origins(data: object) -> None:
+    """Drop the texts of a program's JSON that torch looks up in its modules, where an attribute may open a file."""
+    for part in _dicts(data):
+        if isinstance(part.get(LOOKED_UP), str):
+            del part[LOOKED_UP]
+
+
 def check_keys(value: object) -> None:
     """Check the keys of dicts in example inputs: torch writes them into the source of a module's input checks.
 
@@ -218,20 +224,6 @@ def _name(text: str) -> str | None:
 def _path(text: str) -> str | None:
     hidden = any(part.startswith("__") and part.endswith("__") for part in text.split("."))
     return "names one of Python's own attributes" if hidden else _plain(text)
-
-
-def _origins(text: str) -> str | None:
-    """Check the functions that nodes came from: torch looks them up by `getattr`, and a loader would open a library."""
-    for origin in text.split(";"):
-        target = origin.rpartition(",")[2]
-        if not target.startswith(("torch", "math", "_operator")):
-            continue
-        owner: Any = {"torch": torch, "math": math}.get(target.partition(".")[0], operator)
-        for part in target.split(".")[1:]:
-            if not isinstance(owner, (types.ModuleType, type, OpOverloadPacket)):
-                return "looks into something other than a module, class or op"
-            owner = getattr(owner, part, None)
-    return None
 
 
 def _target(text: str) -> str | None:
@@ -292,7 +284,7 @@ def _terms(node: ast.expr, leaf: Terms) -> float:
         case ast.BinOp(left, ast.Pow() | ast.LShift() as op, right):
             return _power(left, right, isinstance(op, ast.LShift), leaf)
         case ast.BinOp(left, ast.Mult(), right):
-            return _terms(left, leaf) * _terms(right, leaf)
+            return _product([_terms(left, leaf), _terms(right, leaf)], leaf)
         case ast.BinOp(left, ast.Add() | ast.Sub(), right):
             return _terms(left, leaf) + _terms(right, leaf)
         case ast.UnaryOp(ast.USub(), operand):
@@ -304,19 +296,23 @@ def _terms(node: ast.expr, leaf: Terms) -> float:
     return leaf(node)
 
 
+def _product(terms: Sequence[float], leaf: Terms) -> float:
+    """Python computes a guard's numbers, whose bits add up; sympy multiplies a size out."""
+    return sum(terms) if leaf is _terms_of_guard else math.prod(terms)
+
+
 def _of_function(parts: Sequence[ast.expr], leaf: Terms) -> float:
-    """Count double, because sympy proves bounds of a function; more than two parts are compared in pairs."""
+    """Count double in a size, because sympy proves bounds of a function; more than two parts are compared in pairs."""
     terms = sum(_terms(part, leaf) for part in parts)
-    return 2 * terms if len(parts) < 3 else terms**2
+    return terms if leaf is _terms_of_guard else 2 * terms if len(parts) < 3 else terms**2
 
 
 def _power(base: ast.expr, exponent: ast.expr, is_shift: bool, leaf: Terms) -> float:
     """Count the terms of a power or shift by a literal; an unknown exponent has no bound."""
-    value = abs(_number(exponent))
+    value, terms = abs(_number(exponent)), max(2.0, _terms(base, leaf))
     if value > WORD:
         raise ValueError
-    terms = _terms(base, leaf)
-    return 2 * terms if is_shift else max(2.0, terms) ** value
+    return 2 * terms if is_shift else terms * value if leaf is _terms_of_guard else terms**value
 
 
 def _number(node: ast.expr) -> float:
@@ -351,24 +347,13 @@ def _terms_of_size(node: ast.expr) -> float:
         case ast.Call(ast.Name("FloatPow"), [base, exponent], []):
             return _power(base, exponent, False, _terms_of_size)
         case ast.Call(ast.Name("Mul"), factors, []):
-            return math.prod(_terms(factor, _terms_of_size) for factor in factors)
+            return _product([_terms(factor, _terms_of_size) for factor in factors], _terms_of_size)
         case ast.Call(ast.Name("Add" | "Integer" | "Rational" | "ToFloat"), parts, []):
             return max(1.0, sum(_terms(part, _terms_of_size) for part in parts))
-        case ast.Call(ast.Name("ModularIndexing"), args, []) if not all(map(_is_whole, args)):
-            raise ValueError
         case ast.Call(ast.Name(kind), args, []) if SYMPY.fullmatch(kind):
             parts = [part for arg in args for part in (arg.elts if isinstance(arg, ast.Tuple) else [arg])]
             return _of_function(parts, _terms_of_size)
     raise ValueError
-
-
-def _is_whole(node: ast.expr) -> bool:
-    """Return True if no part is a fraction or infinite."""
-    parts = list(ast.walk(node))
-    names = {part.id for part in parts if isinstance(part, ast.Name)}
-    if any(isinstance(part, ast.Div | ast.Pow) or isinstance(getattr(part, "value", 0), float) for part in parts):
-        return False
-    return names.isdisjoint(("Float", "Rational", "Pow", "FloatPow", "sqrt", "oo", "int_oo", "pi", "E"))
 
 
 def _terms_of_guard(node: ast.expr) -> float:
@@ -535,7 +520,6 @@ CHECKS: dict[str, Check] = {
     **dict.fromkeys(("parameter_name", "buffer_name", "tensor_constant_name", "user_input_name", "fqn"), _path),
     "field_names": _name,
     **dict.fromkeys(("custom_obj_name", "class_fqn", "as_string", "as_strings"), _plain),
-    "source_fn_stack": _origins,
     **dict.fromkeys(FREE, lambda text: None),
     **dict.fromkeys(("type", "verifiers", "dialect", "torch_version"), _plain),
 }
