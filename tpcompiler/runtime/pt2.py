@@ -202,7 +202,7 @@ class Pt2:
 
     @cached_property
     def _whole(self) -> torch.UntypedStorage:
-        return torch.UntypedStorage.from_file(str(self.path), False, self.file.size)
+        return cast(torch.UntypedStorage, torch.UntypedStorage.from_file(str(self.path), False, self.file.size))
 
 
 def why_not_read(path: Path) -> str | None:
