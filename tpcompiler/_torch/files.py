@@ -69,7 +69,7 @@ def save_program(program: ExportedProgram, file: Any, **more: Any) -> None:
 
 
 class Layout(NamedTuple):
-    """Where a tensor's numbers are in its memory, and what they are."""
+    """A stored tensor's place in its memory, and its kind."""
 
     sizes: list[int]
     strides: list[int]

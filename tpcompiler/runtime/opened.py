@@ -33,7 +33,7 @@ class Opened(io.RawIOBase):
         super().__init__()
         self.path = path
         self._at = 0
-        self._furthest = 0
+        self._read = 0
         self._report: Callable[[int], None] | None = None
         self._descriptor = -1
         self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
@@ -47,7 +47,7 @@ class Opened(io.RawIOBase):
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Report in the block how far the file has been read."""
+        """Report in the block how many bytes have been read."""
         with measured(f"reading {self.path}", "bytes", self.size) as self._report:
             try:
                 yield
@@ -94,9 +94,9 @@ class Opened(io.RawIOBase):
         while done < count and (step := os.preadv(self._descriptor, [into[done:count]], self._at + done)):
             done += step  # fewer bytes if the file was truncated: refuse_change reports that
         self._at += done
-        if self._report is not None and self._at > self._furthest:
-            self._furthest = self._at
-            self._report(self._furthest)
+        if self._report is not None:
+            self._read += done
+            self._report(min(self._read, self.size - 1))  # bytes that are read twice count twice, until the last one
         return done
 
     def close(self) -> None:

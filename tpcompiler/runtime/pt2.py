@@ -65,7 +65,7 @@ class Pt2:
         return list(self._entries)
 
     def text(self, name: str) -> bytes:
-        """Return an entry's bytes; empty if there is none. What was read once, such as for a check, is not read again.
+        """Return an entry's bytes, empty if it does not exist; they are read from the file once.
 
         Raises:
             OSError, zipfile.BadZipFile: the file or the entry is damaged.
