@@ -12,7 +12,6 @@ from torch.export import Dim, ExportedProgram
 import tpcompiler
 from tests.launch import called
 from tpcompiler import ParallelProgram
-from tpcompiler.api.aliases import verify_artifact
 
 Given = dict[str, str]
 
@@ -102,7 +101,7 @@ def test_the_written_files_speak_of_local_sizes(programs: dict[str, ExportedProg
     module = rank.module()
     with pytest.raises((AssertionError, RuntimeError), match=r"17|16"):  # the guards know the divided range
         module(*inputs(17, 4))
-    assert verify_artifact(tmp_path / "out", programs["dynamic"], inputs(8, 6)).ok
+    assert tpcompiler.open(tmp_path / "out").verify(inputs(8, 6), original=programs["dynamic"]).ok
     assert [note.text for note in program.manifest().notes if note.kind == "size"] == [
         "dim 0 of input 'x' must be a multiple of 4",
         "dim 0 of input 'y' must be a multiple of 4",
@@ -205,7 +204,7 @@ def test_further_calls_are_given_as_the_first_one(tmp_path: Path) -> None:
     both = program.verify((first,), then=[((second,), {})])
     for then in ([(second,)], [[second]]):
         assert str(program.verify((first,), then=then)) == str(both)
-        assert str(verify_artifact(tmp_path / "out", rows, (first,), then=then)) == str(both)
+        assert str(tpcompiler.open(tmp_path / "out").verify((first,), original=rows, then=then)) == str(both)
     assert [d.name.partition(":")[0] for d in both.outputs] == ["call 1", "call 1", "call 2", "call 2"]
 
 

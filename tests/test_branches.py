@@ -19,7 +19,6 @@ from tests.bad_input.models import PLAN, Net, X, exported, refusal
 from tests.compared import compare
 from tests.launch import called
 from tests.test_control_flow import choose, choose_twice, program_of
-from tpcompiler.api.aliases import verify_artifact
 from tpcompiler.errors import InternalError
 from tpcompiler.ir.bodies import all_calls, has_bodies
 from tpcompiler.judge.sound.check import check_programs
@@ -74,7 +73,7 @@ def test_a_planned_weight_in_a_branch(
     made = tpcompiler.parallelize(program, world, {**PLAN, **style})
     assert not calls_cond(made)
     made.save(tmp_path / "out")  # it is checked
-    assert verify_artifact(tmp_path / "out", program, (X.abs(),), then=[(-X.abs(),), (X,)]).ok
+    assert tpcompiler.open(tmp_path / "out").verify((X.abs(),), original=program, then=[(-X.abs(),), (X,)]).ok
     assert [c for c in made.collectives() if c.why == "fallback"] == []
     weight = dict(made.rank_program(0).state_dict)["side.weight"]
     assert weight.numel() == 64 // world

@@ -12,7 +12,7 @@ import torch
 import tpcompiler
 from tests.runtime.commands import call, refused, right
 from tests.runtime.models import PLAN, PLAN_TEXT, export_mlp
-from tpcompiler import ParallelProgram, check_budget
+from tpcompiler import ParallelProgram
 from tpcompiler.cost.amounts import read_bytes
 from tpcompiler.errors import BudgetError
 
@@ -38,7 +38,7 @@ def program() -> ParallelProgram:
     ],
 )
 def test_within(program: ParallelProgram, limits: Sequence[str], rest: dict[str, Any]) -> None:
-    check_budget(program, limits, **rest)
+    program.check_budget(limits, **rest)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_within(program: ParallelProgram, limits: Sequence[str], rest: dict[str,
 )
 def test_over(program: ParallelProgram, limits: Sequence[str], rest: dict[str, Any], said: str) -> None:
     with pytest.raises(BudgetError) as raised:
-        check_budget(program, limits, **rest)
+        program.check_budget(limits, **rest)
     assert raised.value.message == f"the program is over its budget: {said}"
 
 
@@ -79,21 +79,21 @@ def test_fallbacks() -> None:
     made = tpcompiler.parallelize(torch.export.export(layers, (torch.randn(2, 4),)), 2, {"0": "colwise"})
     said = r"1 fallbacks, 1 more than 0 fallbacks \('all_gather_into_tensor' in 1\)"
     with pytest.raises(BudgetError, match=said):
-        check_budget(made, ["0 fallbacks"])
+        made.check_budget(["0 fallbacks"])
 
 
 def test_all_that_is_over_is_said_at_once(program: ParallelProgram) -> None:
     with pytest.raises(BudgetError, match=r"3 collectives, 1 more .*; each rank sends \d+ B, .*; rank 0 holds"):
-        check_budget(program, ["2 collectives", "1 all_gather"], max_wire_bytes=0, max_memory=0)
+        program.check_budget(["2 collectives", "1 all_gather"], max_wire_bytes=0, max_memory=0)
 
 
 def test_each_of_several_programs(tmp_path: Path) -> None:
     made = tpcompiler.parallelize({"a": export_mlp(), "b": export_mlp()}, 2, PLAN)
     made.save(tmp_path / "out")
-    for subject in (made, tmp_path / "out"):
-        check_budget(subject, ["2 all_reduce"])
+    for subject in (made, tpcompiler.open(tmp_path / "out")):
+        subject.check_budget(["2 all_reduce"])
         with pytest.raises(BudgetError, match="a is over its budget: 2 all_reduce, 1 more than 1 all_reduce"):
-            check_budget(subject, ["1 all_reduce"])
+            subject.check_budget(["1 all_reduce"])
 
 
 def test_the_command_line(tmp_path: Path) -> None:
@@ -115,12 +115,12 @@ def test_a_file_of_limits(program: ParallelProgram, tmp_path: Path) -> None:
     """The same as the limits one by one, and together with others."""
     limits = tmp_path / "budget.yaml"
     limits.write_text(f"- 2 all_reduce\n- 0 fallbacks\n- {SENT} sent\n- {HELD / 1000}kB held\n")
-    check_budget(program, [str(limits)])
+    program.check_budget([str(limits)])
     limits.write_text(f"- 1 all_reduce\n- {SENT - 1} sent\n- 1kB held\n")
     with pytest.raises(
         BudgetError, match=r"2 all_reduce, 1 more .*; each rank sends .*; rank 0 holds .*; 3 collectives"
     ):
-        check_budget(program, [str(limits), "2 collectives"])
+        program.check_budget([str(limits), "2 collectives"])
 
 
 def test_both_limits_on_memory_are_written_alike(tmp_path: Path) -> None:

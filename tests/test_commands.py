@@ -1,4 +1,4 @@
-"""The commands: help, the page that lists them, and old spellings, which do the same as the new ones."""
+"""The commands: help, and the page that lists them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 
 from tests.runtime.commands import call, right
 from tests.runtime.models import PLAN_TEXT
-from tpcompiler import cli
-from tpcompiler.cli.old_spellings import NEW_SPELLINGS, replace_old_spellings
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 
@@ -97,63 +94,7 @@ def test_no_words_show_the_commands() -> None:
     assert re.findall(r"^  (\w+)  ", result.output.partition("Commands:\n")[2], re.MULTILINE) == COMMANDS
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize(
-    ("old", "new", "warned"),
-    [
-        ("show {out}", "inspect {out} --rank 0", ["show is now inspect --rank 0"]),
-        ("show {out} --rank 1", "inspect {out} --rank 1", ["show is now inspect --rank 0"]),
-        ("cost {out}", "explain {out}", ["cost is now explain"]),
-        ("check {out} --original {model}", "check {out} --against {model}", ["--original is now --against"]),
-        ("check {out} --original={model}", "check {out} --against {model}", ["--original is now --against"]),
-        ("plan {model} --tp 2 --partial {plan}", "plan {model} --tp 2 --plan {plan}", ["--partial is now --plan"]),
-        (
-            "doctor {model} --mesh dp=1",
-            "plan {model} --other-axes dp=1",
-            ["doctor is now plan", "--mesh is now --other-axes"],
-        ),
-    ],
-)
-def test_old_spellings(old: str, new: str, warned: list[str], model: Path, out: Path, plan: Path) -> None:
-    """They do the same, with a warning."""
-    given = {"model": model, "out": out, "plan": plan}
-    result = call(*old.format(**given).split())
-    assert (result.exit_code, result.stdout) == (0, right(*new.format(**given).split()))
-    lines = [f"warning: {each}; 0.1 is the last release with {each.split()[0]}" for each in warned]
-    assert result.stderr.splitlines() == lines
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("check out --max-memory 24GB", ["check", "out", "--budget", "24GB held"]),
-        ("check out --max-wire-bytes=192", ["check", "out", "--budget", "192 sent"]),
-        ("merge out -o m.pt2", ["reshard", "--single-device", "out", "-o", "m.pt2"]),
-        ("generate out --tokens 3", ["run", "--tokens", "16", "out", "--tokens", "3"]),
-        ("convert m.pt2 --input x=S(0) --partial", ["convert", "m.pt2", "--input", "x=S(0)", "--ignore-unused"]),
-        ("cut out --ranks 0,1", ["cut", "out", "--ranks", "0,1"]),
-    ],
-)
-def test_old_spellings_with_values(old: str, new: list[str]) -> None:
-    assert replace_old_spellings(old.split()) == new
-    budget = ["check", "out", "--budget", "2 all_reduce/layer"]
-    assert replace_old_spellings(budget) == budget
-
-
 @pytest.mark.skipif(not PAGE.exists(), reason="an installed wheel has no docs beside the tests")
-def test_the_page_has_every_command_and_old_spelling() -> None:
+def test_the_page_has_every_command() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert re.findall(r"^\| `(\w+)` \|", text.partition("## Options")[0], re.MULTILINE) == COMMANDS
-    rows = dict(re.findall(r"^\| `(.*)` \| `(.*)` \|$", text.partition("## Old spellings")[2], re.MULTILINE))
-    assert rows == {old: new.format("N") for old, new in NEW_SPELLINGS.items()}
-
-
-def test_old_spellings_have_new_ones() -> None:
-    """Of each command and option that the table names, and no help shows the old one."""
-    group = typer.main.get_command(cli.app)
-    for old, new in NEW_SPELLINGS.items():
-        command, *option = old.split()
-        name = NEW_SPELLINGS.get(command, command).split()[0]
-        known = {each for parameter in group.commands[name].params for each in parameter.opts}
-        assert {word for word in (new if option else new.partition(" ")[2]).split() if word.startswith("--")} <= known
-        assert option or command not in group.commands

@@ -23,7 +23,6 @@ from tests.compared import compare
 from tests.launch import called
 from tests.passes.stages import Call
 from tpcompiler._torch import symbols_of
-from tpcompiler.api.aliases import verify_artifact
 from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import all_calls, has_bodies
@@ -83,7 +82,8 @@ def test_every_rank_runs_the_whole_body(function: Callable[..., Any], world: int
     program = program_of(function)
     made = tpcompiler.parallelize(program, world, PLAN)
     made.save(tmp_path / "out")
-    report = verify_artifact(tmp_path / "out", program, (X.abs(),), then=[(-X.abs(),), (X,)])  # both branches
+    both = [(-X.abs(),), (X,)]  # branches
+    report = tpcompiler.open(tmp_path / "out").verify((X.abs(),), original=program, then=both)
     assert report.ok, report
     assert all(each.tolerance < 1e-4 for each in report.outputs)
     graph = made.rank_program(world - 1).graph_module
@@ -120,7 +120,7 @@ def test_dynamic_sizes(function: Callable[..., Any], tmp_path: Path) -> None:
         made = tpcompiler.parallelize(program, 2, PLAN, **boundary)
         made.save(tmp_path / f"out{len(boundary)}")
         calls = [(torch.randn(rows, 8),) for rows in (4, 6)]
-        assert verify_artifact(tmp_path / f"out{len(boundary)}", program, calls[0], then=calls[1:]).ok
+        assert tpcompiler.open(tmp_path / f"out{len(boundary)}").verify(calls[0], original=program, then=calls[1:]).ok
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from torch.export import Dim, ExportedProgram, export
 import tpcompiler
 from tests.runtime.commands import right
 from tests.runtime.models import PLAN, Mlp, randomised
-from tpcompiler import cost_artifact
 from tpcompiler.runtime.artifact import read_manifest
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
@@ -59,9 +58,9 @@ def test_the_formula_holds_at_other_sizes(tmp_path: Path, mesh: Any) -> None:
     out = saved(tmp_path / "out", exported(4, 6, 5, DIMS), mesh)
     for batch, steps, others in [(4, 6, 5), (2, 3, 7), (10, 64, 32)]:
         at = {"batch": batch, "sequence": steps, "other.1": others}
-        found = cost_artifact(out, at)
+        found = tpcompiler.open(out).cost(at)
         alone = saved(tmp_path / f"{batch}", exported(batch, steps, others), mesh)
-        static = cost_artifact(alone)
+        static = tpcompiler.open(alone).cost()
         assert static.sizes == []
         assert [(c.layer, c.kind, c.count, c.wire_bytes, c.seconds) for c in found.costs] == [
             (c.layer, c.kind, c.count, c.wire_bytes, c.seconds) for c in static.costs
@@ -77,7 +76,7 @@ def test_the_formula_holds_at_other_sizes(tmp_path: Path, mesh: Any) -> None:
 @MESHES
 def test_without_sizes_it_is_the_manifest_s(tmp_path: Path, mesh: Any) -> None:
     out = saved(tmp_path / "out", exported(4, 6, 5, DIMS), mesh)
-    assert cost_artifact(out).wire_bytes == sum(row.wire_bytes for row in read_manifest(out).collectives)
+    assert tpcompiler.open(out).cost().wire_bytes == sum(row.wire_bytes for row in read_manifest(out).collectives)
 
 
 def test_the_table(tmp_path: Path) -> None:
@@ -112,6 +111,6 @@ def test_seconds_of_a_machine_with_latencies(tmp_path: Path) -> None:
         "flops: 1.0e+15\nmemory_bandwidth: 3.0e+12\nmemory: 8.0e+10\nlinks:\n- {latency: 0.0, bandwidth: 1.0e+9}\n"
         "- {collective: all_reduce, ranks: 2, latency: 1.0e-3, bandwidth: 2.0e+9}\n"
     )
-    for cost in cost_artifact(out, machine=tmp_path / "m.yaml").costs:
+    for cost in tpcompiler.open(out).cost(machine=tmp_path / "m.yaml").costs:
         link = (cost.count * 1e-3, 2e9) if cost.kind == "all_reduce" else (0.0, 1e9)
         assert cost.seconds == pytest.approx(link[0] + cost.wire_bytes / link[1])

@@ -15,7 +15,6 @@ from tests.half import PLAN, export_decoder, token_ids
 from tests.passes.models import MEGATRON
 from tests.runtime.commands import right
 from tests.runtime.models import PLAN_TEXT, export_mlp
-from tpcompiler.api.aliases import verify_artifact
 from tpcompiler.judge.compare.reference import run_single
 from tpcompiler.judge.compare.simulate import simulate
 from tpcompiler.parallel.compared import compared_calls, subject_of
@@ -40,7 +39,7 @@ def test_a_file_for_cuda(name: str, tmp_path: Path) -> None:
         loaded = torch.export.load(tmp_path / "out" / f"rank_{rank}.pt2")
         assert other_devices(loaded, "cuda") == []
         assert {value.device.type for value in loaded.state_dict.values()} == {"cpu"}
-    report = verify_artifact(tmp_path / "out", program, inputs)
+    report = tpcompiler.open(tmp_path / "out").verify(inputs, original=program)
     assert (report.ok, report.note) == (True, NOTE)
 
 
@@ -118,7 +117,7 @@ def test_attention_with_dynamic_sizes_in_half_precision(tmp_path: Path) -> None:
     made = tpcompiler.parallelize(exported, 4, PLAN, device_type="cuda")
     made.save(tmp_path / "out")
     assert devices_in_file(tmp_path / "out" / "rank_3.pt2")["model.json"] == {("cuda", None)}
-    report = verify_artifact(tmp_path / "out", exported, (token_ids(3, 9),), then=[(token_ids(1, 1),)])
+    report = tpcompiler.open(tmp_path / "out").verify((token_ids(3, 9),), original=exported, then=[(token_ids(1, 1),)])
     assert (report.ok, len(report.outputs), report.note) == (True, 4, NOTE)
 
 

@@ -14,7 +14,6 @@ from torch import nn
 import tpcompiler
 from tests.runtime.commands import call, refused, right
 from tests.runtime.models import PLAN, export_mlp
-from tpcompiler import diff_artifacts
 from tpcompiler.errors import ArtifactError
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
@@ -69,7 +68,7 @@ layers.*.down  all_reduce  inherent  1 -> 0  96 B -> 0 B  x 2
 
 
 def test_what_is_gathered_besides(folder: Path) -> None:
-    found = diff_artifacts(folder / "whole", folder / "gathered")
+    found = tpcompiler.open(folder / "whole").diff(tpcompiler.open(folder / "gathered"))
     assert {(each.name[9:], each.first, each.second) for each in found.placements} == {
         ("up.weight", "R", "S(0)"),
         ("up.bias", "R", "S(0)"),
@@ -83,7 +82,7 @@ def test_what_is_gathered_besides(folder: Path) -> None:
 
 
 def test_another_number_of_ranks(folder: Path) -> None:
-    found = diff_artifacts(folder / "out", folder / "four")
+    found = tpcompiler.open(folder / "out").diff(tpcompiler.open(folder / "four"))
     assert not found.equal
     assert (found.placements, found.meshes) == ([], ({"tp": 2}, {"tp": 4}))
     for held, ranks in zip(found.held_bytes, (2, 4), strict=True):
@@ -116,6 +115,6 @@ def test_two_models(tmp_path: Path) -> None:
         program = torch.export.export(nn.Sequential(nn.Linear(4, 4), layer), (torch.randn(2, 4),))
         tpcompiler.parallelize(program, 2, {}).save(tmp_path / name)
     with pytest.raises(ArtifactError, match=r"two models: call 'relu' is relu in .*relu and none in .*gelu"):
-        diff_artifacts(tmp_path / "relu", tmp_path / "gelu")
+        tpcompiler.open(tmp_path / "relu").diff(tpcompiler.open(tmp_path / "gelu"))
     with pytest.raises(ArtifactError, match=r"two models: parameter '1.weight' is none in .*relu and f32\[4, 4\] in "):
-        diff_artifacts(tmp_path / "relu", tmp_path / "wide")
+        tpcompiler.open(tmp_path / "relu").diff(tpcompiler.open(tmp_path / "wide"))

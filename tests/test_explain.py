@@ -19,7 +19,7 @@ import tpcompiler
 from tests.runtime.commands import right
 from tests.runtime.models import PLAN, export_mlp
 from tests.solver.test_auto import mlp
-from tpcompiler import Mesh, Plan, explain_artifact
+from tpcompiler import Mesh, Plan
 from tpcompiler.artifact.stored import StoredProgram
 from tpcompiler.ask import again
 from tpcompiler.ask.written import Written
@@ -63,7 +63,7 @@ def test_the_prices_of_the_layer_by_hand(by_hand: Path, kind: str) -> None:
     other = nanoseconds["both colwise" if kind == "plan" else "`up` whole, `down` colwise"]
     sent, more = ((16_384 + 4_096) // 2, 0) if kind == "plan" else (4_096 // 2, 32_768)
     for name in ("down.weight", "linear_1", "all_reduce"):
-        found = explain_artifact(by_hand / kind, name)
+        found = tpcompiler.open(by_hand / kind).explain(name)
         assert found.seconds is not None
         assert found.seconds * 1e9 == pytest.approx(least, abs=0.05)
         chosen, *others = found.alternatives
@@ -105,7 +105,7 @@ def test_what_the_search_found_is_the_cheapest(tmp_path: Path, program: Exported
     names = Written.of(StoredProgram.open(tmp_path / "out")).names()
     assert {"x", "linear", "relu", "linear_1"} <= set(names)
     for name in names:
-        alternatives = explain_artifact(tmp_path / "out", name).alternatives
+        alternatives = tpcompiler.open(tmp_path / "out").explain(name).alternatives
         axes = {each.axis for each in alternatives}
         assert axes in (set(), {"tp"} if mesh == 2 else {"tp", "dp"})
         chosen = [each.seconds for each in alternatives if each.is_chosen]
@@ -136,7 +136,7 @@ dp    [R, S(2)]     [R, S(2)]     +0.009    +2.05 kB        +0 B
 def test_what_a_plan_pins_stays_so(tmp_path: Path) -> None:
     """But for the layer that is asked about; the search was free to choose all else, and chose the cheapest."""
     tpcompiler.parallelize(mlp(), 2, {"up": "rowwise", "**": "auto"}).save(tmp_path / "out")
-    found = {name: explain_artifact(tmp_path / "out", name) for name in ("down.weight", "linear_1", "relu")}
+    found = {name: tpcompiler.open(tmp_path / "out").explain(name) for name in ("down.weight", "linear_1", "relu")}
     for name, each in found.items():
         assert [one.seconds for one in each.alternatives if one.is_chosen] == [0.0], name
         assert "pinned" not in each.reason
@@ -144,8 +144,8 @@ def test_what_a_plan_pins_stays_so(tmp_path: Path) -> None:
     text = right("explain", tmp_path / "out", "up.weight")
     assert re.search(r"^P\(sum\) +never$", text, re.MULTILINE)
     assert "never: the plan, the boundary or the ops leave no placement of the whole program with it" in text
-    assert explain_artifact(tmp_path / "out", "up.weight").reason == 'pinned by the plan ("up": "rowwise")'
-    pinned = explain_artifact(tmp_path / "out", "linear")
+    assert tpcompiler.open(tmp_path / "out").explain("up.weight").reason == 'pinned by the plan ("up": "rowwise")'
+    pinned = tpcompiler.open(tmp_path / "out").explain("linear")
     assert pinned.reason.endswith(""" 'up.weight' is pinned by the plan ("up": "rowwise")""")
     (own,) = [one.seconds for one in pinned.alternatives if one.is_chosen]
     assert own is not None
@@ -161,7 +161,7 @@ def test_choices_that_cost_the_same_are_ties(tmp_path: Path) -> None:
 
     program = torch.export.export(Negated(nn.Linear(8, 6, bias=False)), (torch.randn(2, 8),))
     tpcompiler.parallelize(program, 2, {"0": "rowwise"}).save(tmp_path / "out")
-    found = explain_artifact(tmp_path / "out", "neg").alternatives
+    found = tpcompiler.open(tmp_path / "out").explain("neg").alternatives
     assert [(each.makes, each.is_chosen, each.is_tied) for each in found] == [
         (("R",), True, False),
         (("P(sum)",), False, True),
@@ -234,15 +234,16 @@ def test_names_that_tables_use(out: Path) -> None:
     gathers.save(out.parent / "gathers")
     nodes = [record.node for record in gathers.collectives()]
     assert nodes == ["all_gather_into_tensor", "all_gather_into_tensor_1"]
+    opened = tpcompiler.open(out.parent / "gathers")
     for name, node in zip(("all_gather", "all_gather_1"), nodes, strict=True):
-        assert explain_artifact(out.parent / "gathers", name) == explain_artifact(out.parent / "gathers", node)
-    weight = explain_artifact(out, "layers.0.down.weight")
-    assert explain_artifact(out, "layers.0.down") == weight
-    assert tpcompiler.visualize_sharding(out, "layers.0.down") == tpcompiler.visualize_sharding(out, weight.name)
+        assert opened.explain(name) == opened.explain(node)
+    weight = tpcompiler.open(out).explain("layers.0.down.weight")
+    assert tpcompiler.open(out).explain("layers.0.down") == weight
+    assert tpcompiler.open(out).show("layers.0.down") == tpcompiler.open(out).show(weight.name)
     assert weight.words == "dim 1 cut over tp"
     for name in ("layers.0", "all_gather", "all_reduce_7", "layers"):
         with pytest.raises(ArtifactError, match=f"no node, parameter or collective '{name}'"):
-            explain_artifact(out, name)
+            tpcompiler.open(out).explain(name)
 
 
 def test_a_collective_as_json(out: Path) -> None:
@@ -274,7 +275,7 @@ def test_a_placement_that_cannot_be_carried_out_says_why(out: Path, monkeypatch:
         return placing(program, found)
 
     monkeypatch.setattr(again, "place", fail)
-    found = explain_artifact(out, "layers.0.down.weight").alternatives
+    found = tpcompiler.open(out).explain("layers.0.down.weight").alternatives
     assert [(each.makes, each.failed) for each in found if each.seconds is None] == [(("S(0)",), "no parts [here]")]
     text = right("explain", out, "layers.0.down.weight")
     assert re.search(r"^S\(0\) +fails$", text, re.MULTILINE)

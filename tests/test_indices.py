@@ -290,9 +290,9 @@ def test_an_artifact_without_checks_stays_so(tmp_path: Path) -> None:
         out, other = tmp_path / f"out{at}", tmp_path / f"other{at}"
         words = ("convert", tmp_path / "model.pt2", "--tp", "2", "--plan", tmp_path / "plan.yaml", "-o", out, *option)
         assert run_command(*words).exit_code == 0
-        tpcompiler.reshard(out, 3, other)
+        tpcompiler.open(out).reshard(3, other)
         for each in (out, other):
-            assert tpcompiler.check(each).ok
+            assert tpcompiler.open(each).check().ok
             manifest = read_manifest(each)
             assert manifest.asked.check_indices is not bool(option)
             assert asserts(read_rank(open_program(each), 0)) == (not option)

@@ -28,11 +28,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Shown]:
         "program": made,
         "programs": tpcompiler.parallelize({"a": exported, "b": exported}, 2, PLAN),
         "report": other.report(),
-        "cost": tpcompiler.cost_artifact(out),
-        "explain": tpcompiler.explain_artifact(out, "layers.0.down.weight"),
-        "diff": tpcompiler.diff_artifacts(out, out.with_name("other")),
+        "cost": tpcompiler.open(out).cost(),
+        "explain": tpcompiler.open(out).explain("layers.0.down.weight"),
+        "diff": tpcompiler.open(out).diff(tpcompiler.open(out.with_name("other"))),
         "doctor": tpcompiler.diagnose(exported),
-        "check": tpcompiler.check(out),
+        "check": tpcompiler.open(out).check(),
         "verify": made.verify(args, kwargs),
     }
 

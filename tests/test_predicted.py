@@ -14,7 +14,6 @@ import tpcompiler
 from tests.solver.test_auto import Mlp, mlp
 from tests.views.opened import page_data
 from tests.zoo.index import CASES
-from tpcompiler.api.aliases import cost_artifact, diff_artifacts, explain_artifact
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.timeline import StepTime, duration
 
@@ -29,10 +28,10 @@ def all_of(directory: Path, weight: str, machine: str) -> list[StepTime]:
     """What each command that reads an artifact predicts for one call."""
     step = StepTime(**page_data(directory, machine=machine)["step"])
     both = [
-        cost_artifact(directory, machine=machine).step,
-        *diff_artifacts(directory, directory, machine=machine).steps,
+        tpcompiler.open(directory).cost(machine=machine).step,
+        *tpcompiler.open(directory).diff(tpcompiler.open(directory), machine=machine).steps,
     ]
-    assert step.total == explain_artifact(directory, weight, machine=machine).seconds
+    assert step.total == tpcompiler.open(directory).explain(weight, machine=machine).seconds
     return [step, *both]
 
 

@@ -73,11 +73,11 @@ def test_every_long_step_tells_how_far_it_is(model: Path) -> None:
     steps = {
         "convert": lambda: tpcompiler.parallelize(exported, 2, "auto"),
         "save": lambda: made.save(model.with_name("out"), force=True),
-        "check": lambda: tpcompiler.check(model.with_name("out")),
+        "check": lambda: tpcompiler.open(model.with_name("out")).check(),
         "verify": lambda: made.verify(args, kwargs),
         "doctor": lambda: tpcompiler.diagnose(exported),
         "fit": lambda: tpcompiler.parallelize(exported, 2, "auto", memory=1650),
-        "explain": lambda: tpcompiler.explain_artifact(model.with_name("out"), "linear"),
+        "explain": lambda: tpcompiler.open(model.with_name("out")).explain("linear"),
     }
     told = {name: heard(work) for name, work in steps.items()}
     for name, step in (

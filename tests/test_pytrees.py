@@ -18,7 +18,6 @@ import tpcompiler
 from tests.compared import compare
 from tests.zoo.case import randomise
 from tpcompiler._torch import fake_group
-from tpcompiler.api.aliases import verify_artifact
 from tpcompiler.errors import InputsError, UnsupportedError
 from tpcompiler.parallel.compared import layout_of
 from tpcompiler.runtime.artifact import read_manifest
@@ -81,7 +80,7 @@ def check(
     written = read_model(out / "rank_0.pt2")
     for args, kwargs in calls:
         assert made.verify(args, kwargs).ok
-        assert verify_artifact(out, program, args, kwargs).ok
+        assert tpcompiler.open(out).verify(args, kwargs, original=program).ok
         if "inputs" not in more:  # these take whole tensors
             with fake_group("tp=2:tp", 0, 2, "cpu"):  # collectives that answer nothing: only the structure counts
                 got = pytree.tree_structure(written.module()(*pytree.tree_map(_copy, args), **kwargs))

@@ -18,7 +18,6 @@ from torch.export import export
 
 import tpcompiler
 from tests.launch import called
-from tests.passes.test_shared_heads import SEPARATE, Attention, X
 from tests.runtime.commands import call, right
 from tpcompiler.errors import ArtifactError
 
@@ -213,27 +212,3 @@ def is_sound(folder: Path) -> bool:
         return tpcompiler.open(folder).check().ok
     except ArtifactError:
         return False
-
-
-@pytest.mark.slow
-def test_what_older_versions_wrote(tmp_path: Path) -> None:
-    """They wrote the two as axes of the mesh, in the end a mesh like any other; the caller's own stood next to it."""
-    both, first = {"tp_0": "S(0)", "tp_1": "S(0)"}, {"tp_0": "S(0)", "tp_1": "R"}
-    plan: dict[str, Any] = {f"{layer}.{leaf}": both for layer in "q" for leaf in ("weight", "bias")}
-    plan |= {f"{layer}.{leaf}": first for layer in "kv" for leaf in ("weight", "bias")}
-    plan |= {"o.weight": {"tp_0": "S(1)", "tp_1": "S(1)"}, "o.bias": "R"}
-    net = Attention(8, 2, packed=False)
-    made = tpcompiler.parallelize(export(net, (X,)), {"tp_0": 2, "tp_1": 2}, plan)
-    made.save(tmp_path / "made")
-    asked = json.loads((tmp_path / "made/manifest.json").read_text(encoding="utf-8"))["asked"] | {"mesh": {"tp": 4}}
-    old = tpcompiler.open(damaged(tmp_path / "made", tmp_path / "old", asked=asked, plan=SEPARATE))
-    assert [*old.manifest().groups] == [f"tp_0=2,tp_1=2:{axes}" for axes in ("tp_0", "tp_1", "tp_0.tp_1")]
-    assert old.verify((X,)).ok
-    assert old.check().ok
-    for ranks in (2, 4):
-        again = old.reshard(ranks, tmp_path / str(ranks))
-        assert again.manifest().mesh == {"tp": ranks}
-        assert again.verify((X,)).ok
-    old.merge(tmp_path / "merged.pt2")
-    merged = torch.export.load(tmp_path / "merged.pt2")
-    assert all(torch.equal(merged.state_dict[name], value) for name, value in net.state_dict().items())

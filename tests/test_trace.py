@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import tpcompiler
 from tests.launch import ROOT, fork_ranks
 from tests.runtime.commands import refused
 from tests.test_costs import DIMS, exported, saved
-from tpcompiler.api.aliases import cost_artifact
 from tpcompiler.ask.trace import merge_traces
 from tpcompiler.runtime.artifact import read_manifest
 
@@ -68,7 +68,7 @@ def test_each_collective_is_there_once_with_its_bytes(out: Path, tmp_path: Path)
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert names == ["rank 0", "rank 1"]
     records = read_manifest(out).collectives
-    costs = cost_artifact(out, {"batch": 3, "sequence": 9})
+    costs = tpcompiler.open(out).cost({"batch": 3, "sequence": 9})
     for rank in range(2):
         own = [event for event in events if event["pid"] == rank and event["ph"] == "X"]
         sent = sorted((each for each in own if "node" in each["args"]), key=lambda each: float(each["ts"]))

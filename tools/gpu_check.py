@@ -178,7 +178,7 @@ def compiled(table: Table, model: str, whole: ExportedProgram, made: ParallelPro
     """The package, as `package` itself compares it with the model, and as the service in C++ runs it."""
     with tempfile.TemporaryDirectory() as folder:
         made.save(Path(folder) / "out", layout="shared")
-        report = tpcompiler.package(Path(folder) / "out")[1]
+        report = tpcompiler.open(Path(folder) / "out").package()[1]
         assert report is not None
         for row in report.outputs:
             table.add(f"package, {row.name}", model, made.world_size, row.rel, row.tolerance)

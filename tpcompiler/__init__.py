@@ -72,32 +72,11 @@ _HOME = {
     ),
     "tpcompiler.errors",
 )
-# Methods of `ParallelProgram` now: kept for one release.
-_ALIASES = dict.fromkeys(
-    (
-        "check",
-        "check_budget",
-        "cost_artifact",
-        "cut_checkpoint",
-        "diff_artifacts",
-        "explain_artifact",
-        "load_state_dict",
-        "merge",
-        "package",
-        "reshard",
-        "state_dict",
-        "verify_artifact",
-        "verify_package",
-        "visualize_sharding",
-    ),
-    "tpcompiler.api.aliases",
-)
-
 __all__ = ["__version__", *_HOME]
 
 
 def __getattr__(name: str) -> Any:
-    home = (_HOME | _ALIASES).get(name)
+    home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'tpcompiler' has no attribute {name!r}")
     return getattr(importlib.import_module(home), name)

@@ -113,8 +113,8 @@ Artifact::Artifact(const Path& directory) : directory_(directory) {
       manifests_[name] = read_json(directory / name / "manifest.json");
     }
   } else {
-    manifests_[""] = read_json(directory / "manifest.json");
-    compiled_ = manifests_[""].at("compiled");
+    manifests_["model"] = read_json(directory / "manifest.json");
+    compiled_ = manifests_["model"].value("compiled", Json::object());
   }
   if (compiled_.empty()) {
     throw std::runtime_error(directory.string() + " has no package: make one with tpcompiler package");

@@ -43,7 +43,7 @@ class Artifact {
 
   Path directory_;
   Json compiled_;
-  std::map<std::string, Json> manifests_;  // a lone program is called ""
+  std::map<std::string, Json> manifests_;  // a lone program is called "model"
 };
 
 }  // namespace serve

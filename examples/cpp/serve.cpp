@@ -87,7 +87,7 @@ Json answer(const Json& request, std::map<std::string, serve::Program>& programs
   std::vector<at::Tensor> inputs;
   serve::Program* program = nullptr;
   try {
-    program = &programs.at(request.value("program", ""));
+    program = &programs.at(request.value("program", "model"));
     const Json given = request.value("inputs", Json::object());
     std::map<std::string, int64_t> sizes;
     for (const auto& row : program->manifest.at("inputs")) {
@@ -103,7 +103,7 @@ Json answer(const Json& request, std::map<std::string, serve::Program>& programs
       }
     }
   } catch (const std::out_of_range&) {
-    return {{"error", "there is no program '" + request.value("program", "") + "'"}};
+    return {{"error", "there is no program '" + request.value("program", "model") + "'"}};
   } catch (const std::exception& error) {
     return {{"error", error.what()}};
   }

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+import tpcompiler
 from tests.bad_input.row import Row, called, loaded, text
 from tests.runtime.models import PLAN, mlp_inputs
 from tpcompiler import load, parallelize
-from tpcompiler.api.aliases import verify_artifact
 from tpcompiler.errors import (
     ArtifactError,
     BudgetError,
@@ -305,21 +305,21 @@ CALLS = [
     ),
     Row(
         "`verify` with too few arguments",
-        lambda program: verify_artifact("out", program, shifted()[:1]),
+        lambda program: tpcompiler.open("out").verify(shifted()[:1], original=program),
         "the program takes 2 inputs, got 1",
         "pass what it was exported with: x, shift",
         code=InputsError,
     ),
     Row(
         "`verify` with a number for a tensor",
-        lambda program: verify_artifact("out", program, shifted(x=1.0)),
+        lambda program: tpcompiler.open("out").verify(shifted(x=1.0), original=program),
         "input 'x' is of type float, the program takes one of type Tensor",
         "pass what it was exported with",
         code=InputsError,
     ),
     Row(
         "`verify` with another shape",
-        lambda program: verify_artifact("out", program, shifted(x=torch.ones(4, 8))),
+        lambda program: tpcompiler.open("out").verify(shifted(x=torch.ones(4, 8)), original=program),
         "input 'x' is torch.float32 [4, 8], the program takes torch.float32 [3, 8]",
         "give a tensor of that dtype and shape",
         code=InputsError,

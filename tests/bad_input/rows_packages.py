@@ -28,7 +28,7 @@ def packaged(**changed: Any) -> Spoil:
             (Path("one") / name).write_bytes(b"code")
         manifest["compiled"] = {
             "files": dict.fromkeys(files, "0" * 64),
-            "models": {"": {"model_0": [0]}},
+            "models": {"model": {"model_0": [0]}},
             "device_type": "cpu",
             "torch": torch.__version__,
             "compiler": "c++",

@@ -21,7 +21,6 @@ from tests.compared import compare
 from tests.opaque import opaque
 from tests.runtime.commands import refused
 from tests.runtime.models import randomised
-from tpcompiler.api.aliases import verify_artifact
 from tpcompiler.errors import ProgramError, ShardingError
 from tpcompiler.parallel.compared import layout_of, shardings_of
 
@@ -180,7 +179,7 @@ def test_sizes_that_depend_on_data(function: Callable[..., Any], tmp_path: Path)
     made.save(tmp_path / "out")
     for given in (X, X.abs(), torch.where(torch.arange(4)[:, None] == 0, X.abs(), -X.abs())):
         assert made.verify((given,)).ok
-        assert verify_artifact(tmp_path / "out", program, (given,)).ok
+        assert tpcompiler.open(tmp_path / "out").verify((given,), original=program).ok
 
 
 class Complex(nn.Module):

@@ -18,7 +18,7 @@ folder = Path(sys.argv[1])
 mesh = init_device_mesh("cpu", (2,))
 with warnings.catch_warnings(record=True) as heard:
     warnings.simplefilter("always")
-    state = tpcompiler.state_dict(folder / "out", mesh)
+    state = tpcompiler.open(folder / "out").state_dict(mesh)
 said = [str(each.message) for each in heard if "DTensor cannot express" in str(each.message)]
 assert state["head.weight"] is state["table.weight"]
 wholes = {name: value.full_tensor() for name, value in state.items()}
@@ -37,7 +37,7 @@ changed["layers.1.down.weight"] = changed["layers.1.down.weight"].full_tensor() 
 del changed["head.weight"]
 for wrong, words in (({"none": wholes["table.weight"]}, "no weight"), ({"table.weight": torch.zeros(3)}, "is torch")):
     with pytest.raises(ArtifactError, match=words):
-        tpcompiler.load_state_dict(folder / "out", wrong)
+        tpcompiler.open(folder / "out").load_state_dict(wrong)
 rank, table, bias = dist.get_rank(), "table.weight", "layers.1.down.bias"
 size = wholes[bias].shape
 replicas = DTensor.from_local(torch.full(size, float(rank)), mesh, [Replicate()], run_check=False)
@@ -62,11 +62,10 @@ for wrong, words in (
     ({table: wholes[table], "head.weight": wholes[table] + 1}, "and the artifact ties them"),
 ):
     with pytest.raises(ArtifactError, match=words):
-        tpcompiler.load_state_dict(folder / "out", wrong)
+        tpcompiler.open(folder / "out").load_state_dict(wrong)
     assert {path.name: path.read_bytes() for path in (folder / "out").iterdir()} == before
-tpcompiler.load_state_dict(
-    folder / "out", {bias: odd, table: wholes[table], "head.weight": state[table]}
-)  # NaN is equal
-tpcompiler.load_state_dict(folder / "out", changed)
+nan = {bias: odd, table: wholes[table], "head.weight": state[table]}
+tpcompiler.open(folder / "out").load_state_dict(nan)  # NaN is equal
+tpcompiler.open(folder / "out").load_state_dict(changed)
 torch.save({"wholes": wholes, "said": said}, folder / f"{dist.get_rank()}.result")
 dist.destroy_process_group()

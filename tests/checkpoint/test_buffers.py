@@ -12,7 +12,6 @@ from torch.export import ExportedProgram, export
 
 import tpcompiler
 from tests.runtime.commands import refused
-from tpcompiler.api.aliases import verify_artifact
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 
@@ -61,11 +60,11 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_the_checkpoint_has_other_values(checkpoint: Path, tmp_path: Path) -> None:
     """Those of the constructor would give other numbers, without a word."""
     tpcompiler.parallelize(hollow(), 2, PLAN).save(tmp_path / "out")
-    tpcompiler.cut_checkpoint(tmp_path / "out", checkpoint)
+    tpcompiler.open(tmp_path / "out").cut(checkpoint)
     whole = export(trained(), (X,))
-    assert verify_artifact(tmp_path / "out", whole, (X,)).ok
-    assert tpcompiler.check(tmp_path / "out", whole).ok
-    assert tpcompiler.check(tmp_path / "out", checkpoint=checkpoint).ok
+    assert tpcompiler.open(tmp_path / "out").verify((X,), original=whole).ok
+    assert tpcompiler.open(tmp_path / "out").check(whole).ok
+    assert tpcompiler.open(tmp_path / "out").check(checkpoint=checkpoint).ok
     held = [load_file(tmp_path / "out" / f"rank_{rank}.safetensors") for rank in range(2)]
     assert torch.equal(torch.cat([each["offset"] for each in held]), trained().state_dict()["offset"])
     assert all(torch.equal(each["count"], torch.tensor([3.0])) for each in held)  # the program's own
@@ -74,10 +73,10 @@ def test_the_checkpoint_has_other_values(checkpoint: Path, tmp_path: Path) -> No
 @pytest.mark.slow
 def test_for_other_ranks(checkpoint: Path, tmp_path: Path) -> None:
     tpcompiler.parallelize(hollow(), 2, PLAN).save(tmp_path / "out")
-    tpcompiler.cut_checkpoint(tmp_path / "out", checkpoint)
-    tpcompiler.reshard(tmp_path / "out", 3, tmp_path / "three")
-    assert verify_artifact(tmp_path / "three", export(trained(), (X,)), (X,)).ok
-    tpcompiler.merge(tmp_path / "three", tmp_path / "merged.pt2")
+    tpcompiler.open(tmp_path / "out").cut(checkpoint)
+    tpcompiler.open(tmp_path / "out").reshard(3, tmp_path / "three")
+    assert tpcompiler.open(tmp_path / "three").verify((X,), original=export(trained(), (X,))).ok
+    tpcompiler.open(tmp_path / "three").merge(tmp_path / "merged.pt2")
     assert torch.allclose(torch.export.load(tmp_path / "merged.pt2").module()(X), trained()(X))
 
 
@@ -90,7 +89,7 @@ def test_a_checkpoint_that_lacks_one_is_refused(partial: bool, checkpoint: Path,
     state = load_file(checkpoint / "model.safetensors")
     save_file({name: state[name] for name in state.keys() - {"offset"}}, checkpoint / "model.safetensors")
     with pytest.raises(tpcompiler.ArtifactError, match=r"does not fit the program: it has no 'offset'\n") as error:
-        tpcompiler.cut_checkpoint(tmp_path / "out", checkpoint, partial=partial)
+        tpcompiler.open(tmp_path / "out").cut(checkpoint, partial=partial)
     assert error.value.help == (
         "give the checkpoint of the same model, or export it with persistent=False for a buffer that keeps the "
         "constructor's value"
@@ -105,7 +104,7 @@ def test_a_checkpoint_that_lacks_one_is_refused(partial: bool, checkpoint: Path,
 def test_another_model_is_not_equal(checkpoint: Path, tmp_path: Path) -> None:
     """Negative control: the buffers matter."""
     tpcompiler.parallelize(hollow(), 2, PLAN).save(tmp_path / "out")
-    tpcompiler.cut_checkpoint(tmp_path / "out", checkpoint)
+    tpcompiler.open(tmp_path / "out").cut(checkpoint)
     other = trained()
     other.offset.zero_()
-    assert not verify_artifact(tmp_path / "out", export(other, (X,)), (X,)).ok
+    assert not tpcompiler.open(tmp_path / "out").verify((X,), original=export(other, (X,))).ok

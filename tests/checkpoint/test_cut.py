@@ -23,7 +23,6 @@ from tests.checkpoint.models import ARGS, PLAN, SIZES, Model, exported, hollow, 
 from tests.launch import run_ranks
 from tests.long import some
 from tpcompiler import ArtifactError, ProgramError
-from tpcompiler.api.aliases import verify_artifact
 from tpcompiler.checkpoint.files import Checkpoint
 from tpcompiler.runtime.artifact import read_manifest, weights_file
 from tpcompiler.runtime.model_file import read_model
@@ -61,10 +60,10 @@ def test_the_same_bytes_as_with_weights(world: int, prefix: str, tmp_path: Path)
     converted(tmp_path / "whole", world, has_weights=True)
     out = converted(tmp_path / "out", world)
     assert not weights(out)
-    tpcompiler.cut_checkpoint(out, write_checkpoint(tmp_path / "c", prefix))
+    tpcompiler.open(out).cut(write_checkpoint(tmp_path / "c", prefix))
     assert weights(out) == weights(tmp_path / "whole")
-    assert tpcompiler.check(out, exported()).ok
-    report = verify_artifact(out, exported(), ARGS)
+    assert tpcompiler.open(out).check(exported()).ok
+    report = tpcompiler.open(out).verify(ARGS, original=exported())
     assert report.ok, str(report)
     assert sorted(path.name for path in out.iterdir() if path.name.startswith(".")) == []
 
@@ -73,9 +72,9 @@ def test_a_wrong_checkpoint_is_not_equal(tmp_path: Path) -> None:
     """Negative control."""
     out = converted(tmp_path / "out")
     changed = {"layers.0.up.bias": model().layers[0].up.bias.detach() + 1}
-    tpcompiler.cut_checkpoint(out, write_checkpoint(tmp_path / "c", **changed))
-    assert not verify_artifact(out, exported(), ARGS).ok
-    assert not tpcompiler.check(out, exported()).ok
+    tpcompiler.open(out).cut(write_checkpoint(tmp_path / "c", **changed))
+    assert not tpcompiler.open(out).verify(ARGS, original=exported()).ok
+    assert not tpcompiler.open(out).check(exported()).ok
 
 
 @pytest.mark.slow
@@ -94,14 +93,14 @@ def test_without_weights_everything_says_so(tmp_path: Path) -> None:
     with pytest.raises(ProgramError, match="cannot be written in self-contained files"):
         made.save(tmp_path / "out", layout="ranks")
     made.save(tmp_path / "out")
-    report = tpcompiler.check(tmp_path / "out")
+    report = tpcompiler.open(tmp_path / "out").check()
     assert report.ok
     assert report.counts["tensors without values"] == 7
     assert "tensors" not in report.counts
     with pytest.raises(ArtifactError, match=r"has no weights of rank 0: .*\n  help: cut them: tpcompiler cut .*out"):
         read_rank(open_program(tmp_path / "out"), 0)
     with pytest.raises(ArtifactError, match="has no weights of rank 0"):
-        verify_artifact(tmp_path / "out", back, ARGS)
+        tpcompiler.open(tmp_path / "out").verify(ARGS, original=back)
     zeros = read_model(tmp_path / "out" / "model.pt2")
     with pytest.raises(ProgramError, match="have no values"):
         tpcompiler.parallelize(zeros, 1, {}).verify(ARGS)
@@ -163,21 +162,21 @@ def test_a_model_without_weights_is_converted(how: str, inside: bool, tmp_path: 
     held = real.named_parameters(remove_duplicate=how != "assign")
     save_file({name: value.detach().clone() for name, value in held}, tmp_path / "model.safetensors")
     tpcompiler.parallelize(program, 3, PLAN).save(tmp_path / "out")
-    tpcompiler.cut_checkpoint(tmp_path / "out", tmp_path / "model.safetensors")
+    tpcompiler.open(tmp_path / "out").cut(tmp_path / "model.safetensors")
     real.register_buffer("frequencies", program.constants["frequencies"], persistent=False)
-    assert verify_artifact(tmp_path / "out", export(real, ARGS, dynamic_shapes=SIZES), ARGS).ok
+    assert tpcompiler.open(tmp_path / "out").verify(ARGS, original=export(real, ARGS, dynamic_shapes=SIZES)).ok
 
 
 def test_the_ranks_of_one_machine(tmp_path: Path) -> None:
     out, checkpoint = converted(tmp_path / "out"), write_checkpoint(tmp_path / "c")
-    tpcompiler.cut_checkpoint(out, checkpoint, [1, 2])
+    tpcompiler.open(out).cut(checkpoint, [1, 2])
     assert set(weights(out)) == {"rank_1.safetensors", "rank_2.safetensors"}
     with pytest.raises(ArtifactError, match="has the weights of rank 1 already"):
-        tpcompiler.cut_checkpoint(out, checkpoint, [0, 1])
+        tpcompiler.open(out).cut(checkpoint, [0, 1])
     with pytest.raises(ArtifactError, match="rank 3 is outside the artifact's world of 3"):
-        tpcompiler.cut_checkpoint(out, checkpoint, [3])
-    assert tpcompiler.check(out).counts["tensors without values"]
-    tpcompiler.cut_checkpoint(out, checkpoint, [0])
+        tpcompiler.open(out).cut(checkpoint, [3])
+    assert tpcompiler.open(out).check().counts["tensors without values"]
+    tpcompiler.open(out).cut(checkpoint, [0])
     converted(tmp_path / "whole", has_weights=True)
     assert weights(out) == weights(tmp_path / "whole")
 
@@ -192,7 +191,7 @@ def cut_until(out: Path, checkpoint: Path, part: float, **asked: Any) -> None:
             raise Stop
 
     with pytest.raises(Stop):
-        tpcompiler.cut_checkpoint(out, checkpoint, progress=stop, **asked)
+        tpcompiler.open(out).cut(checkpoint, progress=stop, **asked)
 
 
 @pytest.mark.parametrize("part", [0, 0.7])
@@ -204,13 +203,13 @@ def test_an_interrupted_cut_goes_on(part: float, tmp_path: Path) -> None:
     with (out / ".rank_1.safetensors.part").open("r+b") as file:
         file.truncate(max(0, file.seek(0, 2) - 3))  # in the middle of a tensor, or of the header
     seen: list[tuple[int, int]] = []
-    tpcompiler.cut_checkpoint(out, checkpoint, progress=lambda done, total: seen.append((done, total)))
+    tpcompiler.open(out).cut(checkpoint, progress=lambda done, total: seen.append((done, total)))
     assert seen[0][0] >= part * seen[0][1] * 0.9 - 1000  # what was written is not cut again
     assert seen[-1][0] == seen[-1][1]
     converted(tmp_path / "whole", has_weights=True)
     assert weights(out) == weights(tmp_path / "whole")
     assert read_manifest(out).files.keys() >= set(weights(out))
-    assert tpcompiler.check(out, exported()).ok
+    assert tpcompiler.open(out).check(exported()).ok
 
 
 def test_an_interrupted_cut_of_something_else_is_refused(tmp_path: Path) -> None:
@@ -219,11 +218,11 @@ def test_an_interrupted_cut_of_something_else_is_refused(tmp_path: Path) -> None
     with pytest.raises(
         ArtifactError, match=r"an interrupted cut of other ranks.*\n  help: start again with force=True"
     ):
-        tpcompiler.cut_checkpoint(out, checkpoint, [0])
+        tpcompiler.open(out).cut(checkpoint, [0])
     write_checkpoint(checkpoint, **{"table.weight": torch.ones(21, 8)})
     with pytest.raises(ArtifactError, match="or the checkpoint was changed since"):
-        tpcompiler.cut_checkpoint(out, checkpoint)
-    tpcompiler.cut_checkpoint(out, checkpoint, force=True)
+        tpcompiler.open(out).cut(checkpoint)
+    tpcompiler.open(out).cut(checkpoint, force=True)
     assert load_file(out / weights_file(0))["table.weight"].eq(1).all()
 
 
@@ -245,12 +244,12 @@ def test_an_interrupted_cut_compares_content(clock: str, tmp_path: Path, monkeyp
     before = everything(out)
     rewrite(checkpoint, **{"table.weight": model().table.weight.detach() + 1})
     with pytest.raises(ArtifactError, match="or the checkpoint was changed since"):
-        tpcompiler.cut_checkpoint(out, checkpoint)
+        tpcompiler.open(out).cut(checkpoint)
     assert everything(out) == before
     rewrite(checkpoint)
     if clock == "stands still":  # and goes on with the same content
-        tpcompiler.cut_checkpoint(out, checkpoint)
-        assert tpcompiler.check(out, exported()).ok
+        tpcompiler.open(out).cut(checkpoint)
+        assert tpcompiler.open(out).check(exported()).ok
 
 
 def test_a_damaged_part_is_not_kept(tmp_path: Path) -> None:
@@ -261,7 +260,7 @@ def test_a_damaged_part_is_not_kept(tmp_path: Path) -> None:
         file.seek(file.seek(0, 2) // 2)
         file.write(bytes(64))
     with pytest.raises(ArtifactError, match=r"was changed since\n  help: start again with force=True"):
-        tpcompiler.cut_checkpoint(out, checkpoint)
+        tpcompiler.open(out).cut(checkpoint)
 
 
 def test_a_checkpoint_that_changes_while_it_is_cut(tmp_path: Path) -> None:
@@ -272,7 +271,7 @@ def test_a_checkpoint_that_changes_while_it_is_cut(tmp_path: Path) -> None:
             rewrite(checkpoint)
 
     with pytest.raises(ArtifactError, match="was changed while it was cut"):
-        tpcompiler.cut_checkpoint(out, checkpoint, progress=change)
+        tpcompiler.open(out).cut(checkpoint, progress=change)
     assert not weights(out)
 
 
@@ -287,7 +286,7 @@ def test_what_an_interrupted_cut_leaves_does_not_bar_the_way(tmp_path: Path) -> 
 def test_an_artifact_with_weights_needs_none(tmp_path: Path) -> None:
     out = converted(tmp_path / "out", has_weights=True)
     with pytest.raises(ArtifactError, match="has its weights"):
-        tpcompiler.cut_checkpoint(out, write_checkpoint(tmp_path / "c"))
+        tpcompiler.open(out).cut(write_checkpoint(tmp_path / "c"))
 
 
 def test_a_damaged_mark_is_refused(tmp_path: Path) -> None:
@@ -322,6 +321,6 @@ def test_ranks_read_their_shares_from_the_checkpoint(tmp_path: Path) -> None:
 def test_several_programs_share_one_checkpoint(tmp_path: Path) -> None:
     programs = {"one": hollow(), "two": hollow()}
     tpcompiler.parallelize(programs, 2, PLAN).save(tmp_path / "out")
-    tpcompiler.cut_checkpoint(tmp_path / "out", write_checkpoint(tmp_path / "c"))
-    assert tpcompiler.check(tmp_path / "out").ok
+    tpcompiler.open(tmp_path / "out").cut(write_checkpoint(tmp_path / "c"))
+    assert tpcompiler.open(tmp_path / "out").check().ok
     assert set(load_file(tmp_path / "out" / "two" / weights_file(0))) <= {"rank_numbers", "frequencies"}

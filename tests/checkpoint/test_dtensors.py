@@ -31,7 +31,7 @@ def test_there_through_a_checkpoint_and_back(tmp_path: Path) -> None:
     for name, value in want.items():
         if name != "layers.0.up.weight":
             value += 1
-    tpcompiler.merge(tmp_path / "out", tmp_path / "back.pt2")
+    tpcompiler.open(tmp_path / "out").merge(tmp_path / "back.pt2")
     back = torch.export.load(tmp_path / "back.pt2")
     assert all(torch.equal(back.state_dict[name], want[name]) for name in want)
-    assert tpcompiler.check(tmp_path / "out").ok
+    assert tpcompiler.open(tmp_path / "out").check().ok

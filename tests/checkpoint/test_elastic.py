@@ -18,7 +18,6 @@ from tests.training.test_steps import Grouped
 from tests.zoo.elastic import bits, there_and_back
 from tests.zoo.index import CASES
 from tpcompiler import ArtifactError
-from tpcompiler.api.aliases import verify_artifact
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import cut, join_first, read_sharding
 from tpcompiler.runtime.artifact import MANIFEST, read_manifest, sha256, weights_file
@@ -44,7 +43,7 @@ def test_a_model_comes_back_bit_for_bit(tmp_path: Path) -> None:
 def test_by_the_commands(two: Path, tmp_path: Path) -> None:
     assert right("reshard", two, "--tp", 3, "-o", tmp_path / "three") == f"wrote 3 ranks to {tmp_path / 'three'}\n"
     assert read_manifest(tmp_path / "three").mesh == {"tp": 3}
-    report = verify_artifact(tmp_path / "three", exported(), ARGS)
+    report = tpcompiler.open(tmp_path / "three").verify(ARGS, original=exported())
     assert report.ok, str(report)
     right("reshard", "--single-device", tmp_path / "three", "-o", tmp_path / "model.pt2")
     back = torch.export.load(tmp_path / "model.pt2")
@@ -62,9 +61,9 @@ def test_a_changed_weight_is_carried_along(tmp_path: Path) -> None:
     """Negative control: the weights are the ranks', and not some that were kept elsewhere."""
     tpcompiler.parallelize(hollow(), 2, PLAN).save(tmp_path / "two")
     changed = {"layers.0.up.bias": model().layers[0].up.bias.detach() + 1}
-    tpcompiler.cut_checkpoint(tmp_path / "two", write_checkpoint(tmp_path / "c", **changed))
-    tpcompiler.reshard(tmp_path / "two", 3, tmp_path / "three")
-    tpcompiler.merge(tmp_path / "three", tmp_path / "model.pt2")
+    tpcompiler.open(tmp_path / "two").cut(write_checkpoint(tmp_path / "c", **changed))
+    tpcompiler.open(tmp_path / "two").reshard(3, tmp_path / "three")
+    tpcompiler.open(tmp_path / "three").merge(tmp_path / "model.pt2")
     old, new = bits(exported()), bits(torch.export.load(tmp_path / "model.pt2"))
     assert {name for name in old if old[name] != new[name]} == {"layers.0.up.bias"}
 
@@ -73,12 +72,12 @@ def test_a_changed_weight_is_carried_along(tmp_path: Path) -> None:
 def test_several_programs_and_placements_at_the_boundary(tmp_path: Path) -> None:
     programs = {"one": exported(), "two": exported()}
     tpcompiler.parallelize(programs, 2, PLAN, outputs={"one": ["S(2)"]}).save(tmp_path / "out")
-    tpcompiler.reshard(tmp_path / "out", 3, tmp_path / "three")
+    tpcompiler.open(tmp_path / "out").reshard(3, tmp_path / "three")
     one, two = (read_manifest(tmp_path / "three" / name) for name in ("one", "two"))
     assert (one.outputs[0].sharding, two.outputs[0].sharding) == ("S(2)", "R")
     assert all(row.stored_in is not None for row in two.tensors)
-    assert tpcompiler.check(tmp_path / "three", exported()).ok
-    tpcompiler.merge(tmp_path / "three" / "two", tmp_path / "model.pt2")
+    assert tpcompiler.open(tmp_path / "three").check(exported()).ok
+    tpcompiler.open(tmp_path / "three" / "two").merge(tmp_path / "model.pt2")
     assert bits(torch.export.load(tmp_path / "model.pt2")) == bits(exported())
 
 
@@ -125,11 +124,11 @@ def test_shares_that_do_not_belong_together(sharding: str, said: str, layout: An
     manifest = read_manifest(out)
     name = next(r.name for r in manifest.tensors if r.sharding == sharding and r.kind == "parameter")
     damage(out, 1, name, layout)
-    assert not tpcompiler.check(out).ok
+    assert not tpcompiler.open(out).check().ok
     with pytest.raises(ArtifactError, match=f"'{name}' cannot be put together: {said}"):
-        tpcompiler.merge(out, tmp_path / "model.pt2")
+        tpcompiler.open(out).merge(tmp_path / "model.pt2")
     with pytest.raises(ArtifactError, match=f"'{name}' cannot be put together: {said}"):
-        tpcompiler.reshard(out, 3, tmp_path / "three")
+        tpcompiler.open(out).reshard(3, tmp_path / "three")
     if sharding == "P(sum)":
         with pytest.raises(ArtifactError, match=f"'{name}' is P.sum., another rank holds all of it"):
             read_rank(open_program(out), 1)
@@ -153,7 +152,7 @@ def test_what_is_refused(two: Path, tmp_path: Path) -> None:
     finally:
         os.replace(tmp_path / "kept", two / "model.pt2")
     with pytest.raises(ArtifactError, match="cannot write"):
-        tpcompiler.merge(two, tmp_path / "no" / "new.pt2")
+        tpcompiler.open(two).merge(tmp_path / "no" / "new.pt2")
 
 
 @pytest.mark.slow
@@ -163,7 +162,7 @@ def test_verify_and_check_with_the_checkpoint(tmp_path: Path) -> None:
     tpcompiler.parallelize(hollow(), 2, PLAN).save(out)
     assert "has no weights of rank 0" in refused("verify", out)
     uncut = right("verify", out, "--checkpoint", checkpoint)
-    tpcompiler.cut_checkpoint(out, checkpoint)
+    tpcompiler.open(out).cut(checkpoint)
     assert "the weights are the ranks' own" in right("verify", out)
     assert "pass --against" not in right("check", out, "--checkpoint", checkpoint)
     tpcompiler.save_weightless(read_original(open_program(out)), tmp_path / "model.pt2")
@@ -171,7 +170,7 @@ def test_verify_and_check_with_the_checkpoint(tmp_path: Path) -> None:
     torch.export.save(exported(), tmp_path / "whole.pt2")
     assert "is not needed" in refused("verify", out, "--against", tmp_path / "whole.pt2", "--checkpoint", checkpoint)
     write_checkpoint(checkpoint, **{"layers.0.up.bias": model().layers[0].up.bias.detach() + 1})
-    assert not tpcompiler.check(out, checkpoint=checkpoint).ok
+    assert not tpcompiler.open(out).check(checkpoint=checkpoint).ok
 
 
 def test_a_part_that_ranks_share_is_another_on_one(tmp_path: Path) -> None:
@@ -185,6 +184,6 @@ def test_a_part_that_ranks_share_is_another_on_one(tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / "out" / MANIFEST).read_text())
     manifest["files"][path.name] = sha256(path)
     (tmp_path / "out" / MANIFEST).write_text(json.dumps(manifest))
-    assert "'qkv.bias' is not the same on ranks that share it" in str(tpcompiler.check(tmp_path / "out"))
+    assert "'qkv.bias' is not the same on ranks that share it" in str(tpcompiler.open(tmp_path / "out").check())
     with pytest.raises(ArtifactError, match=r"'qkv.bias' cannot be put together: it is not the same on rank"):
-        tpcompiler.merge(tmp_path / "out", tmp_path / "model.pt2")
+        tpcompiler.open(tmp_path / "out").merge(tmp_path / "model.pt2")

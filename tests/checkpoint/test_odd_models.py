@@ -92,25 +92,25 @@ def checkpoint(program: ExportedProgram, path: Path, **other: torch.Tensor) -> P
 def test_empty_expanded_and_tied_to_what_is_not_persistent(layout: Any, tmp_path: Path) -> None:
     program = export(Odd(), (X,))
     tpcompiler.parallelize(program, 2, {"up": "colwise"}).save(tmp_path / "out", layout=layout)
-    tpcompiler.reshard(tmp_path / "out", 3, tmp_path / "three")
-    tpcompiler.merge(tmp_path / "three", tmp_path / "model.pt2")
+    tpcompiler.open(tmp_path / "out").reshard(3, tmp_path / "three")
+    tpcompiler.open(tmp_path / "three").merge(tmp_path / "model.pt2")
     back = torch.export.load(tmp_path / "model.pt2")
     assert bits(back) == bits(program)
     assert torch.equal(back.module()(X), program.module()(X))
-    tpcompiler.merge(tmp_path / "three", tmp_path / "w.safetensors", safetensors=True)
+    tpcompiler.open(tmp_path / "three").merge(tmp_path / "w.safetensors", safetensors=True)
     assert load_file(tmp_path / "w.safetensors").keys() == program.state_dict.keys()
 
 
 def test_without_weights_at_all(tmp_path: Path) -> None:
     tpcompiler.parallelize(export(nn.ReLU(), (X,)), 2, {}).save(tmp_path / "out")
-    tpcompiler.reshard(tmp_path / "out", 3, tmp_path / "three")
-    tpcompiler.merge(tmp_path / "three", tmp_path / "model.pt2")
+    tpcompiler.open(tmp_path / "out").reshard(3, tmp_path / "three")
+    tpcompiler.open(tmp_path / "three").merge(tmp_path / "model.pt2")
     assert torch.equal(torch.export.load(tmp_path / "model.pt2").module()(X), X.relu())
 
 
 def test_a_class_that_is_kept_is_kept(tmp_path: Path) -> None:
     tpcompiler.parallelize(export(Named(), (X,)), 2, PLAN).save(tmp_path / "out", keep_output_types=True)
-    tpcompiler.reshard(tmp_path / "out", 3, tmp_path / "three")
+    tpcompiler.open(tmp_path / "out").reshard(3, tmp_path / "three")
     one, two = (read_manifest(tmp_path / name).calling.returns for name in ("out", "three"))
     assert one == two
     assert "Out" in one
@@ -121,11 +121,11 @@ def test_a_checkpoint_proves_what_was_resharded(tmp_path: Path) -> None:
     whole = export(Computed(), (X,))
     path = checkpoint(whole, tmp_path / "c.safetensors")
     tpcompiler.parallelize(hollow(Computed), 2, PLAN).save(tmp_path / "out")
-    tpcompiler.cut_checkpoint(tmp_path / "out", path)
-    tpcompiler.reshard(tmp_path / "out", 3, tmp_path / "three")
+    tpcompiler.open(tmp_path / "out").cut(path)
+    tpcompiler.open(tmp_path / "out").reshard(3, tmp_path / "three")
     right("check", tmp_path / "three", "--checkpoint", path)
     assert right("verify", tmp_path / "three", "--checkpoint", path).startswith("equal")
-    assert tpcompiler.check(tmp_path / "three", whole).ok
+    assert tpcompiler.open(tmp_path / "three").check(whole).ok
 
 
 def test_a_pending_weight_is_compared_bit_for_bit(mlp: ExportedProgram, tmp_path: Path) -> None:
@@ -133,9 +133,9 @@ def test_a_pending_weight_is_compared_bit_for_bit(mlp: ExportedProgram, tmp_path
     zero = checkpoint(mlp, tmp_path / "zero.safetensors", **{"down.bias": torch.zeros(8)})
     minus = checkpoint(mlp, tmp_path / "minus.safetensors", **{"down.bias": -torch.zeros(8)})
     tpcompiler.parallelize(hollow(Mlp), 2, PLAN).save(tmp_path / "out")
-    tpcompiler.cut_checkpoint(tmp_path / "out", zero)
-    assert tpcompiler.check(tmp_path / "out", checkpoint=zero).ok
-    assert tpcompiler.check(tmp_path / "out", checkpoint=minus).findings == [
+    tpcompiler.open(tmp_path / "out").cut(zero)
+    assert tpcompiler.open(tmp_path / "out").check(checkpoint=zero).ok
+    assert tpcompiler.open(tmp_path / "out").check(checkpoint=minus).findings == [
         "'down.bias': the ranks' shares do not make the original's tensor"
     ]
 
@@ -147,7 +147,7 @@ def test_of_several_programs_each_is_proved_and_put_together(layout: Any, mlp: E
     tpcompiler.parallelize({"one": mlp, "two": mlp}, 2, PLAN).save(tmp_path / "out", layout=layout)
     for name in ("one", "two"):
         assert right("verify", tmp_path / "out" / name).startswith("equal")
-    tpcompiler.merge(tmp_path / "out" / "two", tmp_path / "model.pt2")
+    tpcompiler.open(tmp_path / "out" / "two").merge(tmp_path / "model.pt2")
     assert bits(torch.export.load(tmp_path / "model.pt2")) == bits(mlp)
 
 
@@ -159,7 +159,7 @@ class Heads(Mlp):
 def test_for_one_rank(tmp_path: Path) -> None:
     """Sizes that a cut would change stay what they are, -1 too."""
     tpcompiler.parallelize(export(Heads(), (X,)), 3, PLAN).save(tmp_path / "out")
-    tpcompiler.reshard(tmp_path / "out", 1, tmp_path / "one")
+    tpcompiler.open(tmp_path / "out").reshard(1, tmp_path / "one")
     assert right("verify", tmp_path / "one").startswith("equal")
 
 
@@ -179,9 +179,9 @@ def test_a_cut_that_ends_before_the_manifest_is_written_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(tpcompiler.checkpoint.cut, "say_files", killed)
         with pytest.raises(Killed):
-            tpcompiler.cut_checkpoint(tmp_path / "out", path)
-    tpcompiler.cut_checkpoint(tmp_path / "out", path)
-    assert tpcompiler.check(tmp_path / "out", mlp).ok
+            tpcompiler.open(tmp_path / "out").cut(path)
+    tpcompiler.open(tmp_path / "out").cut(path)
+    assert tpcompiler.open(tmp_path / "out").check(mlp).ok
 
 
 def test_a_cut_of_several_that_ends_after_the_first_goes_on(
@@ -200,9 +200,9 @@ def test_a_cut_of_several_that_ends_after_the_first_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(tpcompiler.checkpoint.cut._Work, "run", second)
         with pytest.raises(Killed):
-            tpcompiler.cut_checkpoint(tmp_path / "out", path)
-    tpcompiler.cut_checkpoint(tmp_path / "out", path)
-    assert tpcompiler.check(tmp_path / "out").ok
+            tpcompiler.open(tmp_path / "out").cut(path)
+    tpcompiler.open(tmp_path / "out").cut(path)
+    assert tpcompiler.open(tmp_path / "out").check().ok
     assert "has the weights of rank 0 already" in refused("cut", tmp_path / "out", "--checkpoint", path)
 
 
@@ -211,8 +211,8 @@ def test_nothing_is_written_into_what_it_is_made_from(mlp: ExportedProgram, tmp_
     tpcompiler.parallelize(mlp, 2, PLAN).save(out, layout="shared")
     assert "is inside" in refused("reshard", "--single-device", out, "--safetensors", "-o", out / "rank_0.safetensors")
     assert "is inside" in refused("reshard", out, "--tp", 3, "-o", out / "three")
-    assert tpcompiler.check(out, mlp).ok
-    tpcompiler.reshard(out, 3, out, force=True)
+    assert tpcompiler.open(out).check(mlp).ok
+    tpcompiler.open(out).reshard(3, out, force=True)
     assert read_manifest(out).mesh == {"tp": 3}
 
 

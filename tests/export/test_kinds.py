@@ -115,7 +115,7 @@ def test_a_buffer_that_transformers_lets_a_checkpoint_lack(stored: str, tmp_path
     made.save(tmp_path / "out")
     if stored == "nothing":
         (tmp_path / "elsewhere").rename(file)
-    tpcompiler.cut_checkpoint(tmp_path / "out", tmp_path)
+    tpcompiler.open(tmp_path / "out").cut(tmp_path)
     held = load_file(tmp_path / "out" / "rank_0.safetensors")["final_logits_bias"]
     assert torch.equal(held, bias if persistent else torch.zeros_like(bias))
 

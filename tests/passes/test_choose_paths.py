@@ -72,7 +72,7 @@ def test_the_files_say_which_path_and_are_judged_by_it(tmp_path: Path) -> None:
     assert kinds(made) == {("reduce_scatter", "tp"), ("all_gather", "tp")}
     assert len(made.converted.partition.classes) == 2
     made.save(tmp_path / "out")
-    assert tpcompiler.check(tmp_path / "out").ok
+    assert tpcompiler.open(tmp_path / "out").check().ok
     assert made.manifest().asked.machine == "m.yaml"
     artifact = Artifact.of(made)
     (change,) = {read_claim(node).change for node in changed(artifact)}

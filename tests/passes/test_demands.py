@@ -45,7 +45,7 @@ def test_no_fallback(forward: Forward, reason: str) -> None:
     assert program.verify((X,)).ok
     (gather,) = program.collectives()
     assert (gather.kind, gather.why, gather.reason) == ("all_gather", "plan-demanded", reason)
-    tpcompiler.check_budget(program, ["0 fallbacks"])
+    program.check_budget(["0 fallbacks"])
 
 
 @pytest.mark.sample(3)
@@ -66,4 +66,4 @@ def test_a_fallback(forward: Forward, outputs: list[str | None] | None) -> None:
     assert program.verify((X,)).ok
     assert "fallback" in {c.why for c in program.collectives()}
     with pytest.raises(BudgetError):
-        tpcompiler.check_budget(program, ["0 fallbacks"])
+        program.check_budget(["0 fallbacks"])

@@ -17,7 +17,6 @@ from torch.export import Dim, ExportedProgram, export
 
 import tpcompiler
 from tests.launch import fork_ranks
-from tpcompiler.api.aliases import verify_artifact
 from tpcompiler.errors import ArtifactError, UnsupportedError
 from tpcompiler.ir.symm_mem import expand_collectives, is_fitted, rooms_of
 from tpcompiler.judge.sound.check import check_programs
@@ -127,9 +126,9 @@ def test_written_checked_and_verified(case: str, layout: Any, tmp_path: Path) ->
     parallel.save(tmp_path / "out", layout=layout)
     name = "program.pt2" if layout == "shared" else "rank_1.pt2"
     assert fitted(torch.export.load(tmp_path / "out" / name)) == ops
-    report = tpcompiler.check(tmp_path / "out", original=program)
+    report = tpcompiler.open(tmp_path / "out").check(original=program)
     assert report.ok, report
-    verdict = verify_artifact(tmp_path / "out", program, program.example_inputs[0])  # type: ignore[index]
+    verdict = tpcompiler.open(tmp_path / "out").verify(program.example_inputs[0], original=program)  # type: ignore[index]
     assert verdict.ok, verdict
     lines = parallel.report().splitlines()
     counted = lines[lines.index("collectives over symmetric memory:") + 1]
@@ -139,7 +138,7 @@ def test_written_checked_and_verified(case: str, layout: Any, tmp_path: Path) ->
 
 def test_reshard_keeps_them(tmp_path: Path) -> None:
     made(exported()).save(tmp_path / "out")
-    tpcompiler.reshard(tmp_path / "out", 4, tmp_path / "four")
+    tpcompiler.open(tmp_path / "out").reshard(4, tmp_path / "four")
     assert len(fitted(torch.export.load(tmp_path / "four" / "program.pt2"))) == 2
 
 
@@ -236,14 +235,14 @@ def test_files_are_priced_by_what_sends_and_on_the_machine_that_they_are_for(tmp
     """64 KB over 8 H100: 4.8 us + 114,688 B / 75 GB/s = 6.33 us in one shot, and 17.2 us by NCCL."""
     rows(1024, machine="h100").save(tmp_path / "out", layout="shared")
     rows(1024, machine="h100", collectives="nccl").save(tmp_path / "nccl", layout="shared")
-    priced = [tpcompiler.cost_artifact(tmp_path / name) for name in ("out", "nccl")]
+    priced = [tpcompiler.open(tmp_path / name).cost() for name in ("out", "nccl")]
     assert [each.machine for each in priced] == ["h100"] * 2
     assert [each.seconds for each in priced] == pytest.approx([4.8e-6 + 114688 / 7.5e10, 16.7e-6 + 114688 / 2.2e11])
-    assert tpcompiler.cost_artifact(tmp_path / "out", machine="l40s").machine == "l40s"
-    assert tpcompiler.diff_artifacts(tmp_path / "nccl", tmp_path / "out").sent_seconds == pytest.approx(
+    assert tpcompiler.open(tmp_path / "out").cost(machine="l40s").machine == "l40s"
+    assert tpcompiler.open(tmp_path / "nccl").diff(tpcompiler.open(tmp_path / "out")).sent_seconds == pytest.approx(
         tuple(each.seconds for each in reversed(priced))
     )
-    tpcompiler.reshard(tmp_path / "out", 4, tmp_path / "four")
+    tpcompiler.open(tmp_path / "out").reshard(4, tmp_path / "four")
     asked = json.loads((tmp_path / "four" / MANIFEST).read_text())["asked"]
     assert (asked["machine"], asked["collectives"]) == ("h100", "symm_mem")
 
@@ -352,9 +351,9 @@ def test_memory_that_is_not_what_reductions_take(damage: str, tmp_path: Path) ->
     spoil(tmp_path / "out")
     if damage == "a constant":
         with pytest.raises(ArtifactError, match=text):
-            tpcompiler.check(tmp_path / "out")
+            tpcompiler.open(tmp_path / "out").check()
     else:
-        first, *_ = tpcompiler.check(tmp_path / "out").findings
+        first, *_ = tpcompiler.open(tmp_path / "out").check().findings
         assert text in first
 
 

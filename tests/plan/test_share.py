@@ -70,7 +70,7 @@ def test_an_entry_is_for_the_programs_that_use_what_it_names(holds_all: bool, tm
         assert [c.kind for c in program.collectives()] == ["all_reduce"] * 2
     assert programs["encode"].manifest().plan == {n: PLAN[n] for n in ("table", "encoder.up", "encoder.down")}
     programs.save(tmp_path / "out")
-    tpcompiler.reshard(tmp_path / "out", 4, tmp_path / "four")  # by the entries of both programs
+    tpcompiler.open(tmp_path / "out").reshard(4, tmp_path / "four")  # by the entries of both programs
     four = {name: read_manifest(tmp_path / "four" / name) for name in programs}
     cut = {row.name: row.sharding for each in four.values() for row in each.tensors}
     assert {name: cut[name] for name in CUT} == CUT

@@ -50,4 +50,4 @@ def test_fake_quantised_values(kind: str, from_file: bool, tmp_path: Path) -> No
         program = torch.export.load(tmp_path / "model.pt2")
     made = tpcompiler.parallelize(program, 2, {"up": "colwise", "down": "rowwise"})
     made.save(tmp_path / "out")  # and checks the files
-    assert tpcompiler.verify_artifact(tmp_path / "out", program, (X,)).ok
+    assert tpcompiler.open(tmp_path / "out").verify((X,), original=program).ok

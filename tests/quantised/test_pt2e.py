@@ -13,7 +13,6 @@ from torch.export import ExportedProgram, export
 import tpcompiler
 from tests.quantised.layers import Mlp
 from tests.zoo.case import randomise
-from tpcompiler.api.aliases import verify_artifact
 from tpcompiler.frontend.plain_weights import drop_replaced
 
 pt2e: Any = pytest.importorskip("torchao.quantization.pt2e.quantize_pt2e", reason="torchao is not there")
@@ -44,7 +43,7 @@ def test_a_pair_is_cut(is_dynamic: bool, mesh: Any, tmp_path: Path) -> None:
     sent = [("all_reduce", 8)] * is_dynamic + [("all_reduce", 2048)]
     assert [(c.kind, c.payload_bytes) for c in program.collectives()] == sent
     program.save(tmp_path / "out")  # and checks the files
-    assert verify_artifact(tmp_path / "out", exported, (X,)).ok
+    assert tpcompiler.open(tmp_path / "out").verify((X,), original=exported).ok
 
 
 def test_weights_that_nothing_uses_any_more_are_left_out() -> None:

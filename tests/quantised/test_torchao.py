@@ -15,7 +15,6 @@ import tpcompiler
 from tests.machines import WIRE
 from tests.quantised.layers import Mlp
 from tests.zoo.case import hugging_face, randomise
-from tpcompiler.api.aliases import verify_artifact
 from tpcompiler.errors import ShardingError
 from tpcompiler.frontend.plain_weights import unwrap_subclasses
 
@@ -58,7 +57,7 @@ def test_a_pair_is_cut(name: str, mesh: Any, tmp_path: Path) -> None:
     assert {c.kind for c in program.collectives()} == {"all_reduce"}
     assert torch.equal(program.only.original().module()(X), model(X))  # what it is compared with is the model
     program.save(tmp_path / "out")  # and read back without a pickle: no `trust`
-    assert verify_artifact(tmp_path / "out", exported, (X,)).ok
+    assert tpcompiler.open(tmp_path / "out").verify((X,), original=exported).ok
 
 
 @pytest.mark.sample(1)

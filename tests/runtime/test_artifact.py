@@ -36,8 +36,7 @@ def manifest(**fields: Any) -> Manifest:
         rank_numbers={},
         symm_mem={},
         programs={},
-        asked=Asked(mesh={"tp": 2}, inputs=None, outputs=None),
-        compiled=None,
+        asked=Asked(inputs=None, outputs=None),
         format=FORMAT,
     )
     return replace(plain, **fields)

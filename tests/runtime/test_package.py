@@ -51,19 +51,19 @@ def test_ranks_that_are_not_alike_have_models_of_their_own(every: Path) -> None:
     """A vocabulary of 7 on 3 ranks; a buffer and an input that are written; outputs that are no tensors."""
     told: list[tuple[str, int, int]] = []
     with listening(lambda step, *rest: told.append(rest) if step == "compiling" else None):
-        made, report = tpcompiler.package(every)
+        made, report = tpcompiler.open(every).package()
     assert told == [("models", done, 2) for done in range(3)]
     assert report is not None
     assert report.ok, str(report)
     assert [each.name for each in report.outputs] == ["0", "1", "2", "3", "calls", "total"]
-    assert made.models == {"": {"model_0": [0, 1], "model_1": [2]}}
+    assert made.models == {"model": {"model_0": [0, 1], "model_1": [2]}}
     assert read_package(every) == made
     assert {path.name for path in every.iterdir()} == {
         *("manifest.json", "model.pt2", "program_0.pt2", "program_1.pt2", "compiled.pt2", "runner.so"),
         *(f"compiled_model_{index}.pt2" for index in range(2)),
         *(f"rank_{rank}.safetensors" for rank in range(3)),
     }
-    assert tpcompiler.check(every, packages.exported()).ok
+    assert tpcompiler.open(every).check(packages.exported()).ok
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_every_kind_of_collective(tmp_path: Path) -> None:
     said = json.loads(result.stdout)
     assert read("package", said)
     assert said["report"]["ok"]
-    assert said["models"] == {"": {"model_0": [0, 1]}}
+    assert said["models"] == {"model": {"model_0": [0, 1]}}
 
 
 @pytest.mark.slow
@@ -107,7 +107,7 @@ def test_a_package_that_is_wrong_is_deleted(tmp_path: Path, monkeypatch: pytest.
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("alone") / "out"
     packages.write(directory, 1)
-    tpcompiler.package(directory, check=False)
+    tpcompiler.open(directory).package(check=False)
     return directory
 
 
@@ -144,7 +144,7 @@ def test_inputs_in_any_layout_and_outputs_that_are_none(alone: Path, tmp_path: P
     """Packaged in a process that has loaded another artifact."""
     tpcompiler.load(alone, compiled=False)
     packages.write_laid(tmp_path / "out")
-    _, report = tpcompiler.package(tmp_path / "out")
+    _, report = tpcompiler.open(tmp_path / "out").package()
     assert report is not None
     assert report.ok, str(report)
     programs = tpcompiler.load(tmp_path / "out", compiled=True)
@@ -173,7 +173,7 @@ def test_machine_code_is_not_run_unasked(alone: Path, tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"runner\.so has SHA-256"):
         tpcompiler.load(directory, compiled=True)
     data = json.loads((directory / "manifest.json").read_text())
-    data["compiled"]["models"] = {"": {"model_0": [1]}}
+    data["compiled"]["models"] = {"model": {"model_0": [1]}}
     (directory / "manifest.json").write_text(json.dumps(data))
     with pytest.raises(ArtifactError, match="has no model of the program for rank 0"):
         tpcompiler.load(directory, compiled=True)
@@ -188,12 +188,12 @@ def test_numbers_at_the_boundary_are_refused(tmp_path: Path) -> None:
     program = torch.export.export(Scaled(), (torch.ones(4, 2), 5), dynamic_shapes=sizes)
     tpcompiler.parallelize(program, 2, {}).save(tmp_path / "out")
     with pytest.raises(UnsupportedError, match="takes the number 'n', and a package takes tensors only"):
-        tpcompiler.package(tmp_path / "out")
+        tpcompiler.open(tmp_path / "out").package()
     assert not read_manifest(tmp_path / "out").compiled
 
 
 @pytest.mark.slow
 def test_a_rank_that_fails_ends_all(tmp_path: Path) -> None:
     directory, fault = faults.write_artifacts(tmp_path), "dies before calling"
-    tpcompiler.package(directory, check=False)
+    tpcompiler.open(directory).package(check=False)
     assert not faults.wrong(fault, faults.run_fault(directory, fault))

@@ -183,7 +183,7 @@ def test_names_in_a_file_that_python_takes_for_others(
 
     rewrite(artifact, tmp_path / "out", change)
     with pytest.raises(ArtifactError, match=said):
-        tpcompiler.check(tmp_path / "out")
+        tpcompiler.open(tmp_path / "out").check()
 
 
 @pytest.mark.sample(1)

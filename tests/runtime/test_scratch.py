@@ -98,9 +98,9 @@ def test_what_reshard_writes_is_locked_to_its_end(tmp_path: Path) -> None:
         seen.extend(tmp_path.glob(".new.*"))
         remove_leftovers(tmp_path)
 
-    tpcompiler.reshard(tmp_path / "out", 1, tmp_path / "new", progress=look)
+    tpcompiler.open(tmp_path / "out").reshard(1, tmp_path / "new", progress=look)
     assert seen
-    assert tpcompiler.check(tmp_path / "new").ok
+    assert tpcompiler.open(tmp_path / "new").check().ok
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "out"]
 
 
@@ -115,12 +115,12 @@ def test_a_package_on_a_full_disk(tmp_path: Path, tmp_path_factory: pytest.TempP
         packaging._compile = lambda *_: [str(library)]
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100 << 10, 100 << 10))
-        tpcompiler.package(out, check=False)
+        tpcompiler.open(out).package(check=False)
 
     assert forked(work) == NO_ROOM
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert {path.name for path in out.iterdir()} == set(before)
-    assert tpcompiler.check(out).ok
+    assert tpcompiler.open(out).check().ok
     assert read_package(out) is None
 
 
@@ -136,9 +136,9 @@ def test_a_full_disk_for_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     for write, call in (
-        ("write_text", lambda: tpcompiler.cut_checkpoint(tmp_path / "uncut", tmp_path / "out")),
-        ("write_text", lambda: tpcompiler.reshard(tmp_path / "out", 1, tmp_path / "new")),
-        ("write_bytes", lambda: tpcompiler.merge(tmp_path / "out", tmp_path / "new.pt2")),
+        ("write_text", lambda: tpcompiler.open(tmp_path / "uncut").cut(tmp_path / "out")),
+        ("write_text", lambda: tpcompiler.open(tmp_path / "out").reshard(1, tmp_path / "new")),
+        ("write_bytes", lambda: tpcompiler.open(tmp_path / "out").merge(tmp_path / "new.pt2")),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(Path, write, full)

@@ -20,7 +20,6 @@ import tpcompiler
 from tests.launch import called
 from tests.zoo.case import randomise
 from tpcompiler import ArtifactError, UnsupportedError
-from tpcompiler.api.aliases import verify_artifact
 from tpcompiler.runtime.artifact import read_manifest, sha256, weights_file
 from tpcompiler.runtime.program_files import open_program
 from tpcompiler.runtime.rank_file import read_rank
@@ -81,8 +80,8 @@ def test_what_is_written(out: Path) -> None:
 
 @pytest.mark.sample(1)
 def test_the_judges_take_it(out: Path) -> None:
-    assert tpcompiler.check(out, exported()).ok
-    report = verify_artifact(out, exported(), ARGS, then=[ARGS])
+    assert tpcompiler.open(out).check(exported()).ok
+    report = tpcompiler.open(out).verify(ARGS, original=exported(), then=[ARGS])
     assert report.ok, str(report)
 
 
@@ -216,11 +215,11 @@ def test_weights_that_are_exchanged_are_found(tmp_path: Path) -> None:
     """With the original, or where replicas differ."""
     tpcompiler.parallelize(exported(), 3, PLAN).save(tmp_path / "out", layout="shared")
     _resave(tmp_path / "out", lambda tensors: tensors.update({"up.bias": tensors["up.bias"] + 1}))
-    report = tpcompiler.check(tmp_path / "out", exported())
+    report = tpcompiler.open(tmp_path / "out").check(exported())
     assert report.findings == ["'up.bias': the ranks' shares do not make the original's tensor"]
-    assert tpcompiler.check(tmp_path / "out").ok
+    assert tpcompiler.open(tmp_path / "out").check().ok
     _resave(tmp_path / "out", lambda tensors: tensors.update(calls=tensors["calls"] + 1))
-    assert tpcompiler.check(tmp_path / "out").findings == ["'calls' is not the same on ranks that share it"]
+    assert tpcompiler.open(tmp_path / "out").check().findings == ["'calls' is not the same on ranks that share it"]
 
 
 def test_a_dtype_that_the_format_lacks(tmp_path: Path) -> None:

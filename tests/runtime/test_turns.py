@@ -11,7 +11,6 @@ from torch import nn
 import tpcompiler
 from tests.launch import Ended, fork_ranks
 from tests.long import in_long_runs
-from tpcompiler.api.aliases import package
 
 WORKER = Path(__file__).parent / "thread_worker.py"
 HELP = (
@@ -96,6 +95,6 @@ def test_a_call_inside_of_a_call(directory: Path, models: dict[str, nn.Module]) 
 @in_long_runs
 def test_so_are_they_where_a_package_runs(directory: Path, models: dict[str, nn.Module]) -> None:
     """The same code guards a package, which takes long to compile."""
-    package(directory / "out", check=False)
+    tpcompiler.open(directory / "out").package(check=False)
     (directory / "refused").unlink(missing_ok=True)
     refuses(directory, models)

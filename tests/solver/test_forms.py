@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import tpcompiler
 from tests.zoo.case import randomise
 from tests.zoo.found import from_file, written
-from tpcompiler import ParallelProgram, explain_artifact
+from tpcompiler import ParallelProgram
 from tpcompiler.api import conversions_of, read_plan
 from tpcompiler.cost.kernels import find_kernels
 from tpcompiler.cost.machine_file import read_machine
@@ -323,12 +323,13 @@ def test_explain_holds_to_the_form(name: str, tmp_path: Path) -> None:
     case, _, limits = TAKEN[name]
     case.converted(2, memory=limits[2]).save(tmp_path / "out")
     for value in INSIDE[name]:
-        (own,) = [each for each in explain_artifact(tmp_path / "out", value).alternatives if each.is_chosen] or [None]
+        alternatives = tpcompiler.open(tmp_path / "out").explain(value).alternatives
+        (own,) = [each for each in alternatives if each.is_chosen] or [None]
         assert own is None or own.seconds == pytest.approx(0, abs=1e-12)
-    assert explain_artifact(tmp_path / "out", INSIDE[name][0], machine="ideal").kind == "op"
+    assert tpcompiler.open(tmp_path / "out").explain(INSIDE[name][0], machine="ideal").kind == "op"
 
 
 @pytest.mark.slow
 def test_explain_takes_no_form(tmp_path: Path) -> None:
     NORMED.converted(2, machine="ideal").save(tmp_path / "out")
-    assert explain_artifact(tmp_path / "out", "rms_norm", machine=MACHINE).kind == "op"
+    assert tpcompiler.open(tmp_path / "out").explain("rms_norm", machine=MACHINE).kind == "op"

@@ -220,7 +220,7 @@ def test_an_average_of_three_is_what_each_holds(tmp_path: Path) -> None:
     torch.manual_seed(0)
     program = export(Mean(), (X,))
     tpcompiler.parallelize(program, 3, {"p": "P(avg)"}).save(tmp_path / "out")
-    assert tpcompiler.check(tmp_path / "out", program).ok
+    assert tpcompiler.open(tmp_path / "out").check(program).ok
     artifact = made(Mean(), mesh=3, plan={"p": "P(avg)"})
     artifact.put(1, "p", artifact.leaf(1, "p") + 1)
     assert found(artifact) == ["'p' is not the same on ranks that share it"]
@@ -233,4 +233,4 @@ def test_a_name_that_stands_for_two_tensors(tmp_path: Path) -> None:
         tmp_path / "out", artifact.manifest, lambda rank, path: torch.export.save(artifact.ranks[rank], path)
     )
     with pytest.raises(ArtifactError, match="'k' is in the state and in the constants"):
-        tpcompiler.check(tmp_path / "out")
+        tpcompiler.open(tmp_path / "out").check()

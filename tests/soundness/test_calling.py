@@ -59,7 +59,7 @@ def rename(program: ExportedProgram) -> None:
 @pytest.mark.parametrize("damage", [assert_more, assert_nothing, narrow, rename])
 def test_damage_that_is_written_out(made: tpcompiler.ParallelProgram, damage: Any, ranks: Any, tmp_path: Path) -> None:
     made.save(tmp_path / "out")
-    assert tpcompiler.check(tmp_path / "out").ok
+    assert tpcompiler.open(tmp_path / "out").check().ok
     path = tmp_path / "out" / "manifest.json"
     data = json.loads(path.read_text())
     for rank in ranks:
@@ -71,7 +71,7 @@ def test_damage_that_is_written_out(made: tpcompiler.ParallelProgram, damage: An
             torch.export.save(program, file)
         data["files"][file.name] = sha256(file)
     path.write_text(json.dumps(data))
-    assert not tpcompiler.check(tmp_path / "out").ok
+    assert not tpcompiler.open(tmp_path / "out").check().ok
 
 
 def test_what_the_manifest_says(made: tpcompiler.ParallelProgram) -> None:

@@ -88,7 +88,7 @@ def test_maxima_of_sizes(tmp_path: Path) -> None:
     """A file has sympy's maxima in place of torch's, and neither takes the other for equal."""
     program = export(Last(), (torch.randn(4, 8),), dynamic_shapes=({0: Dim.AUTO(max=64)},))
     tpcompiler.parallelize(program, 2, {"table": "S(1)"}).save(tmp_path / "out")
-    report = tpcompiler.check(tmp_path / "out")
+    report = tpcompiler.open(tmp_path / "out").check()
     assert report.ok
     assert "ops that cannot be run here" not in report.counts
 
@@ -98,7 +98,7 @@ def test_sizes_that_torch_cannot_compare(tmp_path: Path) -> None:
     sizes = ({0: Dim.AUTO, 1: 4 * Dim("windows", min=1, max=20)},)
     program = export(Windows(), (torch.randn(2, 8, 8),), dynamic_shapes=sizes)
     tpcompiler.parallelize(program, 2, {}, inputs=["S(0)"]).save(tmp_path / "out")
-    assert tpcompiler.check(tmp_path / "out").ok
+    assert tpcompiler.open(tmp_path / "out").check().ok
 
 
 def test_sizes_that_only_the_export_has_compared() -> None:

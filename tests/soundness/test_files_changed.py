@@ -81,7 +81,7 @@ def test_two_buffers_in_one_piece_of_a_file(out: Path, model: ExportedProgram) -
 
     for rank in range(2):
         edit(out, rank, "data/weights/model_weights_config.json", change)
-    report = tpcompiler.check(out, model)
+    report = tpcompiler.open(out).check(model)
     assert report.findings == ["rank 0 writes to 'v' and 'k', which share memory"] or report.findings == [
         "rank 0 writes to 'k' and 'v', which share memory"
     ]
@@ -111,7 +111,7 @@ def test_a_written_parameter_in_the_memory_of_another(tmp_path: Path) -> None:
 
     for rank in range(2):
         edit(tmp_path / "out", rank, "data/weights/model_weights_config.json", change)
-    (found,) = tpcompiler.check(tmp_path / "out", exported).findings
+    (found,) = tpcompiler.open(tmp_path / "out").check(exported).findings
     assert re.fullmatch("rank 0 writes to '(seen|down.bias)' and '(seen|down.bias)', which share memory", found)
 
 
@@ -122,7 +122,7 @@ def test_a_buffer_that_overlaps_itself(out: Path, model: ExportedProgram) -> Non
         data["config"]["k"]["tensor_meta"]["strides"] = [{"as_int": 1}, {"as_int": 1}]
 
     edit(out, 1, "data/weights/model_weights_config.json", change)
-    report = tpcompiler.check(out, model)
+    report = tpcompiler.open(out).check(model)
     said = "'k' has the strides [1, 1] on rank 1, and its program says [8, 1]"
     assert report.findings == [said]
     with pytest.raises(tpcompiler.ArtifactError, match=r"'k' has the strides \[1, 1\], its program takes \[8, 1\]"):
@@ -144,7 +144,7 @@ def test_a_buffer_that_overlaps_itself_on_all_ranks(strides: list[int], out: Pat
     for rank in range(2):
         edit(out, rank, "data/weights/model_weights_config.json", in_the_file)
         edit(out, rank, "models/model.json", in_the_program)
-    assert "rank 0 writes to 'k', whose elements may share memory" in tpcompiler.check(out, model).findings
+    assert "rank 0 writes to 'k', whose elements may share memory" in tpcompiler.open(out).check(model).findings
 
 
 def test_an_output_in_the_memory_of_what_is_written(out: Path, model: ExportedProgram) -> None:
@@ -158,12 +158,12 @@ def test_an_output_in_the_memory_of_what_is_written(out: Path, model: ExportedPr
         data.clear()
         data.update(json.loads(text))
 
-    assert tpcompiler.verify_artifact(out, model, (X,), then=[(X + 1,)]).ok
+    assert tpcompiler.open(out).verify((X,), original=model, then=[(X + 1,)]).ok
     for rank in range(2):
         edit(out, rank, "models/model.json", change)
-    report = tpcompiler.verify_artifact(out, model, (X,), then=[(X + 1,)])
+    report = tpcompiler.open(out).verify((X,), original=model, then=[(X + 1,)])
     assert [each.name for each in report.outputs if not each.ok] == ["call 1: 0", "call 2: 0"]
-    assert any("shares the memory of 'k'" in finding for finding in tpcompiler.check(out, model).findings)
+    assert any("shares the memory of 'k'" in finding for finding in tpcompiler.open(out).check(model).findings)
 
 
 def test_two_nodes_of_one_name(out: Path, model: ExportedProgram) -> None:
@@ -177,7 +177,7 @@ def test_two_nodes_of_one_name(out: Path, model: ExportedProgram) -> None:
 
     for rank in range(2):
         edit(out, rank, "models/model.json", lambda data, rank=rank: change(data, rank == 1))
-    assert any("different programs" in finding for finding in tpcompiler.check(out, model).findings)
+    assert any("different programs" in finding for finding in tpcompiler.open(out).check(model).findings)
 
 
 def test_an_argument_that_stands_twice(out: Path, model: ExportedProgram) -> None:
@@ -207,7 +207,7 @@ class Counted(nn.Module):
 def test_a_device_that_is_not_the_artifacts(tmp_path: Path) -> None:
     out, model = tmp_path / "out", export(Counted(), (X,))
     tpcompiler.parallelize(model, 2, {"a": "colwise", "c": "rowwise"}).save(out)
-    assert tpcompiler.check(out, model).ok
+    assert tpcompiler.open(out).check(model).ok
 
     def change(data: Any) -> None:
         text = json.dumps(data["graph_module"]["graph"]["nodes"])
@@ -216,7 +216,10 @@ def test_a_device_that_is_not_the_artifacts(tmp_path: Path) -> None:
 
     for rank in range(2):
         edit(out, rank, "models/model.json", change)
-    for judge in (tpcompiler.check, lambda out, model: tpcompiler.verify_artifact(out, model, (X,))):
+    for judge in (
+        lambda out, model: tpcompiler.open(out).check(model),
+        lambda out, model: tpcompiler.open(out).verify((X,), original=model),
+    ):
         with pytest.raises(tpcompiler.ArtifactError, match="names the device 'cuda', and the manifest says 'cpu'"):
             judge(out, model)
 
@@ -235,7 +238,7 @@ def test_examples_that_are_no_arguments(ranks: list[int], examples: Any, out: Pa
         manifest["files"][path.name] = sha256(path)
     (out / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(tpcompiler.ArtifactError, match="rank_"):
-        tpcompiler.check(out, model)
+        tpcompiler.open(out).check(model)
 
 
 @pytest.mark.parametrize("number", [3.0, True], ids=repr)
@@ -249,7 +252,7 @@ def test_numbers_that_are_equal_in_python(number: float, out: Path, model: Expor
         minus["inputs"][-1]["arg"] = {form: number}
 
     edit(out, 1, "models/model.json", change)
-    assert not tpcompiler.check(out, model).ok
+    assert not tpcompiler.open(out).check(model).ok
 
 
 class Zeros(nn.Module):
@@ -285,10 +288,10 @@ def test_zeros_of_either_sign_and_nodes_under_each_others_name(tmp_path: Path) -
 
     for name, changes in (("sign", {1: negative}), ("names", {0: exchanged, 1: exchanged_and_damaged})):
         program.save(tmp_path / name)
-        assert tpcompiler.check(tmp_path / name, exported).ok
+        assert tpcompiler.open(tmp_path / name).check(exported).ok
         for rank, change in changes.items():
             edit(tmp_path / name, rank, "models/model.json", change)
-        assert not tpcompiler.check(tmp_path / name, exported).ok
+        assert not tpcompiler.open(tmp_path / name).check(exported).ok
 
 
 def test_verify_runs_the_groups_of_the_manifest(out: Path, model: ExportedProgram) -> None:
@@ -298,7 +301,7 @@ def test_verify_runs_the_groups_of_the_manifest(out: Path, model: ExportedProgra
     manifest["groups"] = {name: [[0], [1]]}
     (out / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(tpcompiler.ArtifactError, match=f"the manifest's ranks of the group '{name}' are not those of"):
-        tpcompiler.verify_artifact(out, model, (X,))
+        tpcompiler.open(out).verify((X,), original=model)
 
 
 def test_a_reduction_that_nobody_knows(out: Path, model: ExportedProgram) -> None:
@@ -309,7 +312,7 @@ def test_a_reduction_that_nobody_knows(out: Path, model: ExportedProgram) -> Non
     for rank in range(2):
         edit(out, rank, "models/model.json", change)
     with pytest.raises(tpcompiler.InputsError, match="a rank's program does not run on these inputs"):
-        tpcompiler.verify_artifact(out, model, (X,))
+        tpcompiler.open(out).verify((X,), original=model)
 
 
 class Cached(nn.Module):
@@ -332,14 +335,14 @@ def test_a_set_of_programs_that_do_not_belong_together(tmp_path: Path) -> None:
     both = {"prefill": exported, "decode": exported}
     for name, mesh in (("own", {"tp": 2, "dp": 2}), ("mesh", {"tp": 4, "dp": 1})):
         tpcompiler.parallelize(both, {"tp": 2, "dp": 2}, PLAN).save(tmp_path / name)
-        assert tpcompiler.check(tmp_path / name).ok
+        assert tpcompiler.open(tmp_path / name).check().ok
         shutil.rmtree(tmp_path / name / "decode")
         if name == "own":
             tpcompiler.parallelize(exported, mesh, PLAN).save(tmp_path / name / "decode")
         else:
             tpcompiler.parallelize(both, mesh, PLAN).save(tmp_path / "other")
             shutil.copytree(tmp_path / "other" / "decode", tmp_path / name / "decode")
-    said = {name: tpcompiler.check(tmp_path / name).findings[-1] for name in ("own", "mesh")}
+    said = {name: tpcompiler.open(tmp_path / name).check().findings[-1] for name in ("own", "mesh")}
     assert said["own"].endswith(" is stored in the files of 'prefill' and again in those of 'decode'")
     assert said["mesh"] == "'decode' is for the mesh {'tp': 4, 'dp': 1}, and 'prefill' for {'tp': 2, 'dp': 2}"
     for name, finding in said.items():
@@ -355,7 +358,7 @@ def test_a_set_whose_tensors_lie_otherwise_than_one_says(tmp_path: Path) -> None
     torch.manual_seed(0)
     exported = export(Cached(), (X,))
     tpcompiler.parallelize({"prefill": exported, "decode": exported}, 2, PLAN).save(tmp_path / "out")
-    assert tpcompiler.check(tmp_path / "out").ok
+    assert tpcompiler.open(tmp_path / "out").check().ok
 
     def change(data: Any) -> None:
         value = data["graph_module"]["graph"]["tensor_values"]["b_k"]
@@ -363,7 +366,7 @@ def test_a_set_whose_tensors_lie_otherwise_than_one_says(tmp_path: Path) -> None
 
     for rank in range(2):
         edit(tmp_path / "out" / "decode", rank, "models/model.json", change)
-    found = tpcompiler.check(tmp_path / "out").findings
+    found = tpcompiler.open(tmp_path / "out").check().findings
     assert found[-1] == "'k' has the strides [1, 8] to 'decode' on rank 0, and [8, 1] to 'prefill'"
 
 
@@ -387,4 +390,4 @@ def test_what_torch_does_not_take(
     """Of the first rank, and of one whose graph is the first's."""
     edit(out, rank, entry, change)
     with pytest.raises(tpcompiler.ArtifactError):
-        tpcompiler.check(out, model)
+        tpcompiler.open(out).check(model)

@@ -99,13 +99,13 @@ def test_another_model_is_refused(name: str, tmp_path: Path) -> None:
     """By the check with the original and without, by verify against it, and by what is made from the artifact."""
     original, (other, said) = exported(Layers()), OTHERS[name]
     out = written(original, tmp_path / "out")
-    assert tpcompiler.check(out).ok
-    assert tpcompiler.verify_artifact(out, original, (X,)).ok
+    assert tpcompiler.open(out).check().ok
+    assert tpcompiler.open(out).verify((X,), original=original).ok
     put(out, other())
-    for found in (tpcompiler.check(out).findings, tpcompiler.check(out, original).findings):
+    for found in (tpcompiler.open(out).check().findings, tpcompiler.open(out).check(original).findings):
         assert any(said in finding for finding in found), found
     with pytest.raises(ArtifactError, match=r"model\.pt2 is not what the ranks run"):
-        tpcompiler.verify_artifact(out, original, (X,))
+        tpcompiler.open(out).verify((X,), original=original)
     with pytest.raises(ArtifactError, match=r"model\.pt2 is not what the ranks run"):
         tpcompiler.open(out).merge(tmp_path / "merged.pt2")
     with pytest.raises(ArtifactError, match=r"model\.pt2 is not what the ranks run"):
@@ -115,17 +115,18 @@ def test_another_model_is_refused(name: str, tmp_path: Path) -> None:
 
 def test_so_it_is_where_weights_lie_apart(tmp_path: Path) -> None:
     out = written(exported(Layers()), tmp_path / "out", "shared")
-    assert tpcompiler.check(out).ok
+    assert tpcompiler.open(out).check().ok
     put(out, exported(Layers(torch.sigmoid)))
-    assert not tpcompiler.check(out).ok
+    assert not tpcompiler.open(out).check().ok
 
 
 def test_another_range_of_a_size(tmp_path: Path) -> None:
     out = written(exported(Layers(), dynamic=(2, 64)), tmp_path / "out")
-    assert tpcompiler.check(out).ok
+    assert tpcompiler.open(out).check().ok
     put(out, exported(Layers(), dynamic=(2, 128)))
     assert any(
-        "of model.pt2 ends at 128, and that of the ranks at 64" in each for each in tpcompiler.check(out).findings
+        "of model.pt2 ends at 128, and that of the ranks at 64" in each
+        for each in tpcompiler.open(out).check().findings
     )
 
 
@@ -150,7 +151,7 @@ def test_a_model_with_weights_of_its_own(tmp_path: Path) -> None:
     )
     torch.export.save(original, out / MODEL)
     _say(out)
-    assert "'up.weight': the ranks' shares do not make the original's tensor" in tpcompiler.check(out).findings
+    assert "'up.weight': the ranks' shares do not make the original's tensor" in tpcompiler.open(out).check().findings
     with pytest.raises(ArtifactError, match=r"'up\.weight' in model\.pt2 is not what the ranks hold"):
         tpcompiler.open(out).merge(tmp_path / "merged.pt2")
     with pytest.raises(ArtifactError, match=r"'up\.weight' in model\.pt2 is not what the ranks hold"):
@@ -175,7 +176,7 @@ def test_what_is_no_file(kind: str, tmp_path: Path) -> None:
     elif kind == "other bytes":
         (out / MODEL).write_bytes(content + b"\0")
     with pytest.raises(ArtifactError, match=f"{MODEL} (is missing|cannot be read|leads out of|has SHA-256)"):
-        tpcompiler.check(out)
+        tpcompiler.open(out).check()
 
 
 def test_a_rewritten_piece_of_another_model() -> None:

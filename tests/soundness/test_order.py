@@ -162,9 +162,9 @@ def test_a_wait_after_its_use(program: tpcompiler.ParallelProgram, tmp_path: Pat
         nodes.append(nodes.pop(at))
 
     program.save(tmp_path / "out")
-    assert tpcompiler.check(tmp_path / "out").ok
+    assert tpcompiler.open(tmp_path / "out").check().ok
     for rank in range(2):
         edit_file(tmp_path / "out", rank, GRAPH, change)
-    for read in (tpcompiler.check, lambda out: tpcompiler.open(out).verify((X,))):
+    for read in (lambda out: tpcompiler.open(out).check(), lambda out: tpcompiler.open(out).verify((X,))):
         with pytest.raises(ArtifactError, match=r"rank_0.pt2 cannot be read by torch .*: 'wait_tensor'"):
             read(tmp_path / "out")

@@ -25,7 +25,7 @@ from tpcompiler.runtime.pt2 import Pt2
 
 def check(program: tpcompiler.ParallelProgram, directory: Path) -> CheckReport:
     program.save(directory)
-    return tpcompiler.check(directory, program.only.original())
+    return tpcompiler.open(directory).check(program.only.original())
 
 
 @pytest.mark.sample(1)
@@ -91,13 +91,13 @@ def test_for_cuda(tmp_path: Path) -> None:
 def test_a_program_set(tmp_path: Path) -> None:
     """Weights lie in the first program's files; the others' manifests must say of them what its own says."""
     tpcompiler.parallelize({"prefill": exported(), "decode": exported()}, 2, PLAN).save(tmp_path / "out")
-    assert tpcompiler.check(tmp_path / "out").ok
+    assert tpcompiler.open(tmp_path / "out").check().ok
     path = tmp_path / "out" / "decode" / "manifest.json"
     data = json.loads(path.read_text())
     rows = [row for row in data["tensors"] if row.get("stored_in") == "prefill"]
     rows[0]["stored_in"] = "decode"
     path.write_text(json.dumps(data))
-    report = tpcompiler.check(tmp_path / "out")
+    report = tpcompiler.open(tmp_path / "out").check()
     assert report.findings == [
         f"decode: {rows[0]['name']!r} is not in the files of 'decode', where the manifest says it is",
     ]
@@ -105,7 +105,7 @@ def test_a_program_set(tmp_path: Path) -> None:
     rows[0]["dtype"] = "f16"
     path.write_text(json.dumps(data))
     assert f"decode: {rows[0]['name']!r} is f16, and in the files of 'prefill' it is {before}" in (
-        tpcompiler.check(tmp_path / "out").findings
+        tpcompiler.open(tmp_path / "out").check().findings
     )
 
 
@@ -150,7 +150,7 @@ def test_a_damaged_file(attend: Path, tmp_path: Path) -> None:
         torch.export.save(program, file)
         data["files"][file.name] = sha256(file)
     path.write_text(json.dumps(data))
-    report = tpcompiler.check(tmp_path / "out")
+    report = tpcompiler.open(tmp_path / "out").check()
     numbers, term = report.findings  # at the manifest's numbers, the graphs are right
     assert term.endswith("is not the term of rank 0 for P(sum)")
     assert numbers == "rank 0 holds the numbers [[1]], and the manifest says [[0]]"

@@ -35,7 +35,7 @@ def test_buffers_that_are_conjugated_when_they_are_read(plan: dict[str, str], tm
     program = tpcompiler.parallelize(exported, 2, plan)
     assert program.verify((X,)).ok
     program.save(tmp_path / "out")
-    assert tpcompiler.verify_artifact(tmp_path / "out", exported, (X,)).ok
+    assert tpcompiler.open(tmp_path / "out").verify((X,), original=exported).ok
 
 
 class Forms(nn.Module):

@@ -67,7 +67,7 @@ def large(layers: int, world: int) -> Figure:
         made.inspect = lambda directory: None  # type: ignore[method-assign]  # it is timed by itself
         made.save(Path(directory) / "out")
         converted = time.monotonic()
-        report = tpcompiler.check(Path(directory) / "out", program)
+        report = tpcompiler.open(Path(directory) / "out").check(program)
         ended = time.monotonic()
     conversion, check = converted - began, ended - converted
     figure = (

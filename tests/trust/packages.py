@@ -58,7 +58,7 @@ def write(folder: Path) -> None:
     made = packages.write_changes(folder / "changes")
     packages.write(folder / "every", 2)
     for name in ("changes", "every"):
-        report = tpcompiler.package(folder / name)[1]
+        report = tpcompiler.open(folder / name).package()[1]
         assert report is not None
         assert report.ok, str(report)
     for rank in range(2):

@@ -21,7 +21,7 @@ from tpcompiler.api.verify import verify_package
 from tpcompiler.errors import ArtifactError, UnsupportedError, reason
 from tpcompiler.ir import edit
 from tpcompiler.judge.compare.compare import VerifyReport
-from tpcompiler.runtime.artifact import SINGLE, Manifest, lacks_weights, program_file, sha256
+from tpcompiler.runtime.artifact import Manifest, lacks_weights, program_file, sha256
 from tpcompiler.runtime.package import Package, called_file, drop_package, find_capability, record_package
 from tpcompiler.runtime.place import leave_out
 from tpcompiler.runtime.program_files import ProgramFiles
@@ -68,7 +68,7 @@ def package_programs(
     work = [(own, index, ranks) for own in programs for index, ranks in enumerate(_classes(own))]
     for own, index, ranks in counted(work, "compiling", "models"):
         model = f"{own.name}_{index}"
-        models.setdefault("" if len(programs) == 1 and own.name == SINGLE else own.name, {})[model] = ranks
+        models.setdefault(own.name, {})[model] = ranks
         program = read_graph(own, ranks[0])
         strides |= _strides(program)
         if own.manifest.programs:  # otherwise the program's own file has the weights and is read in any case

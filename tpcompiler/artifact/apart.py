@@ -15,7 +15,7 @@ from tpcompiler.runtime.records import TensorRecord
 def find_state_apart(programs: Mapping[str, ArtifactProgram]) -> str:
     """Describe a buffer that one program writes and another of the same model also holds; return "" without one.
 
-    `parallelize` refuses such programs; an artifact may have been written before it did.
+    `parallelize` refuses such programs; files may have been put together since.
     """
     for (name, own), (other, theirs) in itertools.permutations(programs.items(), 2):
         if own.mesh == theirs.mesh or own.manifest.family == theirs.manifest.family:

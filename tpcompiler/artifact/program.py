@@ -107,11 +107,6 @@ class ArtifactProgram(ABC):
         """
 
     @property
-    def has_original(self) -> bool:
-        """True if the single-device program is there; old artifacts have none."""
-        return True
-
-    @property
     def mesh(self) -> Mesh:
         return Mesh.of(self.manifest.mesh, self.manifest.factors)
 

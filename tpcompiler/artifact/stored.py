@@ -22,7 +22,7 @@ from tpcompiler.checkpoint.fill import with_weights
 from tpcompiler.checkpoint.ranks import RankShares
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir.symm_mem import expand_collectives
-from tpcompiler.runtime.artifact import MODEL, VALUES, WHOLE, Manifest, inside, lacks_weights, rank_file
+from tpcompiler.runtime.artifact import VALUES, WHOLE, Manifest, inside, lacks_weights, rank_file
 from tpcompiler.runtime.program_files import ProgramFiles, open_program
 from tpcompiler.runtime.pt2 import CONFIGS, EXAMPLES, TENSORS, Pt2
 from tpcompiler.runtime.rank_file import (
@@ -69,10 +69,6 @@ class StoredProgram(ArtifactProgram):
 
     def beside(self) -> Mapping[str, Manifest]:
         return {name: files.manifest for name, files in self.files.beside.items()}
-
-    @property
-    def has_original(self) -> bool:
-        return MODEL in self.manifest.files
 
     def original(self) -> ExportedProgram:
         return read_original(self.files)

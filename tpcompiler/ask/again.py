@@ -215,7 +215,7 @@ def _conversions(program: ArtifactProgram) -> tuple[list[Conversion], int, dict[
             taken |= {entry.where: entry.style.name for entry in forms}
             plan = replace(found, entries=(*found.entries, *forms), gathers=gathers)
         boundary = asked_boundary(manifest, "inputs"), asked_boundary(manifest, "outputs")
-        mesh = Mesh.of(manifest.asked.mesh)
+        mesh = Mesh.of(manifest.mesh)
         asked = manifest.asked
         ways = asked.collectives, asked.check_indices, asked.keep_repeats
         conversions.append(Conversion.of(each.original(), mesh, plan, boundary, manifest.device_type, None, *ways))

@@ -19,7 +19,6 @@ import typer
 from typer.core import TyperGroup
 
 from tpcompiler.cli.interrupt import INTERRUPTED, was_interrupted
-from tpcompiler.cli.old_spellings import replace_old_spellings
 from tpcompiler.cost.amounts import read_memory
 from tpcompiler.cost.machine_file import DEFAULT, VARIABLE, shipped_machines
 from tpcompiler.errors import MeshError, TpCompilerError, naming_options, printable
@@ -40,13 +39,13 @@ _UsageError: Any = typer.BadParameter.__base__  # from click before typer 0.20, 
 
 
 class _Commands(TyperGroup):
-    """A group that prints errors as text, filters all output, and takes old spellings."""
+    """A group that prints errors as text and filters all output."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return sorted(super().list_commands(ctx), key=WORKFLOW.index)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        ctx.meta[WORDS] = args = replace_old_spellings(args)
+        ctx.meta[WORDS] = args
         return super().resolve_command(ctx, args)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:

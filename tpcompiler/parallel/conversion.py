@@ -113,7 +113,6 @@ class Conversion:
         inputs, outputs = map(_said, self.boundary)
         is_partial = self.plan.searches and len(self.plan.entries) > 1 and self.plan.to_data() != plan.to_data()
         return Asked(
-            mesh=self.mesh.written,
             inputs=inputs,
             outputs=outputs,
             machine=basename(aim.machine.name),

@@ -60,7 +60,6 @@ def manifest_of(partition: Partition, plan: Plan, asked: Asked, notes: Iterable[
         symm_mem={name: room.group for name, room in rooms_of(first).items()},
         files={},
         programs={},
-        compiled=None,
         format=FORMAT,
     )
 

@@ -183,7 +183,6 @@ class CallRecord(Record, frozen=True, kw_only=True):
 class Asked(Record, frozen=True, kw_only=True):
     """The arguments of an artifact's conversion."""
 
-    mesh: Mesh  # axis -> degree, or the unequal shares of its ranks
     inputs: PlacedBoundary  # the placements that were given, or null
     outputs: PlacedBoundary  # likewise
     # the name of the machine by whose seconds its collectives were chosen, without the path of a file
@@ -196,7 +195,6 @@ class Asked(Record, frozen=True, kw_only=True):
     plan: Literal["auto:free"] | dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        _refuse_large_mesh(self.mesh)
         _refuse_deep(self.plan)
 
 
@@ -206,18 +204,14 @@ class Package(Record, frozen=True, kw_only=True):
     # file name -> SHA-256 (hex), of the package, of the library that runs it from Python, and of programs that say how
     # each model is called (`called_file`)
     files: dict[PackageFile, Sha256]
-    # program -> model in the package -> the ranks that run it. The program of a lone artifact is ""
-    models: dict[str, dict[str, list[Count]]]
+    # program -> model in the package -> the ranks that run it.
+    models: dict[ProgramName, dict[str, list[Count]]]
     device_type: DeviceType  # `cpu` or `cuda`
     torch: str  # the version that compiled it, and runs it
     compiler: str  # the C++ compiler, as it names itself
     strides: dict[str, list[Count]]  # of the tensors whose memory is not in row-major order, as a file's is
     capability: list[str]  # what it needs of the CPU, or of the GPU
     threads: Count  # of a rank's process, on the CPU
-
-    def models_of(self, program: str) -> dict[str, list[int]]:
-        """The models of a program: those of a lone artifact's are under an empty name."""
-        return self.models.get(program, self.models.get("", {}))
 
 
 class StageRecord(Record, frozen=True, kw_only=True):
@@ -272,7 +266,7 @@ class Manifest(Record, frozen=True, kw_only=True):
     # the first of the programs that share tensors by name; null for an artifact's only program
     family: ProgramName | None = None
     stage: StageRecord | None = None  # null for a program that is whole
-    compiled: Package | None  # the package of a lone artifact; that of several programs is in `programs.json`
+    compiled: Package | None = None  # the package of a lone artifact; that of several programs is in `programs.json`
     format: int  # of the files
 
     @property
@@ -329,8 +323,6 @@ def read_record(kind: type[Read], data: Any) -> Read:
     Raises:
         ValueError: it has another form; the message is `: ...` or ` at $.tensors[0].shape: ...`.
     """
-    if isinstance(data, dict) and data.get("compiled") == {}:
-        data = {**data, "compiled": None}
     try:
         return msgspec.convert(data, kind)
     except ValueError as error:
@@ -341,7 +333,7 @@ def read_record(kind: type[Read], data: Any) -> Read:
 def plain_data(record: Record) -> dict[str, Any]:
     """The data that `read_record` makes the same record of."""
     data: dict[str, Any] = msgspec.to_builtins(record)
-    return data | {"compiled": {}} if data.get("compiled", {}) is None else data
+    return data
 
 
 def is_whole(text: str) -> bool:

@@ -47,7 +47,7 @@ def read_called(
 
 
 def _model_of(directory: str | os.PathLike[str], package: Package, name: str, rank: int) -> str:
-    for model, ranks in package.models_of(name).items():
+    for model, ranks in package.models.get(name, {}).items():
         if rank in ranks:
             return model
     program = "the program" if name == SINGLE else name

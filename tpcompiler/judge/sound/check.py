@@ -77,12 +77,12 @@ def check_artifact(
         ArtifactError: a file is missing, damaged or, without trust, could run code.
     """
     manifests = {name: program.manifest for name, program in artifact.items()}
-    models = {name: canonical(program.original()) for name, program in artifact.items() if program.has_original}
+    models = {name: canonical(program.original()) for name, program in artifact.items()}
     programs, reports = {}, {}
     for name, program in artifact.items():
         programs[name] = read_ranks(program, prepare)
-        model, siblings = models.get(name), program.beside()
-        reports[name] = check_programs(programs[name], manifests[name], originals.get(name), siblings, model)
+        siblings = program.beside()
+        reports[name] = check_programs(programs[name], manifests[name], originals.get(name), siblings, models[name])
     if len(artifact) == 1:
         return reports.popitem()[1]
     findings = [f"{name}: {finding}" for name, report in reports.items() for finding in report.findings]
@@ -108,8 +108,6 @@ def _count_handed_over(
     """Check that the stages of a program are the whole that the first has; return the number of values between them."""
     if whole is None:
         raise Unsound(None, f"{stages[0].title} lacks the program that was cut into stages")
-    if lacking := [each.title for each in stages if each.name not in models]:
-        raise Unsound(None, f"{lacking[0]} lacks its single-device program")
     parts = [(each.manifest.stage, models[each.name]) for each in stages]
     return check_stages([(record, program) for record, program in parts if record], whole)
 
