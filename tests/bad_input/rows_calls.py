@@ -325,20 +325,6 @@ CALLS = [
         code=InputsError,
     ),
     Row(
-        "`verify` with a negative number of steps",
-        lambda program: parallelize(program, 2, PLAN).verify(steps=-1),
-        "steps is -1",
-        "give the number of steps of an optimizer",
-        code=InputsError,
-    ),
-    Row(
-        "`verify` with an optimizer that it does not know",
-        lambda program: parallelize(program, 2, PLAN).verify(steps=1, optimizer="lion"),
-        "there is no optimizer 'lion'",
-        "name one of adamw, sgd",
-        code=InputsError,
-    ),
-    Row(
         "a loaded program without a keyword argument",
         lambda _: call_shifted(),
         "the program was called with wrong arguments: keyword argument 'shift' is missing",

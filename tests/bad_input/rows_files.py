@@ -236,12 +236,6 @@ MODELS = [
         "out was made from another program: the two differ in 'layers.0.up.weight'",
         "give the program that it was converted from",
     ),
-    Row(
-        "steps of an optimizer for a program without gradients",
-        "tpcompiler verify out --steps 3 --inputs in.safetensors",
-        "the program returns no gradients, so an optimizer has nothing to do",
-        "leave out the steps, or export the model and its loss by tpcompiler.export_training",
-    ),
 ]
 
 

@@ -1,21 +1,16 @@
-"""Rows of the table: programs of several models, and scenarios."""
+"""Rows of the table: programs of several models, and stages."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.bad_input.row import Row, Spoil, loaded, text
+from tests.bad_input.row import Row, loaded
 from tests.runtime.models import PLAN
 from tpcompiler import parallelize
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.model_file import read_model
 
 CONVERT = "tpcompiler convert model.pt2 other.pt2 --tp 4 --plan auto --dry-run"
-VERIFY = "tpcompiler verify out --scenario calls.yaml"
-
-
-def calls(*lines: str) -> Spoil:
-    return text("calls.yaml", "\n".join(["calls:", *lines]))
 
 
 def two_models(patch: pytest.MonkeyPatch) -> None:
@@ -88,50 +83,10 @@ SETS = [
         spoil=stages,
     ),
     Row(
-        "a scenario that does not exist",
-        VERIFY,
-        "scenario calls.yaml cannot be read: No such file or directory",
-        "check the path",
-    ),
-    Row(
-        "a scenario without calls",
-        VERIFY,
-        "scenario calls.yaml cannot be read: object missing required field calls",
-        'write "calls: [{program: NAME, inputs: {NAME: SOURCE}}]"',
-        spoil=text("calls.yaml", "{}"),
-    ),
-    Row(
-        "a scenario calls no program of the artifact",
-        VERIFY,
-        "scenario calls.yaml, call 1: there is no program 'draft'",
-        "call one of model",
-        spoil=calls("- {program: draft, inputs: {x: 1}}"),
-    ),
-    Row(
-        "an input from a call that was not made",
-        VERIFY,
-        "scenario calls.yaml, call 1 (model), x: there is no 'model.output'",
-        "call the program before that makes it",
-        spoil=calls("- {program: model, inputs: {x: model.output}}"),
-    ),
-    Row(
-        "an input from a function",
-        VERIFY,
-        "scenario calls.yaml, call 1 (model), x: 'sum(model.output)' is no source",
-        "write a tensor of the file, or vision.output, prefill.logits[:, -1:], argmax(decode.logits)",
-        spoil=calls("- {program: model, inputs: {x: sum(model.output)}}"),
-    ),
-    Row(
-        "a list that is no tensor",
-        VERIFY,
-        "scenario calls.yaml, call 1 (model), x: [[1], [2, 3]] is no tensor",
-        "write a number, or lists of equal length",
-        spoil=calls("- {program: model, inputs: {x: [[1], [2, 3]]}}"),
-    ),
-    Row(
-        "a scenario and a model to compare with",
-        f"{VERIFY} --against model.pt2",
-        "Invalid value for --against: it is for one program: give OUT/NAME, without --scenario",
+        "several programs and a model to compare with",
+        "tpcompiler verify set --against model.pt2",
+        "Invalid value for --against: it is for one program: give OUT/NAME",
         "tpcompiler verify --help lists the options",
+        spoil=two_models,
     ),
 ]

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from tests.bad_input.row import Row, loaded
-from tests.runtime.models import PLAN
-from tpcompiler import export_training, parallelize, redistribute
+from tpcompiler import export_training, redistribute
 from tpcompiler.errors import ArtifactError, InputsError, LaunchError, PlanError, ShardingError, UnsupportedError
 
 X = torch.ones(5, 8)
@@ -73,13 +72,6 @@ TRAINING = [
         "compute both branches and choose with torch.where, or call an op without checks or effects",
         "used at: rows_training.py:30, in forward",
         code=UnsupportedError,
-    ),
-    Row(
-        "steps of an optimizer for a program without gradients",
-        lambda program: parallelize(program, 2, PLAN).verify(steps=1),
-        "the program returns no gradients, so an optimizer has nothing to do",
-        "leave out the steps, or export the model and its loss by tpcompiler.export_training",
-        code=InputsError,
     ),
     Row(
         "`redistribute` to no placement",

@@ -108,9 +108,6 @@ class ParallelProgram(Programs["ParallelProgram"]):
         then: Sequence[Any] = (),
         original: ExportedProgram | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
-        steps: int = 0,
-        optimizer: str = "adamw",
-        scenario: str | os.PathLike[str] | None = None,
     ) -> VerifyReport:
         """Run all ranks in lock step in this process and compare them with the single-device program.
 
@@ -121,29 +118,22 @@ class ParallelProgram(Programs["ParallelProgram"]):
         Args:
             args: global inputs, as for the original program; by default those that it was exported with. For several
                 programs, calls: (name, args) or (name, args, kwargs), each on the buffers (a cache) that earlier calls
-                have written, in any program.
+                have written, in any program. Instead of args, a function from the single device's outputs of earlier
+                calls, by program and name, to args or (args, kwargs).
             kwargs: global keyword inputs.
             then: args, or (args, kwargs), of further calls, each on the buffers (a cache, statistics) that earlier
                 calls have written.
             original: the program that was converted; by default the artifact's own. One that was exported without
                 weights uses the checkpoint's or, without one, the ranks' own, which are then not verified.
             checkpoint: a directory of safetensors files; ranks whose weights are not cut yet read theirs from it, too.
-            steps: of a program with gradients, the number of steps of an optimizer on all ranks and on the single
-                device, whose parameters are compared after each. The calls are repeated in turn.
-            optimizer: "adamw" (learning rate 0.001) or "sgd" (0.1, with momentum 0.9).
-            scenario: instead of inputs, a YAML file with calls of several programs, in which inputs may be outputs of
-                earlier calls (docs/model-sets.md).
 
         Raises:
-            InputsError: the program rejects the arguments or has no example inputs, or no program has the name; or
-                steps are asked for, and it has no gradients.
+            InputsError: the program rejects the arguments or has no example inputs, or no program has the name.
             ArtifactError: the files are damaged or were made from another program.
         """
         if original is not None and len(self.wholes) > 1:
             self.only  # noqa: B018  (raises for several)
-        return verify_programs(
-            self._programs, args, kwargs or {}, then, original, checkpoint, steps, optimizer, scenario
-        )
+        return verify_programs(self._programs, args, kwargs or {}, then, original, checkpoint)
 
     def check(
         self, original: ExportedProgram | None = None, *, checkpoint: str | os.PathLike[str] | None = None

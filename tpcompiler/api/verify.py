@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +19,6 @@ from tpcompiler.artifact.stored import StoredProgram
 from tpcompiler.errors import ArtifactError, InputsError, option
 from tpcompiler.judge.compare.compare import Call, VerifyReport, compare_calls, read_call
 from tpcompiler.judge.compare.processes import LONGEST, answers_of_ranks
-from tpcompiler.judge.compare.scenario import read_scenario
 from tpcompiler.judge.compare.subject import Run, Subject, shares_of
 from tpcompiler.judge.sound.check import read_proved_model
 from tpcompiler.parallel.compared import compared_calls, on_cpu, subject_of
@@ -41,18 +39,13 @@ def verify_programs(
     then: Sequence[Any],
     original: ExportedProgram | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
-    steps: int = 0,
-    optimizer: str = "adamw",
-    scenario: str | os.PathLike[str] | None = None,
 ) -> VerifyReport:
     """Run all ranks of an artifact's programs and compare them with the model (`ParallelProgram.verify`).
 
     Raises:
         ArtifactError: a file is damaged, or was made from another program.
-        InputsError: a program rejects the arguments, or no program has the name; or it has no gradients for steps.
+        InputsError: a program rejects the arguments, or no program has the name.
     """
-    if steps < 0:
-        raise InputsError(f"{option('--steps', 'steps')} is {steps}", help="give the number of steps of an optimizer")
     if apart := find_state_apart(programs):
         raise ArtifactError(apart, help="convert the programs again, over the same ranks")
     staged = stages_by_whole(programs)
@@ -68,13 +61,7 @@ def verify_programs(
         model = original if original is not None or not program.manifest.files else program.original()
         own |= model is not None and checkpoint is None and bool(weightless_names(model))
         subjects[SINGLE if alone else name] = subject_of(program, model, checkpoint)
-    if scenario is not None:
-        calls = read_scenario(Path(scenario), {name: subject.reference for name, subject in subjects.items()})
-    else:
-        calls = _read_calls(subjects, args, kwargs, then)
-    if steps:
-        calls = list(itertools.islice(itertools.cycle(calls), steps))
-    report = compared_calls(subjects, calls, optimizer if steps else None)
+    report = compared_calls(subjects, _read_calls(subjects, args, kwargs, then))
     for program in programs.values():
         if (
             report.ok and not staged and MODEL in program.manifest.files

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -36,14 +36,6 @@ def verify(
             "inputs.",
         ),
     ] = None,
-    scenario: Annotated[
-        Path | None,
-        typer.Option(
-            "--scenario",
-            metavar="FILE",
-            help="Calls of several programs, in which inputs may be outputs of earlier calls (YAML).",
-        ),
-    ] = None,
     bisect: Annotated[
         Path | None,
         typer.Option(
@@ -52,18 +44,6 @@ def verify(
             help="If they differ, convert again and write the smallest wrong part of the model there, with a script.",
         ),
     ] = None,
-    steps: Annotated[
-        int,
-        typer.Option(
-            "--steps",
-            metavar="N",
-            min=0,
-            help="Of a program with gradients: make N steps of an optimizer, and compare the parameters after each.",
-        ),
-    ] = 0,
-    optimizer: Annotated[
-        Literal["adamw", "sgd"], typer.Option("--optimizer", help="The optimizer of --steps.")
-    ] = "adamw",
     imports: Imports = None,
     trust: Trust = False,
     json: Json = False,
@@ -71,15 +51,13 @@ def verify(
     """Run all ranks, and compare them with the model.
 
     The ranks run in lock step in this process. Without --against, the model is the artifact's copy, with the ranks' own
-    weights. Several programs are called once each, or as a scenario specifies. Exits with 1 if outputs differ.
+    weights. Several programs are called once each. Exits with 1 if outputs differ.
 
     \b
     Example:
       tpcompiler verify out --against model.pt2
       tpcompiler verify out --against model.pt2 --inputs in.safetensors
       tpcompiler verify out --checkpoint checkpoint
-      tpcompiler verify out --steps 3 --optimizer adamw
-      tpcompiler verify out --scenario calls.yaml
     """
     with progress(f"reading {against or directory}", quiet=json) as status:
         from tpcompiler.api.parallel_program import open
@@ -89,10 +67,10 @@ def verify(
         from tpcompiler.runtime.model_file import import_modules, read_model
 
         artifact = open(directory, trust)  # its errors come before the model is read
-        is_set = scenario is not None or len(artifact.wholes) > 1
+        is_set = len(artifact.wholes) > 1
         own_words = {"--against": against, "--inputs": inputs, "--bisect": bisect}
         if is_set and (words := [word for word, value in own_words.items() if value]):
-            raise typer.BadParameter("it is for one program: give OUT/NAME, without --scenario", param_hint=words[0])
+            raise typer.BadParameter("it is for one program: give OUT/NAME", param_hint=words[0])
         import_modules(imports or ())
         original, calls = None, list[Any]([(None, {})])
         if not is_set:
@@ -108,9 +86,6 @@ def verify(
             then=calls[1:],
             original=original,
             checkpoint=checkpoint,
-            steps=steps,
-            optimizer=optimizer,
-            scenario=scenario,
         )
     printing.print_answer(json, report, str(report).splitlines())
     if bisect is not None and not report.ok:

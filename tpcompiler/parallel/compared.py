@@ -51,7 +51,6 @@ def layout_of(program: ArtifactProgram) -> Layout:
 def compared_calls(
     subjects: Mapping[str, Subject],
     calls: Sequence[Call],
-    optimizer: str | None = None,
 ) -> VerifyReport:
     """Run `compare_calls` with the programs moved to the device of the originals' tensors."""
     notes, moved = [], {}
@@ -64,7 +63,7 @@ def compared_calls(
         made_for = {kind for program in subject.programs for kind in device_types(program.graph)} - {there}
         if made_for:
             notes.append(f"run on {there}: the same graphs as those for {made_for.pop()}, with the device renamed")
-    report = compare_calls(moved, calls, optimizer)
+    report = compare_calls(moved, calls)
     return structs.replace(report, note="; ".join(filter(None, (*notes[:1], report.note)))) if notes else report
 
 

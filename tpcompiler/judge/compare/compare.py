@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from tpcompiler.terminal.tables import Shown
 # The inputs of a further call: args, or (args, kwargs).
 Further = Sequence[Any] | tuple[Sequence[Any], Mapping[str, Any]]
 Made = Mapping[str, Mapping[str, Any]]  # the single device's outputs of the last call of each program
-Later = Callable[[Made], tuple[Sequence[Any], Mapping[str, Any]]]
+Later = Callable[[Made], Further]
 Call = tuple[str, Sequence[Any] | Later, Mapping[str, Any]]  # of a program, by name
 
 
@@ -40,7 +39,6 @@ class VerifyReport(Record, Shown, frozen=True, omit_defaults=False):
     note: str = ""  # which program was run, if it is not the one that was asked about; how many rows experts drop
     magnitude: float = 0.0  # the largest magnitude in the output that has the largest absolute error
     tolerance: float = 0.0  # the relative error that was allowed in the output that has the largest one
-    steps: int = 0  # the steps of an optimizer that were made
 
     def __str__(self) -> str:
         largest = f" in values up to {self.magnitude:.3g}" if self.magnitude else ""
@@ -51,20 +49,10 @@ class VerifyReport(Record, Shown, frozen=True, omit_defaults=False):
         ]
         if self.note:
             lines.append(f"  {self.note}")
-        lines += map(_line, self._bad_and_worst() if self.steps else self.outputs)
+        lines += map(_line, self.outputs)
         if self.first_diverging:
             lines.append(f"  first diverging value: {self.first_diverging}")
         return "\n".join(map(one_line, lines))
-
-    def _bad_and_worst(self) -> Iterator[Difference]:
-        """Yield of each step the values that are wrong, and of the others the one that is closest to its tolerance."""
-        for step, values in itertools.groupby(self.outputs, lambda d: d.name.partition(": ")[0]):
-            own = list(values)
-            yield from (d for d in own if not d.ok)
-            if right := [d for d in own if d.ok]:
-                worst = max(right, key=lambda d: d.rel / (d.tolerance or 1.0))
-                name = worst.name.removeprefix(f"{step}: ")
-                yield replace(worst, name=f"{step}: {len(right)} values, of which the least exact is {name}")
 
 
 def _line(d: Difference) -> str:
@@ -87,7 +75,6 @@ def read_call(call: Further) -> tuple[Sequence[Any], Mapping[str, Any]]:
 def compare_calls(
     subjects: Mapping[str, Subject],
     calls: Sequence[Call],
-    optimizer: str | None = None,
 ) -> VerifyReport:
     """Run each reference, the same in float64, and all ranks in lock step; compare every output on every rank.
 
@@ -99,19 +86,18 @@ def compare_calls(
     Args:
         subjects: programs by name; those of one family share their buffers.
         calls: (name, args, kwargs) of each call, which starts from the buffers that earlier calls have written; `args`
-            may be a function of the single device's outputs of earlier calls that returns args and kwargs.
-        optimizer: makes a step of all parameters after each call, in every run; the parameters are compared too.
+            may be a function of the single device's outputs of earlier calls that returns args or (args, kwargs).
 
     Raises:
-        InputsError: a program rejects the arguments, or has no gradients for the optimizer.
+        InputsError: a program rejects the arguments.
         MeshError: there is no program of a rank.
         ProgramError: weights have no values.
     """
-    trials = {name: [Trial(subject, optimizer=optimizer)] for name, subject in subjects.items()}
+    trials = {name: [Trial(subject)] for name, subject in subjects.items()}
     simulated = all(subject.run is None for subject in subjects.values())
     if narrow := simulated and any(is_narrow(each[0].reference) for each in trials.values()):
         for name, subject in subjects.items():
-            trials[name].append(Trial(subject, WIDE, optimizer))
+            trials[name].append(Trial(subject, WIDE))
     for family in families(trials, lambda own: own[0].family):
         for each in zip(*family.values(), strict=True):
             for trial in each[1:]:
@@ -122,7 +108,7 @@ def compare_calls(
     first = None
     made: dict[str, Mapping[str, Any]] = {}
     for number, (name, given, named) in enumerate(calls):
-        given, named = given(made) if callable(given) else (given, named)
+        given, named = read_call(given(made)) if callable(given) else (given, named)
         flat = flatten_inputs(trials[name][0].reference, given, named)
         shares = deal(flat, subjects[name])
         for trial in trials[name]:
@@ -141,8 +127,7 @@ def compare_calls(
                 first = first and (first if is_single(subjects) else f"{first}, in {name}")
             trial.remember()
             program = "" if is_single(subjects) else f" ({name})"
-            of = f"{'call' if optimizer is None else 'step'} {number + 1}{program}: "
-            of = of if len(calls) > 1 or optimizer is not None else ""
+            of = f"call {number + 1}{program}: " if len(calls) > 1 else ""
             differences += [replace(d, name=f"{of}{d.name}") for d in results]
         made[name] = trials[name][0].made()
     nothing = Difference("", 0.0, 0.0, 0.0, True)
@@ -156,7 +141,6 @@ def compare_calls(
         note=_count(dropped),
         magnitude=furthest.magnitude,
         tolerance=worst.tolerance,
-        steps=0 if optimizer is None else len(calls),
     )
 
 

@@ -26,7 +26,6 @@ from tpcompiler.judge.compare.judge import (
 from tpcompiler.judge.compare.promote import Promoted, promoted
 from tpcompiler.judge.compare.reference import reference_of
 from tpcompiler.judge.compare.simulate import RankResult, simulate
-from tpcompiler.judge.compare.steps import OptimizerSteps
 from tpcompiler.judge.compare.subject import Subject
 from tpcompiler.runtime.artifact import DROPPED
 from tpcompiler.runtime.inputs import check_values
@@ -44,7 +43,7 @@ class Trial:
     Each keeps the buffers that it has written. With a `dtype`, all floating-point inputs are in it.
     """
 
-    def __init__(self, subject: Subject, dtype: torch.dtype | None = None, optimizer: str | None = None) -> None:
+    def __init__(self, subject: Subject, dtype: torch.dtype | None = None) -> None:
         if not subject.programs:
             raise MeshError("there is no rank program to compare", help="give one program per rank")
         refuse_hollow(subject.reference, "run")
@@ -65,7 +64,6 @@ class Trial:
         self.precise: dict[str, torch.Tensor] = {}
         self.held: list[dict[str, torch.Tensor]] = [{} for _ in subject.programs]
         self.family = subject.family
-        self.steps = None if optimizer is None else OptimizerSteps(subject.reference, optimizer)
 
     def share(self, other: Trial) -> None:
         """Share the buffers of another program's trial."""
@@ -121,13 +119,6 @@ class Trial:
         found += [Difference(f"{name}, which not all have", float("inf"), float("inf"), 0.0, False) for name in lost]
         if not all(_drew_alike(result, self.expected) for result in self.got):
             found.append(Difference("the random numbers drawn", float("inf"), float("inf"), 0.0, False))
-        if self.steps is not None:
-            allowed = {at: found[at].tolerance * found[at].magnitude for at in range(len(self.output_names))}
-            read = lambda name, run: _value_after(name, *runs[run])  # noqa: E731
-            stepped, differences = self.steps.take([run[-1].outputs for run in runs], read, allowed, self.layout)
-            for result, own in zip((self.expected, self.best, *self.got), stepped, strict=True):
-                result.mutated.update(own)
-            found += differences
         return [replace(d, name=f"{d.name} in float32") for d in found] if self.dtype is not None else found
 
     def _round_otherwise(self, flat: Sequence[Any], seed: int) -> RankResult:
