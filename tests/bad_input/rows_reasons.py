@@ -154,10 +154,4 @@ REASONS = [
         "Invalid value for --count: a package is machine code, whose calls are not seen",
         "tpcompiler run --help lists the options",
     ),
-    Row(
-        "a package that is to be traced",
-        "tpcompiler run out --inputs in.safetensors --compiled --trace trace.json",
-        "Invalid value for --trace: a package is machine code, whose calls are not seen",
-        "tpcompiler run --help lists the options",
-    ),
 ]

@@ -77,7 +77,6 @@ class Returned(Record, frozen=True, kw_only=True):
 
     outputs: list[ReturnedTensor]  # the tensors that it returned
     out: str | None  # the file that was written
-    trace: str | None  # the file of `--trace`
     counts: list[CountedCollectives] | None  # with `--count`
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from json import dumps
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -92,12 +91,6 @@ def run(
     count: Annotated[
         bool, typer.Option("--count", help="Compare the collectives called with those of the files. No package.")
     ] = False,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            "--trace", metavar="FILE", help="Write a timeline of all ranks, for Perfetto or Chrome. No package."
-        ),
-    ] = None,
     imports: Imports = None,
     trust: Trust = False,
     json: Json = False,
@@ -106,21 +99,18 @@ def run(
 
     Each rank takes its shares of the inputs; rank 0 prints the whole outputs. With --tokens: greedy generation from
     `input_ids` (of an encoder's model, from its inputs and `decoder_input_ids`), for models of `export
-    --prefill-decode`. With --count: exits with 1 if ranks called other collectives. Open a trace at
-    https://ui.perfetto.dev or in chrome://tracing.
+    --prefill-decode`. With --count: exits with 1 if ranks called other collectives.
 
     \b
     Example:
       torchrun --nproc-per-node 2 -m tpcompiler.cli run out --inputs in.safetensors
       torchrun --nproc-per-node 2 --no-python tpcompiler run out --inputs in.safetensors --outputs out.safetensors
-      torchrun --nproc-per-node 2 --no-python tpcompiler run out --inputs in.safetensors --trace trace.json
       torchrun --nproc-per-node 2 --no-python tpcompiler run chat --inputs prompt.safetensors --tokens 16
     """
-    looking = "--count" if count else "--trace" if trace else None
-    if looking and compiled:
-        raise typer.BadParameter("a package is machine code, whose calls are not seen", param_hint=looking)
-    if looking and tokens is not None:
-        raise typer.BadParameter("it is for one call: leave --tokens out", param_hint=looking)
+    if count and compiled:
+        raise typer.BadParameter("a package is machine code, whose calls are not seen", param_hint="--count")
+    if count and tokens is not None:
+        raise typer.BadParameter("it is for one call: leave --tokens out", param_hint="--count")
     others = os.environ.get("RANK", "0") != "0"  # one of the ranks shows progress
     with progress(f"reading {directory}", quiet=json or others) as status:
         import torch
@@ -139,8 +129,9 @@ def run(
 
         several = open_programs(directory, trust=trust) if programs_in(directory) else {}
         is_cut = any(each.manifest.stage for each in several.values())
-        if is_cut and (looking or tokens is not None or compiled):
-            raise typer.BadParameter("the program is cut into stages", param_hint=looking or "--tokens / --compiled")
+        if is_cut and (count or tokens is not None or compiled):
+            hint = "--count" if count else "--tokens / --compiled"
+            raise typer.BadParameter("the program is cut into stages", param_hint=hint)
         if tokens is None and not is_cut:
             stored = open_program(directory, trust=trust)
             manifest = stored.manifest
@@ -149,11 +140,10 @@ def run(
                 f"{directory} has no programs called prefill and decode",
                 help="export with --prefill-decode, and convert its files together",
             )
-        for file in (outputs, trace):
-            if file is not None and not os.path.isdir(file.parent):
-                raise ArtifactError(f"cannot write {file}: {file.parent} is not a directory", help="make it first")
+        if outputs is not None and not os.path.isdir(outputs.parent):
+            raise ArtifactError(f"cannot write {outputs}: {outputs.parent} is not a directory", help="make it first")
         import_modules(imports or ())
-        compiled = False if looking else compiled
+        compiled = False if count else compiled
         given = read_tensors(inputs)  # before the minutes that follow
         status.update(f"loading {directory}")
         module = load(directory, trust=trust, compiled=compiled, backend=backend)
@@ -169,32 +159,24 @@ def run(
                     from tpcompiler.ask.measured import compare_counts, counts_table, watched_collectives
 
                     calls = stack.enter_context(watched_collectives())
-                if trace is not None:
-                    from tpcompiler.ask.trace import gather_traces, traced
-
-                    own = stack.enter_context(traced(module, manifest))
                 shares = cut_inputs(given, manifest, dist.get_rank(), str(inputs))
                 named = run_file(module, manifest, inputs, shares)
             named = join_outputs(named, manifest)
-        whole = gather_traces(own) if trace is not None else None
     agrees = True
     if dist.get_rank() == 0:
         rows = compare_counts(StoredProgram(stored), calls, given) if count else None
         agrees = all(row.agrees for row in rows or ())
         if outputs is not None:
             write_tensors(outputs, named)
-        if trace is not None:
-            printing.write_content(trace, dumps(whole))
-            typer.echo(f"wrote {trace}", err=True)
-        files = {"out": str(outputs) if outputs else None, "trace": str(trace) if trace else None}
+        out = str(outputs) if outputs else None
         answer: Returned | GeneratedTokens
         parts: list[Part]
         if tokens is None:
             found = summarize(named)
-            answer = Returned(outputs=found, counts=rows, **files)
+            answer = Returned(outputs=found, counts=rows, out=out)
             parts = [printing.outputs_table(found), *([] if rows is None else [counts_table(rows)])]
         else:
-            answer = GeneratedTokens(tokens=named["tokens"].tolist(), out=files["out"])
+            answer = GeneratedTokens(tokens=named["tokens"].tolist(), out=out)
             parts = [" ".join(map(str, row)) for row in answer.tokens]
         printing.print_answer(json, answer, parts)
     dist.destroy_process_group()  # NCCL requires it
