@@ -70,7 +70,7 @@ TRAINING = [
         lambda _: export_training(Branches(), (X,)),
         "'cond' (cond) is not supported in a program with gradients",
         "compute both branches and choose with torch.where, or call an op without checks or effects",
-        "used at: rows_training.py:30, in forward",
+        "used at: rows_training.py:29, in forward",
         code=UnsupportedError,
     ),
     Row(
