@@ -1,4 +1,4 @@
-"""One rank: run a program over symmetric memory on the CPU, by torch's own Python of what its fused ops mean."""
+"""One rank: run a program over symmetric memory on the CPU, by an all_reduce."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
-from torch.distributed import _symmetric_memory
 
 from tpcompiler.passes.move_device import move_device
 from tpcompiler.runtime.agree import WAIT
@@ -18,8 +17,6 @@ manifest = read_manifest(directory / "out")
 torch.distributed.init_process_group("gloo")
 register_groups(manifest, WAIT)
 ops = torch.library.Library("symm_mem", "IMPL")
-ops.impl("fused_all_gather_matmul", _symmetric_memory._fused_all_gather_matmul_fallback, "CPU")
-ops.impl("fused_matmul_reduce_scatter", _symmetric_memory._fused_matmul_reduce_scatter_fallback, "CPU")
 
 
 def one_shot(buffer: torch.Tensor, value: torch.Tensor, op: str, group: str) -> torch.Tensor:

@@ -91,8 +91,8 @@ def parallelize(
             several programs, {program's name: these}.
         outputs: placements of the returned tensors, in the same form.
         device_type: "cpu" or "cuda", even without such a device; by default that of the program's tensors.
-        collectives: the backend: "nccl" (gloo on a CPU); "symm_mem", torch's ops over memory that GPUs map
-            from each other, wherever supported; "auto", only where expected to be faster (docs/gpu.md).
+        collectives: the backend: "nccl" (gloo on a CPU); "symm_mem", for an all_reduce torch's op over memory that
+            GPUs map from each other, wherever supported; "auto", only where expected to be faster (docs/gpu.md).
         check_indices: if an indexed dim is cut, assert in the ranks' programs that computed indices are in the whole
             dim. Without it, indices out of range read zeros or write nothing, and do not raise.
         keep_repeats: repeat heads of keys and values for their groups of queries where the model does. By default

@@ -56,8 +56,8 @@ class Machine:
         cache_bandwidth: bytes/s of values that another kernel just wrote; 0 if it equals the memory's.
         rows: number of rows -> the share of `flops` that products of so many rows reach; linear in between.
         dtypes: by one of `DTYPES`, the `flops`, `memory_bandwidth` and `product` that differ for its products.
-        symm_mem: links of collectives over symmetric memory, as `links`; other collectives have none.
-        collectives: the choice for collectives that have both: `links`, `symm_mem`, or the faster one.
+        symm_mem: links of an all_reduce over symmetric memory, as `links`; other collectives have none.
+        collectives: the choice for an all_reduce: `links`, `symm_mem`, or the faster one.
         ranks_per_node: ranks next to each other on one node; 0 if there is only one node.
         between_nodes: links of groups that span several nodes.
         name: the requested name: "h100", or the path of a file.
@@ -111,7 +111,8 @@ class Machine:
 
         if self.ranks_per_node and mesh.crosses(tuple(axes), self.ranks_per_node):
             return find(self.between_nodes)
-        fitted = () if self.collectives == "nccl" else find(self.symm_mem)
+        is_fitted = kind == "all_reduce" and self.collectives != "nccl"
+        fitted = find(self.symm_mem) if is_fitted else ()
         return fitted if fitted and self.collectives == "symm_mem" else [*fitted, *find(self.links)]
 
     def collective_seconds(self, kind: str, axes: Sequence[str], wire_bytes: float, mesh: Mesh) -> float:
