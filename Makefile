@@ -109,7 +109,7 @@ compat: $(VENV)/.with-test  ## Run the tests on every version of torch that this
 	$(BIN)/python -m tools.compat
 
 ops: export OMP_NUM_THREADS := 1
-ops: $(VENV)/.with-test  ## Measure the rules on torch's op database and write docs/ops.md; goes on where it was interrupted
+ops: $(VENV)/.with-test  ## Measure the rules on torch's op database and record it for docs/ops.md; goes on where it was interrupted
 	for part in shardable rules whole; do $(BIN)/python -m tools.op_coverage $$part || exit 1; done
 	$(BIN)/python -m tools.op_coverage report --write
 
@@ -136,7 +136,7 @@ docs-test: $(VENV)/.with-test  ## Run the pages of the documentation as a reader
 	$(BIN)/$(PYTEST) -m guide $(PYTEST_ARGS)
 
 docs: export NO_MKDOCS_2_WARNING := 1
-docs: $(VENV)/.with-docs  ## Build the documentation, API reference included, into build/site; a warning fails it
+docs: $(VENV)/.with-docs $(VENV)/.with-test  ## Write the generated pages into docs/, and build the documentation into build/site; a warning fails it
 	$(BIN)/mkdocs build --strict
 
 clean:  ## Remove build outputs and caches; .venv stays

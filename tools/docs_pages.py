@@ -1,7 +1,9 @@
-"""What the site shows of files that lie elsewhere: `mkdocs` calls this (`hooks` in mkdocs.yml)."""
+"""The pages of the site that are generated or lie elsewhere: `mkdocs` calls this (`hooks` in mkdocs.yml)."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,18 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
 }
+WRITERS = {
+    "bad-input.md": ["tests.bad_input.table"],
+    "json.md": ["tools.json_page"],
+    "ops.md": ["tools.op_coverage", "page"],
+}
+GENERATED = [*WRITERS, "json-schema.json"]
+
+
+def on_startup(*, command: str, dirty: bool) -> None:
+    """Write the generated pages into docs/, before mkdocs looks for files."""
+    for words in WRITERS.values():
+        subprocess.run([sys.executable, "-m", *words], cwd=ROOT, check=True)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

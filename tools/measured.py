@@ -158,6 +158,8 @@ def record(page: str, parts: Iterable[str], torch_version: str = torch.__version
         for name in sorted(found)
     ]
     RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    if not (DOCS / page).exists():  # `make docs` writes it, with this line
+        return
     text = (DOCS / page).read_text(encoding="utf-8")
     (DOCS / page).write_text(LINE.sub(lambda _: front_line(page), text, count=1), encoding="utf-8")
 

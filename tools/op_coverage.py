@@ -3,8 +3,8 @@
     python -m tools.op_coverage rules      --cache FILE   every distinct call that has a rule, run on shards
     python -m tools.op_coverage shardable  --cache FILE   which dims can be cut at all, found by running shards
     python -m tools.op_coverage whole      --cache FILE   some samples per op: exported, cut, converted, run, compared
-    python -m tools.op_coverage report     --cache FILE   figures; --write puts them into tests/op_db and docs/ops.md
-    python -m tools.op_coverage page                      docs/ops.md again, from the rules and the checked-in results
+    python -m tools.op_coverage report     --cache FILE   figures; --write puts them into tests/op_db
+    python -m tools.op_coverage page                      docs/ops.md, from the rules and the checked-in results
 
 Every op runs in a process of its own, so a crash of torch or a call that does not end costs one call. What is done is
 in FILE, and an interrupted run goes on. Rows of `rules` and `whole` count for the rules that they were made with.
@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=120.0, help="seconds per op")
     parser.add_argument("--samples", type=int, default=3, help="samples per op of the part `whole`")
     parser.add_argument("--workers", type=int, choices=range(1, WORKERS + 1), default=WORKERS)
-    parser.add_argument("--write", action="store_true", help="write the checked-in lists and the page")
+    parser.add_argument("--write", action="store_true", help="write the checked-in lists")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

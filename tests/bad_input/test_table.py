@@ -1,4 +1,4 @@
-"""Every row of the table: its message, its exit code, no traceback, nothing written; and the page that shows it."""
+"""Every row of the table: its message, its exit code, no traceback, nothing written."""
 
 from __future__ import annotations
 
@@ -88,9 +88,3 @@ def root_cause(shown: str) -> tuple[int, str]:
 
 def everything(directory: Path) -> dict[str, bytes | None]:
     return {str(path): path.read_bytes() if path.is_file() else None for path in directory.rglob("*")}
-
-
-@pytest.mark.skipif(not table.PAGE.exists(), reason="an installed wheel has no docs beside the tests")
-def test_the_page_is_fresh() -> None:
-    """If not: python -m tests.bad_input.table"""
-    assert table.PAGE.read_text(encoding="utf-8") == table.page()

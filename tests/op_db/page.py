@@ -1,4 +1,4 @@
-"""The checked-in results: `shardable.txt`, `results.json`, and the page docs/ops.md made of them and of the rules."""
+"""The checked-in results: `shardable.txt`, `results.json`, and docs/ops.md, which `make docs` makes of them and of the rules."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def read_lines() -> dict[str, str]:
 
 
 def page(results: Mapping[str, Any]) -> str:
-    """docs/ops.md. A figure that was measured with another rule of its op is left out."""
+    """Return docs/ops.md. A figure that was measured with another rule of its op is left out."""
     lines, cuts, calls, whole = (Counter(results[name]) for name in ("lines", "cuts", "calls", "whole"))
     judged = calls["right"] + calls["wrong"] + calls["crash"]
     text = f"""# Ops
@@ -192,7 +192,6 @@ def write(rows: Rows) -> None:
     LINES.write_text(lines_text(lines_of(rows)[0]), encoding="utf-8")
     RESULTS.write_text(json.dumps(figures(rows), indent=1) + "\n", encoding="utf-8")
     record("ops.md", rows)
-    write_page()
 
 
 def write_page() -> None:

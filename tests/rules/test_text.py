@@ -1,4 +1,4 @@
-"""The text of every rule. docs/ops.md has its options too, and tests/op_db/test_page.py compares it."""
+"""The text of every rule."""
 
 from __future__ import annotations
 
