@@ -10,7 +10,6 @@ import torch
 from torch.export import Dim, ExportedProgram
 
 import tpcompiler
-from tests.launch import called
 from tpcompiler import ParallelProgram
 
 Given = dict[str, str]
@@ -131,27 +130,6 @@ def test_a_size_that_the_ranks_do_not_divide(programs: dict[str, ExportedProgram
     assert str(raised.value) == "input 'x' has 5 on dim 0, which is cut by 2 ranks\n  help: give a multiple of 2"
     with pytest.raises(tpcompiler.InputsError, match="is invalid for input of size"):
         converted(programs["dynamic"], "outputs only", 2).verify(inputs(5, 4))
-
-
-@pytest.mark.slow
-def test_every_rank_gives_and_gets_its_own_rows(programs: dict[str, ExportedProgram], tmp_path: Path) -> None:
-    """In real processes: batch-sharded inputs of two sizes, outputs sharded, whole, and a number."""
-    converted(programs["dynamic"], "both inputs and the outputs", 2).save(tmp_path / "out")
-    batches = [inputs(4, 6), inputs(10, 3)]
-    got = called([[tuple(v.chunk(2)[rank] for v in batch) for batch in batches] for rank in range(2)], tmp_path)
-    single = programs["dynamic"].module()
-    for step, batch in enumerate(batches):
-        with torch.no_grad():
-            expected = single(*batch)
-        for position, want in enumerate(expected):
-            parts = [got[rank][step][position] for rank in range(2)]
-            if position == 6:
-                assert parts == [want, want]
-                continue
-            whole = [torch.cat(parts)] if position < 4 else parts
-            for value in whole:
-                # Sums of at most 60 terms in another order: their rounding, a few machine epsilons of the largest.
-                torch.testing.assert_close(value, want, rtol=0, atol=60 * 2**-24 * float(want.abs().max()))
 
 
 class Beside(torch.nn.Module):

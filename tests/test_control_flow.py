@@ -20,7 +20,6 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import tpcompiler
 from tests.bad_input.models import PLAN, Net, X, exported, refusal
 from tests.compared import compare
-from tests.launch import called
 from tests.passes.stages import Call
 from tpcompiler._torch import symbols_of
 from tpcompiler.errors import UnsupportedError
@@ -164,16 +163,6 @@ def test_bodies_are_named_for_the_other_device() -> None:
     (ones,) = [n for m in graph.modules() for n in getattr(m, "graph", graph.graph).nodes if "full" in str(n.target)]
     assert ones.kwargs["device"] == torch.device("cuda")
     assert made.verify((X,)).ok
-
-
-@pytest.mark.slow
-def test_in_real_processes(tmp_path: Path) -> None:
-    program = program_of(choose_twice)
-    tpcompiler.parallelize(program, 2, PLAN).save(tmp_path / "out")
-    calls = [(X,), (X.abs(),), (-X.abs(),)]
-    for own in called([calls, calls], tmp_path):
-        for got, given in zip(own, calls, strict=True):
-            torch.testing.assert_close(got, program.module()(*given), rtol=1e-4, atol=1e-5)
 
 
 def flex(self: Any, x: torch.Tensor) -> torch.Tensor:

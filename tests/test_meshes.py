@@ -15,13 +15,11 @@ from torch import nn
 from torch.export import Dim, ExportedProgram, export
 
 import tpcompiler
-from tests.launch import called
 from tests.passes.stages import cuts_are_kept
 from tests.runtime.commands import refused, right
 from tests.sound import findings
 from tests.zoo.case import randomise
 from tpcompiler.ir.node_placement import placement_of
-from tpcompiler.ir.shares import cut, read_sharding
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 
@@ -138,22 +136,6 @@ def test_uneven_and_empty_shards(inputs: dict[str, str], sizes: tuple[int, ...])
     program = tpcompiler.parallelize(export(randomise(Layer()), (x,)), {"dp": 2, "tp": 2}, PLAN, inputs={"x": inputs})
     report = program.verify((x,))
     assert report.ok, str(report)
-
-
-def test_real_processes_from_a_saved_artifact(tmp_path: Path) -> None:
-    """Four processes, groups of two of them, and rank 3's part of the batch."""
-    program = tpcompiler.parallelize(exported(), {"dp": 2, "tp": 2}, PLAN, **BATCH)
-    program.save(tmp_path / "out")
-    manifest = program.manifest()
-    assert manifest.groups == {"dp=2,tp=2:dp": [[0, 2], [1, 3]], "dp=2,tp=2:tp": [[0, 1], [2, 3]]}
-    rows = read_sharding("[S(0), R]", program.mesh, 3)
-    results = called([[(cut(X, rows, program.mesh, rank),)] for rank in range(4)], tmp_path)
-    expected = randomise(Layer())(X).detach()
-    for rank, (got,) in enumerate(results):
-        want = cut(expected, rows, program.mesh, rank)
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * float(expected.abs().max()))
-        other = cut(expected, rows, program.mesh, (rank + 2) % 4)
-        assert not torch.allclose(got, other, atol=1e-2)
 
 
 def test_the_command_line_takes_several_axes(tmp_path: Path) -> None:

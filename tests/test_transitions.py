@@ -108,9 +108,13 @@ def _feeding_first(program: tpcompiler.ParallelProgram) -> set[str]:
 SQUARE = Mesh((("dp", 2), ("tp", 2)))
 
 
+def over(mesh: Mesh, text: str) -> PlacementSpec:
+    """`R S(1)`: the placements over the axes of a mesh."""
+    return dict(zip(mesh.names, map(parse_placement, text.split()), strict=True))
+
+
 def on_both(text: str) -> PlacementSpec:
-    """`R S(1)`: the placements over the two axes."""
-    return dict(zip(SQUARE.names, map(parse_placement, text.split()), strict=True))
+    return over(SQUARE, text)
 
 
 @pytest.mark.sample(1)
@@ -153,7 +157,7 @@ def test_two_dims_of_one_dynamic_size(source: str, target: str) -> None:
         assert program.verify((torch.randn(4, size, 4),)).ok
 
 
-CHANGES = [
+CHANGES = [  # over the axes of SQUARE
     ("S(0) R", "R R"),  # all_gather over dp
     ("R S(1)", "R R"),  # over tp, uneven
     ("S(0) S(0)", "R R"),  # over both as one group
@@ -162,7 +166,9 @@ CHANGES = [
     ("P(sum) P(sum)", "R R"),
     ("P(sum) R", "S(1) R"),  # reduce_scatter
     ("P(sum) P(sum)", "S(0) S(0)"),
-    ("R S(0)", "R S(2)"),  # all_to_all, uneven
+    ("R P(sum)", "R S(1)"),  # uneven
+    ("R S(0)", "R S(2)"),  # all_to_all
+    ("R S(1)", "R S(2)"),  # uneven
     ("S(0) S(0)", "S(1) S(1)"),
     ("S(0) S(1)", "S(1) S(0)"),  # several steps
     ("R R", "S(0) S(1)"),  # slices
@@ -171,32 +177,55 @@ CHANGES = [
 ]
 
 
+ALONG = [  # over one axis, whose ranks have unequal shares
+    ("S(0)", "R"),
+    ("S(2)", "R"),
+    ("P(sum)", "R"),
+    ("P(min)", "R"),
+    ("P(sum)", "S(1)"),
+    ("S(0)", "S(2)"),
+    ("R", "S(1)"),
+]
+KINDS = {"all_gather", "all_reduce", "reduce_scatter", "all_to_all"}
+SQUARE_GROUPS = {
+    "dp=2,tp=2:dp": [[0, 2], [1, 3]],
+    "dp=2,tp=2:tp": [[0, 1], [2, 3]],
+    "dp=2,tp=2:dp.tp": [[0, 1, 2, 3]],
+}
+
+
 class Same(torch.nn.Module):
     def forward(self, xs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         return tuple(x * 2 for x in xs)
 
 
-@pytest.mark.slow
-def test_every_kind_over_real_subgroups(tmp_path: Path) -> None:
-    """Four gloo processes as 2 x 2: groups of two over each axis, and of four over both."""
+@pytest.mark.parametrize(
+    ("mesh", "changes", "groups"),
+    [
+        (SQUARE, CHANGES, SQUARE_GROUPS),
+        (Mesh.of({"tp": [2, 1]}), ALONG, {"tp=2:tp": [[0, 1]]}),
+        (Mesh.of({"tp": [2, 1, 1]}), ALONG, {"tp=3:tp": [[0, 1, 2]]}),
+    ],
+    ids=["2 x 2", "2 and 1", "2, 1 and 1"],
+)
+def test_every_kind_over_real_groups(
+    mesh: Mesh, changes: list[tuple[str, str]], groups: dict[str, list[list[int]]], tmp_path: Path
+) -> None:
+    """From files on gloo: every collective over every kind of group, even and uneven; the ranks' parts make the whole."""
     value = torch.arange(4.0 * 5 * 6).reshape(4, 5, 6) - 20
-    values = [value + i for i in range(len(CHANGES))]
-    inputs, outputs = ([on_both(pair[end]) for pair in CHANGES] for end in (0, 1))
-    program = tpcompiler.parallelize(torch.export.export(Same(), (values,)), SQUARE, {}, inputs=inputs, outputs=outputs)
+    values = [value + i for i in range(len(changes))]
+    inputs, outputs = ([over(mesh, pair[end]) for pair in changes] for end in (0, 1))
+    program = tpcompiler.parallelize(torch.export.export(Same(), (values,)), mesh, {}, inputs=inputs, outputs=outputs)
     program.save(tmp_path / "out")
-    assert {c.kind for c in program.collectives()} == {"all_gather", "all_reduce", "reduce_scatter", "all_to_all"}
-    assert program.manifest().groups == {
-        "dp=2,tp=2:dp": [[0, 2], [1, 3]],
-        "dp=2,tp=2:tp": [[0, 1], [2, 3]],
-        "dp=2,tp=2:dp.tp": [[0, 1, 2, 3]],
-    }
-    for rank in range(4):
+    assert {c.kind for c in program.collectives()} == KINDS
+    assert program.manifest().groups == groups
+    for rank in range(mesh.world_size):
         graph = program.rank_program(rank).graph
-        assert {arg for n in graph.nodes for arg in n.args if ":" in str(arg)} == set(program.manifest().groups)
+        assert {arg for n in graph.nodes for arg in n.args if ":" in str(arg)} == set(groups)
 
-    froms, tos = ([Sharding.of(spec, SQUARE, 3, "a test") for spec in specs] for specs in (inputs, outputs))
-    calls = [[([cut(v, s, SQUARE, r) for v, s in zip(values, froms, strict=True)],)] for r in range(4)]
+    froms, tos = ([Sharding.of(spec, mesh, 3, "a test") for spec in specs] for specs in (inputs, outputs))
+    calls = [[([cut(v, s, mesh, r) for v, s in zip(values, froms, strict=True)],)] for r in range(mesh.world_size)]
     got = [results[0] for results in called(calls, tmp_path)]
     for at, (v, to) in enumerate(zip(values, tos, strict=True)):
-        for whole in join([own[at] for own in got], to, SQUARE, v.shape):
-            assert torch.equal(whole, v * 2), CHANGES[at]
+        for whole in join([own[at] for own in got], to, mesh, v.shape):
+            assert torch.equal(whole, v * 2), changes[at]

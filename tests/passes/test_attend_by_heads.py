@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch import nn
 from torch.export import Dim, export
 
 import tpcompiler
-from tests.launch import called
 from tests.passes.stages import Call
 from tpcompiler.solver import ways
 from tpcompiler.terminal.tables import text_of
@@ -163,43 +161,3 @@ def test_explained() -> None:
     assert (("S(2)",), ("4 all_gather",), more, "attend_in_turns") in ways_of
     assert all(each.seconds is not None and each.seconds > 0 for each in rows[1:])
     assert " 4 all_to_all " in text_of(program.explain("scaled_dot_product_attention").parts())
-
-
-BOTH, MOVED, GATHERED = {"all_to_all", "all_gather"}, {"all_to_all"}, {"all_gather"}
-TURNS = {"attention": "attend_in_turns"}
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("mesh", "heads", "groups", "steps", "plan", "kinds"),
-    [
-        (2, 4, 1, STEPS, {}, MOVED),
-        (4, 4, 1, STEPS, {}, MOVED),
-        (8, 8, 1, STEPS, {}, MOVED),
-        ({"cp": 2, "tp": 2}, 4, 1, STEPS, "auto", MOVED),
-        (2, 1, 1, STEPS, {}, GATHERED),
-        (4, 1, 1, STEPS, {}, GATHERED),
-        (8, 1, 1, 2048, {}, GATHERED),
-        (4, 4, 2, STEPS, {}, BOTH),  # heads over two, keys gathered over two
-        (8, 8, 2, STEPS, {}, BOTH),
-        (2, 1, 1, STEPS, TURNS, GATHERED),
-        (4, 1, 1, STEPS, TURNS, GATHERED),
-        (8, 1, 1, 64, TURNS, GATHERED),
-        ({"cp": 2, "tp": 2}, 2, 1, STEPS, TURNS, BOTH),  # turns over cp, heads over tp
-    ],
-    ids=[
-        *("heads on 2", "heads on 4", "heads on 8", "heads on 2 x 2", "keys on 2", "keys on 4", "keys on 8"),
-        *("both on 4", "both on 8", "turns on 2", "turns on 4", "turns on 8", "turns and heads on 2 x 2"),
-    ],
-)
-def test_processes(mesh: Any, heads: int, groups: int, steps: int, plan: Any, kinds: set[str], tmp_path: Path) -> None:
-    """Each method's saved files in gloo processes, each with its own steps; `save` has checked them."""
-    args, model = qkv(heads, groups, steps), attend(is_causal=True)
-    machine = "h100" if steps == 2048 else "ideal"  # on `ideal`, one head on 8 ranks takes a mixture
-    program = converted(model, args, mesh, plan, machine=machine)
-    assert {kind for kind, _ in sent(program)} == kinds
-    program.save(tmp_path / "out")
-    ranks = program.mesh.world_size
-    shares = list(zip(*([own.contiguous() for own in each.chunk(ranks, 2)] for each in args), strict=True))
-    made = called([[share] for share in shares], tmp_path)
-    torch.testing.assert_close(torch.cat([own for (own,) in made], 2), model(*args))

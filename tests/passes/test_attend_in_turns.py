@@ -14,7 +14,6 @@ from torch import nn
 from torch.export import Dim, ExportedProgram, export
 
 import tpcompiler
-from tests.launch import called
 from tests.passes.stages import Call, divided
 from tpcompiler._torch import FakeTensorMode
 from tpcompiler.errors import PlanError
@@ -258,18 +257,6 @@ def test_a_wrong_merge_is_noticed(name: str, wrong: Any, monkeypatch: pytest.Mon
     assert converted(masked, args, {"cp": 2}).verify(args).ok
     monkeypatch.setattr(f"tpcompiler.passes.regions.attend_in_turns.{name}", wrong)
     assert not converted(masked, args, {"cp": 2}).verify(args).ok
-
-
-@pytest.mark.slow
-def test_processes(tmp_path: Path) -> None:
-    """The saved files in gloo processes, each with its own steps; `save` has checked them."""
-    args = (*qkv(2), SEEN)
-    attend = lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)  # noqa: E731
-    program = converted(attend, args, {"cp": 2})
-    program.save(tmp_path / "out")
-    shares = list(zip(*(each.chunk(2, 2) for each in args), strict=True))
-    made = called([[share] for share in shares], tmp_path)
-    torch.testing.assert_close(torch.cat([own for (own,) in made], 2), attend(*args))
 
 
 def test_what_a_rank_holds() -> None:

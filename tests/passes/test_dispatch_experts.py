@@ -13,7 +13,6 @@ from torch import nn
 from torch.export import Dim, export
 
 import tpcompiler
-from tests.launch import called
 from tests.zoo.case import randomise
 from tpcompiler.api import conversions_of, read_plan
 from tpcompiler.cost.kernels import rows_share
@@ -241,18 +240,6 @@ def test_ranks_without_a_token() -> None:
     limited = converted(net, {"ep": 4}, "dispatch_experts:1").verify((X,))
     assert limited.ok
     assert limited.note.startswith(f"{4 * (32 - 2 * 4)} of 128 rows")
-
-
-@pytest.mark.slow
-def test_processes(tmp_path: Path) -> None:
-    """The saved files in gloo processes, each with its own tokens; `save` has checked them."""
-    net = built()
-    for style, wanted in (("dispatch_experts", net), ("dispatch_experts:1.25", Dropping(net, 4, 2))):
-        folder = tmp_path / style.replace(":", "_")
-        folder.mkdir()
-        converted(net, {"ep": 4}, style).save(folder / "out")
-        made = called([[(own,)] for own in X.chunk(4)], folder)
-        torch.testing.assert_close(torch.cat([own for (own,) in made]), wanted(X))
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from torch.export import Dim, export
 
 import tpcompiler
 from tests.compared import compare
-from tests.launch import called
 from tests.zoo.case import randomise
 from tpcompiler import ParallelProgram
 from tpcompiler.parallel.compared import layout_of
@@ -132,14 +130,3 @@ def test_the_report_says_who_shares_and_what_is_uneven() -> None:
         "cut",
         "q.weight: S(0, unit 8) (dim 0 cut over tp in whole units of 8), the largest share is 1.33 times an even one",
     ) in said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("heads", "groups", "packed"), [(8, 2, True), (6, 3, False)])
-def test_real_processes(heads: int, groups: int, packed: bool, tmp_path: Path) -> None:
-    """Packed parts of which two ranks share the keys, and whole heads of which one rank has none."""
-    made = converted(heads, groups, 4, packed, False)
-    made.save(tmp_path / "out")
-    expected = randomise(Attention(heads, groups, packed))(X).detach()
-    for (got,) in called([[(X,)]] * 4, tmp_path):
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))

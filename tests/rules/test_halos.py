@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from torch.export import export
 
 import tpcompiler
 from tests.compared import compare
-from tests.launch import called
 from tests.passes.stages import Call
 from tests.trust.damage import Artifact
 from tests.zoo.case import randomise
@@ -382,12 +380,3 @@ def test_an_exchange_of_a_file_that_lists_no_sizes() -> None:
     assert is_exchange(node)
     node.args = (node.args[0], node.args[1], [], node.args[3])
     assert not is_exchange(node)
-
-
-def test_processes(tmp_path: Path) -> None:
-    """The saved files in gloo processes; `save` has checked them."""
-    net = nn.Sequential(nn.Conv2d(2, 4, 5, padding=2), nn.MaxPool2d(3, 2, 1), nn.ConvTranspose2d(4, 2, 4, 2, 1))
-    x = torch.randn(1, 2, 14, 6)
-    converted(net, x, {"cp": ROWS}, {"cp": 2}).save(tmp_path / "out")
-    ranks = called([[(share,)] for share in x.chunk(2, ROWS)], tmp_path)
-    torch.testing.assert_close(torch.cat([own for (own,) in ranks], ROWS), net(x), rtol=1e-5, atol=1e-5)

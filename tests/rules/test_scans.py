@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch import nn
 from torch.export import export
 
 import tpcompiler
-from tests.launch import called
 from tests.zoo.case import randomise
 from tpcompiler.rules import scans
 
@@ -127,20 +125,6 @@ def test_a_layer_before_extrema_stays_cut(name: str, world: int) -> None:
         whole, ranks = program.parameter_bytes()
         assert ranks == [whole // world] * world
         assert program.verify((x,)).ok
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", ["cumsum", "cummax"])
-def test_processes(name: str, tmp_path: Path) -> None:
-    """The saved files in gloo processes; `save` has checked them."""
-    x = values(8)
-    net = Scan(name)
-    converted(net, x, {"cp": "S(1)"}, {"cp": 2}).save(tmp_path / "out")
-    ranks = called([[(share,)] for share in x.chunk(2, 1)], tmp_path)
-    wanted = net(x) if isinstance(net(x), tuple) else (net(x),)
-    results = [own if isinstance(own, (list, tuple)) else (own,) for (own,) in ranks]
-    for at, want in enumerate(wanted):
-        torch.testing.assert_close(torch.cat([own[at] for own in results], 1), want, equal_nan=True)
 
 
 CHUNK, HEADS, STATE, WIDTH = 8, 2, 4, 4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch.export import Dim, export
 
 import tpcompiler
 from tests.compared import compare
-from tests.launch import called
 from tests.trust.damage import Artifact, inserted
 from tests.zoo.case import randomise
 from tpcompiler.judge.sound.check import check_programs
@@ -230,32 +228,3 @@ def test_a_variance_without_the_distance_between_ranks_is_noticed(monkeypatch: p
     monkeypatch.setattr(statistics, "find_moments", average)
     x = torch.randn(8, 3, 4, 4)
     assert not converted(normed("batch"), x, {"dp": BATCH}, {"dp": 2}).verify((x,)).ok
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("samples", [8, 7])
-def test_processes(samples: int, tmp_path: Path) -> None:
-    """The saved files in gloo processes, two steps of training mode each; `save` has checked them."""
-
-    class Steps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = normed("batch")
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            result = self.net(x)
-            return result, self.net[1].running_mean + 0, self.net[1].running_var + 0  # type: ignore[index]
-
-    net, steps = Steps(), [torch.randn(samples, 3, 4, 4) for _ in range(2)]
-    cut, mesh = {"dp": "S(0)"}, {"dp": 2}
-    program = tpcompiler.parallelize(
-        export(net, (steps[0],)), mesh, {}, inputs=[cut], outputs=[cut, "R", "R"], machine="ideal"
-    )
-    program.save(tmp_path / "out")
-    ranks = called([[(step.tensor_split(2)[rank],) for step in steps] for rank in range(2)], tmp_path)
-    for step, first, second in zip(steps, *ranks, strict=True):
-        want = net(step)
-        torch.testing.assert_close(torch.cat([first[0], second[0]]), want[0], rtol=1e-4, atol=1e-4)
-        for at in (1, 2):
-            assert torch.equal(first[at], second[at])
-            torch.testing.assert_close(first[at], want[at])
