@@ -35,10 +35,6 @@ def _wave(batch: int, size: int) -> dict[str, torch.Tensor]:
     return noise("input_values", batch, size)
 
 
-def _spectrum(batch: int, size: int) -> dict[str, torch.Tensor]:
-    return noise("input_values", batch, size, 16)
-
-
 SOUND = {"input_values": {0: BATCH, 1: 10 * Dim("tens", min=7)}}
 
 # Whole in each: the first convolutions, and the convolution for positions, whose norm is over all of its filters.
@@ -62,76 +58,5 @@ WAV2VEC2 = Case(
     flops=0.86,
 )
 
-HUBERT = Case(
-    name="hubert",
-    build=transformer(
-        "Hubert", "Model", SPEECH, num_feat_extract_layers=2, feat_extract_norm="layer", do_stable_layer_norm=True
-    ),
-    inputs=_wave,
-    dims=SOUND,
-    example=(2, 160),
-    others=((3, 130), (1, 90)),
-    plan={"**.feature_projection.projection": "colwise_gather_output", **LAYERS},
-    layers=(Layers("encoder.layers.*", 2, {"all_reduce": 2}),),
-    outside={"all_gather": 1},  # the features
-    # 10,664 of 70,184 numbers whole: 8,200 of positions, first convolutions 1,312, norms 768, biases 320, a mask 64
-    cut=0.84,
-    inert={"k_proj.bias": KEY_BIAS, "masked_spec_embed": "nothing is masked"},
-    flops=0.85,
-)
 
-WAVLM = Case(
-    name="wavlm",
-    build=transformer("WavLM", "Model", SPEECH, num_feat_extract_layers=2, num_buckets=32),
-    inputs=_wave,
-    dims=SOUND,
-    example=(2, 160),
-    others=((3, 130), (1, 90)),
-    plan={"**.feature_projection.projection": "colwise_gather_output", **LAYERS},
-    layers=(Layers("encoder.layers.*", 2, {"all_reduce": 2}),),
-    outside={"all_gather": 1},  # the features
-    # 11,416 of 70,552 numbers whole: 8,200 of positions, first convolutions 1,312, norms 720, gates and biases 1,184
-    cut=0.83,
-    inert={"k_proj.bias": KEY_BIAS, "masked_spec_embed": "nothing is masked"},
-    flops=0.84,
-)
-
-AST = Case(
-    name="audio_spectrogram_transformer",
-    build=transformer(
-        "AST",
-        "ForAudioClassification",
-        {},
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        patch_size=4,
-        frequency_stride=4,
-        time_stride=4,
-        max_length=24,
-        num_mel_bins=16,
-        num_labels=20,
-    ),
-    inputs=_spectrum,
-    dims={"input_values": {0: BATCH}},
-    example=(2, 24),
-    others=((3, 24), (1, 24)),
-    plan={
-        "**.patch_embeddings.projection": "colwise_gather_output",
-        "**.q_proj": "colwise",
-        "**.k_proj": "colwise",
-        "**.v_proj": "colwise",
-        "**.o_proj": "rowwise",
-        "**.fc1": "colwise",
-        "**.fc2": "rowwise",
-        "classifier.dense": "colwise_gather_output",
-    },
-    layers=(Layers("audio_spectrogram_transformer.layers.*", 2, {"all_reduce": 2}),),
-    outside={"all_gather": 2},  # the patches, the scores
-    cut=0.95,  # 2,816 of 63,124 numbers whole: positions and tokens 1,792, norms 768, row-wise biases 256
-    inert={"k_proj.bias": KEY_BIAS},
-    flops=0.99,
-)
-
-CASES = [WAV2VEC2, HUBERT, WAVLM, AST]
+CASES = [WAV2VEC2]

@@ -61,7 +61,6 @@ def cached(name: str, family: str, helper: str, **different: Any) -> Case:
 
 LLAMA = cached("llama_cached", "Llama", "TorchExportableModuleWithStaticCache")
 LLAMA = replace(LLAMA, tested="buffers that are written, several calls")
-QWEN3 = cached("qwen3_cached", "Qwen3", "TorchExportableModuleWithStaticCache", head_dim=12)
 # Layers with a window and without: their masks differ.
 GEMMA3 = cached("gemma3_cached", "Gemma3Text", "TorchExportableModuleWithHybridCache", head_dim=12, sliding_window=8)
-CASES = [LLAMA, QWEN3, GEMMA3]
+CASES = [LLAMA, GEMMA3]

@@ -9,7 +9,6 @@ import torch
 
 from tests.zoo.build import transformer
 from tests.zoo.case import BATCH, Case, Layers
-from tests.zoo.decoders import KEY_BIAS
 from tests.zoo.vision import pixels
 
 IMAGES: dict[str, Any] = {
@@ -59,29 +58,6 @@ CONVNEXT = Case(
     flops=0.82,
 )
 
-MOBILENET = Case(
-    name="mobilenet_v2",
-    build=louder(
-        transformer(
-            "MobileNetV2", "ForImageClassification", {}, depth_multiplier=0.25, num_labels=20, tf_padding=False
-        ),
-        1.5,
-    ),
-    **IMAGES,
-    plan={
-        "**.first_conv.convolution": "colwise",
-        "**.expand_1x1.convolution": "colwise",
-        "**.conv_3x3.convolution": "colwise",
-        "**.reduce_1x1.convolution": "rowwise",
-        "mobilenet_v2.conv_1x1.convolution": "colwise",
-        "classifier": "rowwise",
-    },
-    # The convolution that narrows again: all between lies within channels.
-    layers=(Layers("mobilenet_v2.layer.*", 16, {"all_reduce": 1}),),
-    outside={"all_reduce": 2},  # the stem, the scores
-    cut=0.99,  # 788 of 263,732 numbers whole: norms 768, a row-wise bias
-    flops=0.99,
-)
 
 REGNET = Case(
     name="regnet",
@@ -153,77 +129,5 @@ EFFICIENTNET = Case(
     flops=0.99,
 )
 
-POOLFORMER = Case(
-    name="poolformer",
-    build=transformer(
-        "PoolFormer",
-        "ForImageClassification",
-        {},
-        depths=[1, 1],
-        hidden_sizes=[16, 32],
-        num_encoder_blocks=2,
-        patch_sizes=[7, 3],
-        strides=[4, 2],
-        padding=[2, 1],
-        mlp_ratio=2.0,
-        num_labels=20,
-    ),
-    **IMAGES,
-    plan={
-        "**.projection": "colwise_gather_output",
-        "**.output.conv1": "colwise",
-        "**.output.conv2": "rowwise",
-        "classifier": "colwise_gather_output",
-    },
-    # The second convolution of the MLP.
-    layers=(Layers("poolformer.encoder.block.*.0", 2, {"all_reduce": 1}),),
-    outside={"all_gather": 3},  # the patches of both stages, the scores
-    cut=0.96,  # 400 of 13,284 numbers whole: norms, scales and row-wise biases
-    inert={"before_norm.bias": "the mean of neighbours less the value itself does not see it"},
-    flops=0.99,
-)
 
-SEGFORMER = Case(
-    name="segformer",
-    build=transformer(
-        "Segformer",
-        "ForSemanticSegmentation",
-        {},
-        num_encoder_blocks=2,
-        depths=[1, 1],
-        sr_ratios=[2, 1],
-        hidden_sizes=[32, 64],
-        patch_sizes=[7, 3],
-        strides=[4, 2],
-        num_attention_heads=[4, 8],
-        mlp_ratios=[2, 2],
-        decoder_hidden_size=48,
-        num_labels=5,
-    ),
-    **IMAGES,
-    plan={
-        "**.patch_embeddings.proj": "colwise_gather_output",
-        "**.sequence_reduction.sequence_reduction": "colwise_gather_output",
-        "**.q_proj": "colwise",
-        "**.k_proj": "colwise",
-        "**.v_proj": "colwise",
-        "**.o_proj": "rowwise",
-        "**.fc1": "colwise",
-        "**.dwconv.dwconv": "colwise",
-        "**.fc2": "rowwise",
-        "decode_head.linear_projections.*.proj": "colwise_gather_output",
-        "decode_head.linear_fuse": "colwise",
-        "decode_head.classifier": "rowwise",
-    },
-    # Attention's output projection and the MLP's second layer; the reduced sequence of the first stage.
-    layers=(
-        Layers("segformer.stages.0.blocks.0", 1, {"all_reduce": 2, "all_gather": 1}),
-        Layers("segformer.stages.1.blocks.0", 1, {"all_reduce": 2}),
-    ),
-    outside={"all_reduce": 1, "all_gather": 4},  # the scores of pixels; the patches and the projections of both stages
-    cut=0.98,  # 1,029 of 81,397 numbers whole: norms and row-wise biases
-    inert={"k_proj.bias": KEY_BIAS},
-    flops=0.99,
-)
-
-CASES = [CONVNEXT, MOBILENET, REGNET, EFFICIENTNET, POOLFORMER, SEGFORMER]
+CASES = [CONVNEXT, REGNET, EFFICIENTNET]

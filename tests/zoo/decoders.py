@@ -78,9 +78,7 @@ LLAMA_ONE_KV = replace(
     flops=0.96,
     tested="one kv head for all ranks",
 )
-QWEN2 = decoder("qwen2", "Qwen2", EVERYTHING, tie_word_embeddings=True)
 QWEN3 = decoder("qwen3", "Qwen3", EVERYTHING, hidden_size=48, head_dim=16, tie_word_embeddings=True)
-MISTRAL = decoder("mistral", "Mistral", EVERYTHING, head_dim=12, sliding_window=4)
 GEMMA2 = replace(
     decoder(
         "gemma2",
@@ -185,4 +183,4 @@ MIXTRAL = replace(
     flops=0.32,
 )
 
-CASES = [LLAMA, LLAMA_TWO_KV, LLAMA_ONE_KV, QWEN2, QWEN3, MISTRAL, GEMMA2, OPT, GPT_NEOX, MIXTRAL]
+CASES = [LLAMA, LLAMA_TWO_KV, LLAMA_ONE_KV, QWEN3, GEMMA2, OPT, GPT_NEOX, MIXTRAL]

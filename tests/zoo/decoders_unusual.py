@@ -5,53 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.zoo.case import BATCH
-from tests.zoo.decoders import ATTENTION, GATED_MLP, KEY_BIAS, VOCABULARY_CUT, decoder
-from tests.zoo.decoders_older import HEAD, SUMS, TRANSFORMER, older
+from tests.zoo.decoders import ATTENTION, GATED_MLP, VOCABULARY_CUT, decoder
 from tests.zoo.decoders_planned import planned
 from tests.zoo.experts import EXPERTS
 from tests.zoo.state_space import LENGTH, only
 
-CTRL = replace(
-    older(
-        "ctrl",
-        "CTRL",
-        {
-            "transformer.w": "embedding_rowwise",
-            **HEAD,
-            "**.Wq": "colwise",
-            "**.Wk": "colwise",
-            "**.Wv": "colwise",
-            "**.dense": "rowwise",
-            "**.ffn.0": "colwise",
-            "**.ffn.2": "rowwise",
-        },
-        TRANSFORMER,
-        SUMS,
-        0.98,  # 65,720 of 66,616 numbers: not 896 of norms and row-wise biases
-        n_embd=64,
-        dff=96,
-        n_layer=2,
-        n_head=8,
-        n_positions=64,
-    ),
-    inert={"Wk.bias": KEY_BIAS},
-)
-HUNYUAN = decoder("hunyuan", "HunYuanDenseV1", {**VOCABULARY_CUT, **ATTENTION, **GATED_MLP}, head_dim=8)
-MINICPM3 = replace(
-    decoder(
-        "minicpm3",
-        "MiniCPM3",
-        planned,
-        num_key_value_heads=8,
-        q_lora_rank=24,
-        kv_lora_rank=16,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
-    ),
-    cut=0.91,  # 61,440 of 67,472 numbers: not twice 2,984 of low-rank projections and norms, 64 of a norm
-    flops=0.91,  # 130,560 of 141,824 for a token: not 11,264 for the low-rank projections
-)
 MINIMAX = replace(
     decoder(
         "minimax",  # a state block by block, then attention; each head decays at its own rate
@@ -127,4 +85,4 @@ DIFFLLAMA = replace(
     flops=0.96,
 )
 
-CASES = [CTRL, HUNYUAN, MINICPM3, MINIMAX, LLAMA4, GEMMA3N, DIFFLLAMA]
+CASES = [MINIMAX, LLAMA4, GEMMA3N, DIFFLLAMA]

@@ -130,57 +130,6 @@ BERT = encoder(
     cut=0.93,
 )
 
-ROBERTA = encoder(
-    "roberta",
-    "Roberta",
-    "ForSequenceClassification",
-    {**TABLE, **LAYERS, "classifier.dense": "colwise", "classifier.out_proj": "rowwise"},
-    path="roberta.encoder.layer.*",
-    outside={"all_reduce": 2},  # the table's rows, the scores
-    different={"num_labels": 3},
-    cut=0.93,  # 5,123 of 75,075 whole: 4,224 of positions and types, norms 640, row-wise biases 259
-)
-
-DISTILBERT = encoder(
-    "distilbert",
-    "DistilBert",
-    "ForSequenceClassification",
-    {
-        **TABLE,
-        "**.q_lin": "colwise",
-        "**.k_lin": "colwise",
-        "**.v_lin": "colwise",
-        "**.out_lin": "rowwise",
-        "**.lin1": "colwise",
-        "**.lin2": "rowwise",
-        "pre_classifier": "colwise",
-        "classifier": "rowwise",
-    },
-    path="distilbert.transformer.layer.*",
-    outside={"all_reduce": 2},  # the table's rows, the scores
-    sizes={"dim": 64, "hidden_dim": 96, "n_layers": 2, "n_heads": 8},
-    different={"vocab_size": VOCABULARY, "max_position_embeddings": 64, "num_labels": 3},
-    cut=0.93,  # 4,995 of 74,947 whole: 4,096 of positions, norms 640, row-wise biases 259
-    inert={"k_lin.bias": KEY_BIAS},
-)
-
-ELECTRA = encoder(
-    "electra",
-    "Electra",
-    "ForPreTraining",
-    {
-        **TABLE,
-        "electra.embeddings_project": "colwise_gather_output",
-        **LAYERS,
-        "discriminator_predictions.dense": "colwise",
-        "discriminator_predictions.dense_prediction": "rowwise",
-    },
-    path="electra.encoder.layer.*",
-    outside={"all_reduce": 2, "all_gather": 1},  # the table's rows, the scores; the wider vectors
-    different={"embedding_size": 48},
-    others=((3, 7), (1, 8)),  # of five scores the greatest is too small to judge by
-    cut=0.94,  # 4,033 of 75,073 whole: 66 rows of 48 for positions and types, norms 608, row-wise biases 257
-)
 
 ALBERT = encoder(
     "albert",
@@ -203,58 +152,6 @@ ALBERT = encoder(
     cut=0.92,  # 3,648 of 45,664 whole: 66 rows of 48 for positions and types, norms 352, row-wise biases 128
 )
 
-MPNET = encoder(
-    "mpnet",
-    "MPNet",
-    "Model",
-    {
-        **TABLE,
-        **MLP,
-        "**.attn.q": "colwise",
-        "**.attn.k": "colwise",
-        "**.attn.v": "colwise",
-        "**.attn.o": "rowwise",
-        **POOLER,
-    },
-    outside={"all_reduce": 1, "all_gather": 1},  # the rows; the pooled vector
-    dims=ANY_LENGTH,
-    cut=0.93,  # 5,248 of 75,008 whole: 4,096 of positions, 256 of relative ones, norms 640, row-wise biases 256
-    inert={"k.bias": KEY_BIAS},
-)
-
-NOMIC = encoder(
-    "nomic_bert",
-    "NomicBert",
-    "Model",
-    {
-        **TABLE,
-        "**.q_proj": "colwise",
-        "**.k_proj": "colwise",
-        "**.v_proj": "colwise",
-        "**.o_proj": "rowwise",
-        "**.gate_proj": "colwise",
-        "**.up_proj": "colwise",
-        "**.down_proj": "rowwise",
-    },
-    path="layers.*",
-    outside=ROWS,
-    dims=ANY_LENGTH,  # positions are rotations
-    cut=0.99,  # 768 of 78,080 whole: types and norms
-    inert={},
-)
-
-ESM = encoder(
-    "esm",
-    "Esm",
-    "Model",
-    {**TABLE, **LAYERS, **POOLER},
-    outside={"all_reduce": 1, "all_gather": 1},  # the rows; the pooled vector
-    dims=ANY_LENGTH,
-    different={"position_embedding_type": "rotary", "mask_token_id": 2, "token_dropout": True},
-    cut=0.98,  # 913 of 70,673 whole: norms 640, row-wise biases 256, the contacts' 17
-    inert={"contact_head.regression.weight": "no contacts are asked for"},
-)
-
 
 def _boxes(batch: int, sequence: int) -> dict[str, torch.Tensor]:
     """Ids and where each stands on the page: left and upper edge in the first half, right and lower in the second."""
@@ -275,26 +172,5 @@ LAYOUTLM = encoder(
     cut=0.93,  # 5,120 of 83,072 whole: 4,224 of positions and types, norms 640, row-wise biases 256
 )
 
-ROFORMER = encoder(
-    "roformer",
-    "RoFormer",
-    "Model",
-    {**TABLE, **LAYERS, "embeddings_project": "colwise_gather_output"},
-    dims=UP_TO_64,
-    outside={"all_reduce": 1, "all_gather": 1},  # the rows; the wider vectors
-    different={"embedding_size": 48},
-    cut=0.97,  # 1,472 of 68,288 whole: types 96, angles 512, norms 608, row-wise biases 256
-    inert={},  # a rotated key's bias depends on where it stands
-)
 
-BIG_BIRD = encoder(
-    "big_bird",
-    "BigBird",
-    "Model",
-    {**TABLE, **LAYERS, "pooler": "colwise_gather_output"},
-    outside={"all_reduce": 1, "all_gather": 1},  # the rows; the pooled vector
-    different={"attention_type": "original_full"},
-    cut=0.93,  # 5,120 of 74,880 whole: 4,224 of positions and types, norms 640, row-wise biases 256
-)
-
-CASES = [MINILM, BERT, ROBERTA, DISTILBERT, ELECTRA, ALBERT, MPNET, NOMIC, ESM, LAYOUTLM, ROFORMER, BIG_BIRD]
+CASES = [MINILM, BERT, ALBERT, LAYOUTLM]

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.zoo.case import Case, Layers
 from tests.zoo.decoders import ATTENTION, LAYER, VOCABULARY_CUT, decoder
-from tests.zoo.decoders_planned import ATTENTION_CUT, planned
+from tests.zoo.decoders_planned import planned
 
 # As Hugging Face's own plans have it, where these have experts.
 EXPERTS = {"**.experts.gate_up_proj": "packed_colwise", "**.experts.down_proj": "rowwise"}
@@ -46,19 +46,6 @@ QWEN2_MOE = experts(
     shared_expert_intermediate_size=40,
     **FOUR,
 )
-OLMOE = experts(
-    "olmoe",
-    "Olmoe",
-    lambda model: {**planned(model), **ATTENTION_CUT},
-    {
-        "all_reduce": 4
-    },  # attention, the experts; the norms of queries and of keys over all heads, one number for each token
-    0.98,  # 76,992 of 77,824 numbers: not twice 256 of the router, 128 of norms, 64 of the last one
-    0.99,  # as for Qwen3
-    num_experts=4,
-    num_experts_per_tok=2,
-    intermediate_size=24,
-)
 # Hugging Face's own plan deals out the experts, their biases too; each head's sink is cut as the heads are.
 DEALT_OUT = {f"**.experts.{part}_proj{bias}": "grouped_gemm" for part in ("gate_up", "down") for bias in ("", "_bias")}
 GPT_OSS = experts(
@@ -87,10 +74,6 @@ LOW_RANK = {
     "moe_intermediate_size": 24,
     "first_k_dense_replace": 1,
 }
-# Attention and the dense MLP; attention and the shared experts.
-# Cut: 78,336 of 84,624 numbers: not 256 of the router, twice 2,984 of low-rank projections and norms, 64 of the last one.
-# FLOPs: 130,560 of 142,336 for a token: not 512 for the router, 11,264 for the low-rank projections.
-DEEPSEEK_V2 = experts("deepseek_v2", "DeepseekV2", planned, {"all_reduce": 2}, 0.92, 0.91, **LOW_RANK)
 DEEPSEEK_V3 = experts(
     "deepseek_v3",
     "DeepseekV3",
@@ -108,59 +91,6 @@ DEEPSEEK_V3 = experts(
     **LOW_RANK,
 )
 DEEPSEEK_V3 = replace(DEEPSEEK_V3, tested="low-rank attention, a router in groups")
-GLM4_MOE = experts(
-    "glm4_moe",
-    "Glm4Moe",
-    planned,
-    {"all_reduce": 2},
-    0.99,  # 86,016 of 86,592 numbers: not 256 of the router, 320 of norms
-    0.99,  # not 512 of 144,896 for a token: the router
-    head_dim=8,
-    n_routed_experts=4,
-    n_shared_experts=2,
-    num_experts_per_tok=2,
-    moe_intermediate_size=24,
-    first_k_dense_replace=1,
-    n_group=2,
-    topk_group=1,
-)
-GRANITE_MOE = experts(
-    "granitemoe",
-    "GraniteMoe",
-    {**VOCABULARY_CUT, **ATTENTION, **EXPERTS},
-    {"all_reduce": 2},
-    0.98,  # as for Qwen3, without norms of heads
-    0.99,
-    num_local_experts=4,
-    num_experts_per_tok=2,
-    intermediate_size=24,
-)
-PHIMOE = experts(
-    "phimoe",
-    "Phimoe",
-    {**VOCABULARY_CUT, **ATTENTION, **EXPERTS},
-    {"all_reduce": 2},
-    0.98,  # as for Qwen3, and biases of norms
-    0.99,
-    num_local_experts=4,
-    num_experts_per_tok=2,
-    intermediate_size=24,
-)
-ERNIE_MOE = experts(
-    "ernie4_5_moe",
-    "Ernie4_5_Moe",
-    planned,
-    {"all_reduce": 2},
-    0.99,  # 73,728 of 74,308 numbers: not 260 of the router, 320 of norms
-    0.99,  # not 512 of 135,680 for a token: the router
-    moe_num_experts=4,
-    moe_k=2,
-    moe_intermediate_size=24,
-    moe_num_shared_experts=1,
-    moe_layer_start_index=1,
-    moe_layer_end_index=-1,
-    moe_layer_interval=1,
-)
 MIXTRAL_CUT = replace(
     decoder(
         "mixtral_cut",
@@ -179,5 +109,5 @@ MIXTRAL_CUT = replace(
     flops=0.99,  # not 512 of 109,568 for a token: the routers
 )
 
-CASES = [QWEN3_MOE, QWEN2_MOE, OLMOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, GRANITE_MOE, PHIMOE, ERNIE_MOE]
+CASES = [QWEN3_MOE, QWEN2_MOE, GPT_OSS, DEEPSEEK_V3]
 CASES += [MIXTRAL_CUT]

@@ -52,34 +52,5 @@ PATCHTST = Case(
     flops=0.99,
 )
 
-MIXER = Case(
-    name="patchtsmixer",
-    build=transformer(
-        "PatchTSMixer",
-        "ForPrediction",
-        {},
-        num_input_channels=3,
-        context_length=24,
-        patch_length=4,
-        patch_stride=4,
-        num_layers=2,
-        d_model=32,
-        expansion_factor=2,
-        prediction_length=6,
-    ),
-    **SERIES,
-    # Each layer mixes patches and features; a softmax over what it mixes weighs the result.
-    plan={
-        "**.patcher": "colwise_gather_output",
-        "**.fc1": "colwise",
-        "**.fc2": "rowwise",
-        "**.attn_layer": "colwise_gather_output",
-        "head.base_forecast_block": "colwise_gather_output",
-    },
-    layers=(Layers("model.encoder.mlp_mixer_encoder.mixers.*", 2, {"all_reduce": 2, "all_gather": 2}),),
-    outside={"all_gather": 2},  # the patches, the forecast
-    cut=0.97,  # 332 of 12,478 numbers whole: norms 256, row-wise biases 76
-    flops=0.99,
-)
 
-CASES = [PATCHTST, MIXER]
+CASES = [PATCHTST]

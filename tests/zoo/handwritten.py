@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.export import Dim
 from torch.nn import functional as F
 
 from tests.zoo.case import BATCH, SEQUENCE, Case, Layers, noise, randomise, token_ids
@@ -64,57 +63,6 @@ EINSUM = Case(
 )
 
 
-class MixerLayer(nn.Module):
-    """An MLP over places, and one over channels."""
-
-    def __init__(self, places: int, width: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.place1, self.place2 = nn.Linear(places, 2 * places), nn.Linear(2 * places, places)
-        self.channel1, self.channel2 = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.place2(F.gelu(self.place1(self.norm1(x).mT))).mT
-        return x + self.channel2(F.gelu(self.channel1(self.norm2(x))))  # type: ignore[no-any-return]
-
-
-class Mixer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, 40, 8, 8)
-        self.layers = nn.Sequential(*(MixerLayer(16, 40) for _ in range(2)))
-        self.norm = nn.LayerNorm(40)
-        self.head = nn.Linear(40, 20)
-
-    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        x = self.patches(pixel_values).flatten(2).mT
-        return self.head(self.norm(self.layers(x)).mean(1))  # type: ignore[no-any-return]
-
-
-MIXER = Case(
-    name="mlp_mixer",
-    build=lambda: randomise(Mixer()),
-    inputs=lambda batch, size: noise("pixel_values", batch, 3, size, size),
-    dims={"pixel_values": {0: BATCH}},
-    example=(2, 32),
-    others=((3, 32), (1, 32)),
-    plan={
-        "patches": "colwise_gather_output",
-        "**.place1": "colwise",
-        "**.place2": "rowwise",
-        "**.channel1": "colwise",
-        "**.channel2": "rowwise",
-        "head": "colwise_gather_output",
-    },
-    # The second layer of each MLP.
-    layers=(Layers("layers.*", 2, {"all_reduce": 2}),),
-    outside={"all_gather": 2},  # the patches, the scores
-    cut=0.97,  # 512 of 24,124 numbers whole: norms 400, row-wise biases 112
-    inert={"place2.bias": "it adds the same to all channels of a place, which the norms take away"},
-    flops=0.99,
-)
-
-
 class ConvAutoencoder(nn.Module):
     """Down by strided convolutions, up by transposed ones, beside what was kept on the way down."""
 
@@ -161,46 +109,6 @@ AUTOENCODER = Case(
     # The middle, the output; the stem, both ways down, both up, the lower join.
     outside={"all_gather": 6, "all_reduce": 2},
     cut=0.99,  # 45 of 55,773 numbers whole: row-wise biases
-    flops=0.99,
-)
-
-
-class GraphNetwork(nn.Module):
-    """Every node adds up what its neighbours send, twice, and the graph is the mean of its nodes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.send1, self.keep1 = nn.Linear(10, 48), nn.Linear(10, 48)
-        self.send2, self.keep2 = nn.Linear(48, 32), nn.Linear(48, 32)
-        self.out = nn.Linear(32, 7)
-
-    def forward(self, nodes: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
-        """nodes [n, 10], edges [2, e] from the first row's nodes to the second's -> [n, 7]."""
-        source, target = edges[0], edges[1]
-        count = torch.zeros(nodes.shape[0]).index_add(0, target, torch.ones(source.shape[0])).clamp(min=1)[:, None]
-        sent = self.send1(nodes).index_select(0, source)
-        x = F.relu(self.keep1(nodes).index_add(0, target, sent) / count)
-        sent = self.send2(x)[source]
-        x = F.relu(self.keep2(x) + torch.zeros(nodes.shape[0], 32).index_add(0, target, sent) / count)
-        return self.out(x)  # type: ignore[no-any-return]
-
-
-def _graph(nodes: int, edges: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(nodes * 1000 + edges)
-    return {**noise("nodes", nodes, 10), "edges": torch.randint(0, nodes, (2, edges), generator=generator)}
-
-
-GRAPH = Case(
-    name="graph_network",
-    build=lambda: randomise(GraphNetwork()),
-    inputs=_graph,
-    dims={"nodes": {0: Dim("nodes")}, "edges": {1: Dim("edges")}},
-    example=(9, 23),
-    others=((5, 11), (12, 3)),
-    plan={"*1": "colwise", "*2": "rowwise", "out": "colwise_gather_output"},
-    layers=(),
-    outside={"all_reduce": 1, "all_gather": 1},  # what is sent and kept in the second layer, as one sum; the output
-    cut=0.98,  # 64 of 4,423 numbers whole: row-wise biases
     flops=0.99,
 )
 
@@ -258,30 +166,4 @@ UNROLLED = Case(
 )
 
 
-class Lstm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(VOCABULARY, 24)
-        self.lstm = nn.LSTM(24, 40, num_layers=2, bidirectional=True, batch_first=True)
-        self.hidden, self.out = nn.Linear(80, 60), nn.Linear(60, 11)
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        read, _ = self.lstm(self.table(input_ids))
-        return self.out(F.relu(self.hidden(read)))  # type: ignore[no-any-return]
-
-
-LSTM = Case(
-    name="lstm",
-    build=lambda: randomise(Lstm()),
-    inputs=token_ids(VOCABULARY),
-    dims={"input_ids": {0: BATCH}},  # torch unrolls the steps
-    others=((3, 12), (1, 12)),
-    plan={"table": "embedding_rowwise", "lstm": "colwise", "hidden": "colwise", "out": "rowwise"},
-    layers=(),
-    # The rows, the tags; a state of each direction for every step, the last of the upper layer for what reads it.
-    outside={"all_reduce": 2, "all_gather": 2 * 12 + 2 * 12},
-    cut=0.99,  # 11 of 68,571 numbers whole: a row-wise bias
-    flops=-30.0,  # torch counts none for an LSTM that is one op, as in the whole program
-)
-
-CASES = [EINSUM, MIXER, AUTOENCODER, GRAPH, UNROLLED, LSTM]
+CASES = [EINSUM, AUTOENCODER, UNROLLED]

@@ -61,67 +61,6 @@ CLIP = Case(
     flops=0.99,
 )
 
-SIGLIP = Case(
-    name="siglip",
-    build=transformer("Siglip", "Model", {}, text_config=TEXT, vision_config=IMAGE),
-    inputs=_pixels_and_ids,
-    dims=DIMS,
-    plan={
-        "**.token_embedding": "embedding_rowwise",
-        "**.patch_embedding": "colwise_gather_output",
-        **ATTENTION,
-        "vision_model.head.attention": "packed_colwise",  # one matrix, which is itself split before its two uses
-        **MLP,
-        "text_model.head": "colwise_gather_output",
-    },
-    layers=(
-        Layers("text_model.encoder.layers.*", 2, {"all_reduce": 2}),
-        Layers("vision_model.encoder.layers.*", 2, {"all_reduce": 2}),
-    ),
-    # The rows, the pooling's attention and MLP; the patches, the text's projection.
-    outside={"all_reduce": 3, "all_gather": 2},
-    cut=0.97,  # 5,186 of 174,178 numbers whole: positions 3,072, norms 1,408, biases, the pooling's query, scales 706
-    inert={"k_proj.bias": KEY_BIAS},
-    flops=0.99,
-)
-
-BLIP = Case(
-    name="blip",
-    build=transformer(
-        "Blip",
-        "ForConditionalGeneration",
-        {},
-        text_config={**TEXT, "encoder_hidden_size": 64, "bos_token_id": 1, "sep_token_id": 2, "eos_token_id": 2},
-        vision_config=IMAGE,
-    ),
-    inputs=_pixels_and_ids,
-    dims=DIMS,
-    plan={
-        "**.word_embeddings": "embedding_rowwise",
-        "**.patch_embedding": "colwise_gather_output",
-        "**.self_attn.qkv": "colwise",
-        "**.self_attn.projection": "rowwise",
-        **MLP,
-        "**.self.query": "colwise",
-        "**.self.key": "colwise",
-        "**.self.value": "colwise",
-        "**.attention.output.dense": "rowwise",
-        "**.crossattention.output.dense": "rowwise",
-        "**.intermediate.dense": "colwise",
-        "**.layer.*.output.dense": "rowwise",
-        "**.predictions.transform.dense": "colwise_gather_output",
-        "**.predictions.decoder": "colwise_gather_output",
-    },
-    layers=(
-        Layers("vision_model.encoder.layers.*", 2, {"all_reduce": 2}),
-        Layers("text_decoder.bert.encoder.layer.*", 2, {"all_reduce": 3}),
-    ),
-    outside={"all_reduce": 1, "all_gather": 3},  # the rows; the patches, the head's inner layer, the logits
-    cut=0.96,  # 5,504 of 178,808 numbers whole: positions and a token 3,200, norms 1,664, biases 640
-    inert={"self.key.bias": KEY_BIAS},
-    flops=0.99,
-)
-
 
 def _llava() -> torch.nn.Module:
     return transformer(
@@ -176,41 +115,5 @@ LLAVA = Case(
     flops=0.99,
 )
 
-PALIGEMMA = Case(
-    name="paligemma",
-    build=lambda: transformer(
-        "PaliGemma",
-        "ForConditionalGeneration",
-        {},
-        use_cache=False,
-        vision_config=config("SiglipVision", **IMAGE, vision_use_head=False),
-        text_config=config("Gemma", **TEXT, num_key_value_heads=4, head_dim=8, use_cache=False),
-        image_token_index=VOCABULARY - 1,
-        projection_dim=64,
-    )(),
-    inputs=_llava_inputs,
-    dims={"input_ids": {0: BATCH}, "pixel_values": {0: BATCH}},
-    others=((3, 12), (1, 12)),
-    plan={
-        "**.embed_tokens": "embedding_rowwise",
-        "**.patch_embedding": "colwise_gather_output",
-        **ATTENTION,
-        "**.o_proj": "rowwise",
-        **MLP,
-        "**.multi_modal_projector.linear": "colwise_gather_output",
-        "**.gate_proj": "colwise",
-        "**.up_proj": "colwise",
-        "**.down_proj": "rowwise",
-        "lm_head": "colwise_gather_output",
-    },
-    layers=(
-        Layers("model.vision_tower.encoder.layers.*", 2, {"all_reduce": 2}),
-        Layers("model.language_model.layers.*", 2, {"all_reduce": 2}),
-    ),
-    outside={"all_reduce": 1, "all_gather": 3},  # the rows; the patches, the projector, the logits
-    cut=0.98,  # 2,240 of 145,792 numbers whole: positions 1,024, norms 960, row-wise biases 256
-    inert={"k_proj.bias": KEY_BIAS},
-    flops=0.99,
-)
 
-CASES = [CLIP, SIGLIP, BLIP, LLAVA, PALIGEMMA]
+CASES = [CLIP, LLAVA]

@@ -29,39 +29,33 @@ MESHES: Sequence[dict[str, int]] = ({"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2})
 
 # Models whose training calls `by_hand`: where each layer is columns, then rows, and what is behind the layers is whole.
 BY_HAND = """
-llama llama_2_kv qwen2 mistral gemma2 opt mixtral gpt2 gptj codegen gpt_neo bloom falcon_rw mpt stablelm xglm biogpt cohere
-cohere2 glm granite nemotron smollm3 helium olmo olmo2 olmo2_cut phi phi3 starcoder2 arcee seed_oss ernie4_5 nanochat
-vaultgemma ctrl minilm mpnet nomic_bert esm layoutlm big_bird xlnet funnel modernbert wav2vec2 hubert
-efficientnet
+llama llama_2_kv gemma2 opt mixtral gpt2 gptj codegen bloom cohere glm olmo2_cut phi3
+minilm layoutlm xlnet funnel modernbert wav2vec2 efficientnet
 """.split()  # noqa: SIM905
 # The same, and further sums in the backward: their number in one call, and why.
 MORE: dict[str, dict[str, int]] = {
     # Norms over each head: of their weights each rank has the gradients of its heads, summed in one bucket.
-    "norms of heads": dict.fromkeys("qwen3 gemma3 exaone4 hunyuan persimmon gemma3n".split(), 1),  # noqa: SIM905
+    "norms of heads": {"qwen3": 1, "gemma3n": 1},
     # Attention and MLP have a norm each and one residual: sums wait behind the norms, whose weights' are in one bucket.
-    "norms side by side": {"gpt_neox": 1, "falcon_40b": 1},
+    "norms side by side": {"gpt_neox": 1},
     # The keys and values of all decoder layers add to the gradient of the encoder's output, which is summed once.
-    "cross-attention": dict.fromkeys("bart whisper t5 pegasus m2m_100 blenderbot marian umt5 mt5".split(), 1),  # noqa: SIM905
+    "cross-attention": {"bart": 1, "whisper": 1, "t5": 1},
     # Each rank has a part of each expert, or its experts: in each layer of experts, the gradient of the router's weights.
     "routers": {
-        **dict.fromkeys("granitemoe phimoe mixtral_cut olmoe minimax".split(), 2),  # noqa: SIM905
-        **{"glm4_moe": 1, "ernie4_5_moe": 1, "llama4": 1},  # the first layer has no experts
+        **{"mixtral_cut": 2, "minimax": 2, "llama4": 1},  # the first layer of llama4 has no experts
         **{"qwen3_moe": 2 + 1, "qwen2_moe": 2 + 2},  # norms of heads; the gate of the shared expert
     },
     # Queries, and keys with values, are columns behind a norm of a narrow value each, and one part of the keys has none:
     # three sums in a layer for one. The second layer has a router.
-    "latents": {"minicpm3": 2 * 2, "deepseek_v2": 2 * 2 + 1, "deepseek_v3": 2 * 2 + 1},
+    "latents": {"deepseek_v3": 2 * 2 + 1},
     # Two slopes in the activation of each layer; and norms of heads.
     "slopes": {"apertus": 2 * 2 + 1},
-    # The head has a layer of columns in front of its rows.
-    "heads of two layers": {"roberta": 1, "distilbert": 1},
 }
 FURTHER = {name: count for models in MORE.values() for name, count in models.items()}
 
 # Models that gather more for their gradients than for their outputs, and why.
 WITH_FALLBACKS = {
     "falcon_7b": "one head of keys and values, columns of which each rank has some; the plan cuts them with the queries",
-    "stablelm_2": "a norm for each head, whose backward puts the heads together one by one",
 }
 
 

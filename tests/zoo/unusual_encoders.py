@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch.export import Dim
-
 from tests.zoo.case import BATCH, Layers, token_ids
 from tests.zoo.decoders import KEY_BIAS
 from tests.zoo.encoders import (
@@ -19,7 +17,6 @@ from tests.zoo.encoders import (
     TABLE,
     VOCABULARY,
     encoder,
-    masked_dims,
 )
 
 BATCHES = {"input_ids": {0: BATCH}, "attention_mask": {0: BATCH}}
@@ -50,30 +47,6 @@ DEBERTA = encoder(
 )
 DEBERTA = replace(DEBERTA, tested="disentangled positions")
 
-MOBILEBERT = encoder(
-    "mobilebert",
-    "MobileBert",
-    "Model",
-    {
-        **TABLE,
-        **LAYERS,
-        "**.ffn.*.output.dense": "rowwise",
-        "**.bottleneck.*.dense": "colwise_gather_output",
-        "**.output.bottleneck.dense": "colwise_gather_output",
-        "embeddings.embedding_transformation": "colwise_gather_output",
-    },
-    dims=masked_dims(Dim("sequence", min=3, max=64)),  # each token sees its neighbours, which are padded at both ends
-    # Attention, three small MLPs and the MLP; two ways into the bottleneck and the one out of it.
-    layers=(Layers("encoder.layer.*", 2, {"all_reduce": 5, "all_gather": 3}),),
-    outside={"all_reduce": 1, "all_gather": 1},  # the rows; the three neighbours in one vector
-    different={
-        "intra_bottleneck_size": 32,
-        "embedding_size": 24,
-        "normalization_type": "layer_norm",
-        "classifier_activation": False,
-    },
-    cut=0.93,  # 5,824 of 86,272 numbers whole: positions and types 4,224, norms 1,280, row-wise biases 320
-)
 
 CONVBERT = encoder(
     "convbert",
@@ -210,36 +183,5 @@ MODERNBERT = encoder(
     tested="three kinds of heads as a dim; gate beside up",
 )
 
-CANINE = encoder(
-    "canine",
-    "Canine",
-    "Model",
-    {
-        "char_embeddings.HashBucketCodepointEmbedder_*": "embedding_rowwise",
-        **LAYERS,
-        "chars_to_molecules.conv": "colwise_gather_output",
-        "projection.conv": "colwise_gather_output",
-        **POOLER,
-    },
-    layers=(
-        Layers("encoder.layer.*", 2, EACH),
-        Layers("initial_char_encoder.layer.*", 1, EACH),
-        Layers("final_char_encoder.layer.*", 1, EACH),
-    ),
-    # The rows of four hashes as one sum; the strided characters, the joined ones, the pooled vector.
-    outside={"all_reduce": 1, "all_gather": 3},
-    dims=BATCHES,
-    example=(2, 32),
-    others=((3, 32), (1, 32)),
-    different={
-        "num_hash_buckets": 64,
-        "num_hash_functions": 4,
-        "local_transformer_stride": 16,
-        "max_position_embeddings": 64,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    cut=0.96,  # 7,040 of 180,416 numbers whole: positions and types 5,120, norms 1,408, row-wise biases 512
-)
 
-CASES = [DEBERTA, MOBILEBERT, CONVBERT, XLNET, FUNNEL, SQUEEZEBERT, FNET, MODERNBERT, CANINE]
+CASES = [DEBERTA, CONVBERT, XLNET, FUNNEL, SQUEEZEBERT, FNET, MODERNBERT]
