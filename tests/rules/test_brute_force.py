@@ -1,6 +1,8 @@
-"""Every rule is executed: on shards, for all placements that it offers, against the whole op."""
+"""Every rule has its text, and is executed: on shards, for all placements that it offers, against the whole op."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch
 import tpcompiler.rules  # noqa: F401  (registers the rules)
 from tests.long import some
 from tests.rules.sample import Sample, call, ids, node_of, t
-from tests.rules.samples import SAMPLES
+from tests.rules.samples import SAMPLES, written_of
 from tpcompiler._torch import OpOverload
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
@@ -26,8 +28,11 @@ RULED = [sample for sample in SAMPLES if sample.text is not None]
 @pytest.mark.parametrize("sample", RULED, ids=str)
 def test_sizes_agree_and_shards_make_the_whole(sample: Sample) -> None:
     node = node_of(sample)
-    rule = rule_of(node)
+    rule, written = rule_of(node), written_of(node)
     assert rule is not None
+    assert written is not None
+    text = re.sub(r"\s+", " ", written.text).strip().replace(" ,", ",")  # less the spaces that empty terms leave
+    assert text == sample.text
     # A factor with two sizes (a dim that broadcasts and is not written 1) would be cut wrongly.
     tensors = [*(operand.meta["val"] for operand in edit.operands(node)), *edit.outputs(node)]
     for term, value in zip((*rule.pattern.inputs, *rule.pattern.outputs), tensors, strict=True):
@@ -36,6 +41,18 @@ def test_sizes_agree_and_shards_make_the_whole(sample: Sample) -> None:
     ran = {what for degree in some((2, 4, 3), 2) for what in check(node, rule, degree)}
     free = {factor for factor in rule.factors if factor not in rule.pattern.whole and rule.extent[factor] > 1}
     assert {f"{factor} cut" for factor in free} <= ran
+
+
+def test_calls_that_a_rule_declines() -> None:
+    declined = [sample for sample in SAMPLES if sample.text is None]
+    assert declined
+    assert [str(sample) for sample in declined if written_of(node_of(sample)) is not None] == []
+
+
+def test_rows_that_any_cpu_packs_together_stay_together() -> None:
+    """A CPU without AVX-512 packs 32, so that it shows no wrong number."""
+    (packed,) = (sample for sample in SAMPLES if sample.target is aten._weight_int4pack_mm_for_cpu.default)
+    assert rule_of(node_of(packed)).extent["n_"] == 64
 
 
 def test_every_registered_op_has_a_sample() -> None:
