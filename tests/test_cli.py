@@ -97,22 +97,6 @@ def test_inspect_a_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert right("inspect", "model.pt2") == MODEL_TEXT
 
 
-def test_inspect_a_model_as_json(model: Path) -> None:
-    data = json.loads(right("inspect", model, "--json"))
-    assert sorted(data) == ["inputs", "kind", "modules", "outputs", "parameters", "plan"]
-    assert data["inputs"] == [
-        {"name": "x", "shape": [3, 8], "dtype": "f32"},
-        {"name": "shift", "shape": [4], "dtype": "f32"},
-    ]
-    assert data["parameters"][0] == {
-        "name": "layers.0.up.weight",
-        "kind": "parameter",
-        "shape": [16, 8],
-        "dtype": "f32",
-        "bytes": 512,
-    }
-
-
 def test_the_plan_to_begin_with_is_a_plan(tmp_path: Path) -> None:
     model, skeleton = tmp_path / "model.pt2", tmp_path / "plan.yaml"
     layers = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
@@ -190,16 +174,6 @@ ops without a rule:
     )
 
 
-def test_convert_as_json(model: Path, plan: Path, tmp_path: Path) -> None:
-    data = json.loads(right("convert", model, "--tp", 2, "--plan", plan, "-o", tmp_path / "out", "--json"))
-    assert data["out"] == str(tmp_path / "out")
-    assert data["mesh"] == {"tp": 2}
-    assert (data["bytes"], data["bytes_per_rank"]) == (2384, [1296, 1296])
-    assert data["collectives"] == [
-        {"kind": "all_reduce", "why": "inherent", "count": 2, "payload_bytes": 192, "wire_bytes": 192}
-    ]
-
-
 def test_force_replaces_an_artifact(model: Path, plan: Path, tmp_path: Path) -> None:
     words = ["convert", model, "--plan", plan, "-o", tmp_path / "out"]
     right(*words, "--tp", 2)
@@ -236,23 +210,6 @@ def test_inspect_an_artifact(out: Path) -> None:
     text = right("inspect", out)
     assert text.startswith(f"{out}: {SUMMARY}{UNTOUCHED}{ARTIFACT_TEXT}")
     assert f"torch {torch.__version__}" in text.splitlines()[-1]
-
-
-def test_inspect_an_artifact_as_json(out: Path) -> None:
-    data = json.loads(right("inspect", out, "--json"))
-    assert data["kind"] == "artifact"
-    assert data["tensors"][0] == {
-        "name": "layers.0.up.weight",
-        "kind": "parameter",
-        "shape": [16, 8],
-        "dtype": "f32",
-        "sharding": "S(0)",
-        "bytes": 512,
-        "bytes_per_rank": [256, 256],
-    }
-    assert [row["name"] for row in data["outputs"]] == ["hidden", "logits"]
-    assert data["notes"] == [{"kind": "untouched", "text": "head"}]
-    assert data["versions"]["torch"] == torch.__version__
 
 
 def test_json_has_no_infinities(capsys: pytest.CaptureFixture[str]) -> None:

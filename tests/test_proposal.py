@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import yaml
 from torch import nn
-from torch.export import ExportedProgram, export
+from torch.export import export
 
 import tpcompiler
 from tests.machines import SMALL
-from tests.zoo.index import CASES
-from tpcompiler.api import conversions_of, read_plan
 from tpcompiler.ask.plan_text import plan_text
-from tpcompiler.cost.machine_file import read_machine
-from tpcompiler.parallel.pipeline import find_placements
-from tpcompiler.solver.step_time import measure_step_time
-from tpcompiler.solver.task import Aim
 
 MACHINE = SMALL
 
@@ -64,19 +56,3 @@ def test_what_the_search_finds(model: nn.Module, expected: dict[str, str]) -> No
     program = tpcompiler.parallelize(exported, 2, plan)
     assert program.verify((X,)).ok
     assert {c.kind for c in program.collectives()} == {"all_reduce"}
-
-
-@pytest.mark.slow
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("name", ["llama", "t5", "minilm"])
-def test_no_slower_than_what_a_person_would_write(name: str) -> None:
-    case = CASES[name]
-    exported = case.export(False)
-    found = yaml.safe_load(plan_text(exported, tpcompiler.find_plan(exported, 2)))
-    assert 0 < predicted(exported, found) <= predicted(exported, case.asked())
-
-
-def predicted(exported: ExportedProgram, plan: Any) -> float:
-    """Seconds of one call on two ranks."""
-    placed = find_placements([*conversions_of(exported, 2, read_plan(plan)).values()], Aim())
-    return measure_step_time(placed, read_machine()).total

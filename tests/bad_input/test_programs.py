@@ -19,8 +19,6 @@ import tpcompiler
 from tests.bad_input.models import PLAN, Net, X, exported, refusal
 from tests.compared import compare
 from tests.opaque import opaque
-from tests.runtime.commands import refused
-from tests.runtime.models import randomised
 from tpcompiler.errors import ProgramError, ShardingError
 from tpcompiler.parallel.compared import layout_of, shardings_of
 
@@ -307,14 +305,3 @@ def test_a_weight_that_meets_an_op_without_a_rule() -> None:
         "cannot shard 'down.weight' on dim 0 of 8 by mesh axis 'tp' of 2 for tests.opaque.default: it has no rule",
         "  help: pin 'down.weight' to R (0 B sent per rank and call)",
     ]
-
-
-def test_refusals_on_the_command_line(tmp_path: Path) -> None:
-    torch.export.save(torch.export.export(randomised(Net(in_place)), (X,)), tmp_path / "model.pt2")
-    (tmp_path / "plan.yaml").write_text("up: colwise\ndown: rowwise\n")
-    words = ("--tp", 2, "--plan", tmp_path / "plan.yaml", "-o", tmp_path / "out")
-    said = refused("convert", tmp_path / "model.pt2", *words)
-    assert said.startswith(
-        "the custom op toy.add_one.default changes its operands in place, which cannot be sharded yet\n"
-    )
-    assert not (tmp_path / "out").exists()
