@@ -77,34 +77,6 @@ def test_every_change_from_and_to_blocks(world: Any, dynamic: bool) -> None:
             assert any("block 6" in text for text in marks)
 
 
-@pytest.mark.slow
-def test_what_each_pair_costs() -> None:
-    """One collective at most, of the kind that moves the fewest bytes."""
-    exported = torch.export.export(Doubled(), (torch.randn(5, 7, 3),))
-    found = {}
-    for source, target in itertools.product(PLACEMENTS, repeat=2):
-        program = tpcompiler.parallelize(exported, 2, {}, inputs=[source], outputs=[target, source])
-        found[source, target] = [c.kind for c in program.collectives() if c.node in _feeding_first(program)]
-    reduce, gather, scatter, swap = ["all_reduce"], ["all_gather"], ["reduce_scatter"], ["all_to_all"]
-    assert found == {
-        **{("R", target): [] for target in PLACEMENTS},
-        **{("S(1)", t): c for t, c in zip(PLACEMENTS, (gather, [], swap, gather), strict=True)},
-        **{("S(2)", t): c for t, c in zip(PLACEMENTS, (gather, swap, [], gather), strict=True)},
-        **{("P(sum)", t): c for t, c in zip(PLACEMENTS, (reduce, scatter, scatter, []), strict=True)},
-    }
-
-
-def _feeding_first(program: tpcompiler.ParallelProgram) -> set[str]:
-    """The names of the nodes that the first output is computed from."""
-    graph = program.converted.partition.local_program(0).graph
-    stack, seen = [graph.output_node().args[0][0]], set()
-    while stack:
-        node = stack.pop()
-        seen.add(node.name)
-        stack.extend(node.all_input_nodes)
-    return seen
-
-
 SQUARE = Mesh((("dp", 2), ("tp", 2)))
 
 

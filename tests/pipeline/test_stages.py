@@ -91,22 +91,6 @@ def test_prefill_and_decode_have_each_leaf_in_one_stage() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["ranks", "shared"])
-def test_generation_from_files_on_gloo(layout: Any, tmp_path: Path) -> None:
-    """Logits of a prompt and two steps, over the caches that each stage keeps."""
-    converted().save(tmp_path / "out", layout=layout)
-    calls = [("prefill", PROMPT[0], {}), *(("decode", step[0], {}) for step in STEPS)]
-    torch.save((calls, {}), tmp_path / "out.calls")
-    run_ranks(4, Path(__file__).parent / "worker.py", tmp_path, "out")
-    model = randomise(Llama(2, "index_copy", 2))
-    with torch.no_grad():
-        expected = [model(*args) for args, *_ in (PROMPT, *STEPS)]
-    for rank in range(4):
-        for got, want in zip(torch.load(tmp_path / f"out.{rank}.made"), expected, strict=True):
-            torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * float(want.abs().max()))
-
-
-@pytest.mark.slow
 def test_microbatches_have_buffers_each(tmp_path: Path) -> None:
     """Two sequences of a batch each: a prompt and two steps; the second sequence is another."""
     converted().save(tmp_path / "out")

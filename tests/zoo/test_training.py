@@ -12,19 +12,6 @@ from tests.zoo.training import BY_HAND, FURTHER, WITH_FALLBACKS, by_hand, conver
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_collectives_by_hand(name: str) -> None:
-    """Megatron's: two sums a layer forward and two backward, of two layers; the embedding's, and the head's backward.
-
-    The loss is of whole logits, which the plan gathers.
-    """
-    made = converted(CASES[name], {"tp": 2})
-    assert counted(made) == Counter({("all_reduce", "tp"): 2 * (2 + 2) + 1 + 1, ("all_gather", "tp"): 1})
-    assert made.verify().ok
-    assert made.check().ok
-
-
-@pytest.mark.slow
 def test_counts_follow_from_those_of_the_forward() -> None:
     """Of a parallel block, of one whose heads have norms, and of an encoder and a decoder; `python -m tests.zoo.training` has all."""
     for name, sums in {
@@ -75,13 +62,6 @@ def test_a_sum_in_two_changes_is_no_fallback(
     assert len(completed) <= len(scattered)
     for each in completed:
         assert each.payload_bytes in {own.payload_bytes for own in scattered}
-
-
-@pytest.mark.slow
-def test_over_samples_and_layers_in_evaluation_mode() -> None:
-    made = converted(CASES["llama"], {"dp": 2, "tp": 2}, trains=False)
-    assert made.verify().ok
-    assert made.check().ok
 
 
 @pytest.mark.slow
