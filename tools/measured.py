@@ -102,7 +102,7 @@ def _trust() -> Mapping[str, Any]:
     from tests.trust.kinds import KINDS
 
     kinds = {"mutants": sorted(KINDS), "faults": sorted(FAULTS)}
-    return {**dict.fromkeys(("large", "kills", "zoo", "views", "random")), **kinds}
+    return {**dict.fromkeys(("large", "kills", "zoo", "random")), **kinds}
 
 
 PAGES = {

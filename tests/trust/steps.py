@@ -80,7 +80,6 @@ STEPS: dict[str, Step] = {
     "zoo": command("check of the zoo", ["tests.zoo"], r"check: \d+ conversions.*"),
     "elastic": command("there and back", ["tests.zoo.elastic"], r"\d+ models, \d+ of them not.*"),
     "plans": command("plans of the search", ["tests.zoo.found"], r"\d+ models on .*"),
-    "views": command("every format of the zoo", ["tests.zoo.views"], r"\d+ models in every format.*"),
     "threads": command(
         "the judge with two threads", ["pytest", "-q", "tests/soundness"], r"\d+ (passed|failed).* in .*",
         OMP_NUM_THREADS="2",
