@@ -229,9 +229,8 @@ def looked_into(file: Opened, *, trust: bool) -> Iterator[Pt2]:
         raise
     except Exception as error:  # torch raises any type of error here
         file.refuse_change()
-        # torch.export.load logs the cause, and then raises a general text that points to the log.
-        cause = _innermost(errors[-1]) if errors else error
-        raise _load_error(file.path, cause) from error
+        # With trust, torch.export.load logs the cause, and then raises a general text that points to the log.
+        raise _load_error(file.path, _innermost(errors[-1] if errors else error)) from error
     file.refuse_change()
 
 

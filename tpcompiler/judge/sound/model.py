@@ -17,7 +17,6 @@ from tpcompiler.ir.program import BOTH, CanonicalProgram
 from tpcompiler.judge.sound.branches import with_both_branches
 from tpcompiler.judge.sound.folded import Folded, dtype_name
 from tpcompiler.judge.sound.numbering import Numbering, call_of
-from tpcompiler.judge.sound.origins import check_origins
 from tpcompiler.judge.sound.pieces import Pieces
 from tpcompiler.judge.sound.unsound import Unsound
 from tpcompiler.runtime.artifact import MODEL
@@ -151,7 +150,6 @@ class _Comparison:
                         raise first or error from None
                     first = error
             drawn += _draws(node)
-        check_origins(self.made, self.ours, self.names, _shown)
         self._check_effects()
         return self.pieces.believed
 
