@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,18 +33,16 @@ class Route:
     """Rows that are sorted by their expert, multiplied with its matrices, and put back in their order.
 
     Attributes:
-        ids: the expert of each row: [rows]; `order`: the row that comes at each place, sorted.
+        ids: the expert of each row: [rows].
         experts: their number.
         end: the op that puts rows back: a look-up, or `index_add` of the rows of each token.
         last: its operand with sorted rows.
         repeats: the rows that `end` adds; 0 for a look-up.
         steps: the ops on sorted rows, in order; `calls` are the grouped matmuls among them.
         sources: the look-ups that the steps take rows from.
-        trials: random experts, and what integers of the graph are then.
     """
 
     ids: fx.Node
-    order: fx.Node
     experts: int
     end: fx.Node
     last: fx.Node
@@ -52,11 +50,6 @@ class Route:
     calls: list[fx.Node]
     steps: list[fx.Node]
     sources: Mapping[fx.Node, RowSource]
-    trials: list[dict[fx.Node, Any]]
-
-    def equals(self, node: fx.Node, function: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-        """Return True if a value is this function of the experts, for each of the random ones."""
-        return _is(node, self.trials, [function(trial[self.ids]) for trial in self.trials])
 
     @property
     def rows(self) -> Any:
@@ -125,10 +118,8 @@ class _Finder:
                 inner = self.steps.keys()
                 if not is_complete or any(u is not node and u not in inner for step in inner for u in step.users):
                     return None
-                places = self.sort if edit.is_tensor(self.sort) else _result(self.sort, 1)
                 steps = [each for each in node.graph.nodes if each in inner]
-                own = self.calls, steps, self.sources, self.trials
-                return Route(self.ids, places, self.experts, node, last, repeats, *own) if places else None
+                return Route(self.ids, self.experts, node, last, repeats, self.calls, steps, self.sources)
             if node.op == "output":
                 return None
             rows.add(node)
@@ -182,16 +173,12 @@ class _Finder:
         return times if times and statically_equal(count * times, rows) else 0
 
     def _is(self, node: fx.Node, wanted: list[torch.Tensor]) -> bool:
-        return _is(node, self.trials, wanted)
-
-
-def _is(node: fx.Node, trials: list[dict[fx.Node, Any]], wanted: list[torch.Tensor]) -> bool:
-    """Return True if a value is this one in each of the trials."""
-    try:
-        values = [_value(node, trial) for trial in trials]
-    except _Unknown:
-        return False
-    return all(torch.equal(value.long(), each.long()) for value, each in zip(values, wanted, strict=True))
+        """Return True if a value is this one in each of the trials."""
+        try:
+            values = [_value(node, trial) for trial in self.trials]
+        except _Unknown:
+            return False
+        return all(torch.equal(value.long(), each.long()) for value, each in zip(values, wanted, strict=True))
 
 
 def _value(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
@@ -207,10 +194,6 @@ def _value(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
             args, kwargs = tree_map(lambda a: "cpu" if isinstance(a, torch.device) else a, (args, kwargs))
             known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
     return known[node]
-
-
-def _result(node: fx.Node, at: int) -> fx.Node | None:
-    return next((user for user in node.users if user.target is operator.getitem and user.args[1] == at), None)
 
 
 class _Unknown(Exception):

@@ -96,7 +96,7 @@ def apply_plan(
         if entry.style.dispatches:
             axis = entry.style.axis if entry.style.axis in mesh.names else mesh.model_axis
             for fqn in (each.leaf for each in found.values()):
-                leaves[fqn].meta[DISPATCH] = Dispatch(axis, entry.style.capacity, entry.where)
+                leaves[fqn].meta[DISPATCH] = Dispatch(axis, entry.where)
         named.update(dict.fromkeys(found, name))
         if entry.style.cut and not weight:
             undecided |= {n.name: Constraint(AsUsed(), entry.where, fqn) for fqn, n in own.items()}

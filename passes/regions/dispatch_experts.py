@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,8 +14,7 @@ from torch import Tensor, fx
 from tpcompiler._torch import aten
 from tpcompiler.errors import PlanError
 from tpcompiler.ir import edit
-from tpcompiler.ir.names import fold_layers
-from tpcompiler.ir.program import DISPATCH, Dispatch, Note, PlannedProgram
+from tpcompiler.ir.program import DISPATCH, Dispatch, PlannedProgram
 from tpcompiler.ir.region import Region, pinned, write_regions
 from tpcompiler.ir.sizes import sym_quotient
 from tpcompiler.passes._routes import Route, find_routes, row_operands
@@ -35,16 +33,14 @@ def dispatch_experts(program: PlannedProgram) -> PlannedProgram:
               y = grouped_mm_by_block(relu(grouped_mm_by_block(rows, w1, ends)), w2, ends)
               return y put back into slots, transposed, and looked up by token
 
-    All sizes are fixed. Without a capacity, a pair of ranks has slots for all rows that one may have for the other:
-    min(k, experts of a rank) for each token. With one, every expert has slots for `capacity` times its share of a
-    rank's rows, and the program has dropped the rows behind these (`limit_experts`).
+    All sizes are fixed: a pair of ranks has slots for all rows that one may have for the other, min(k, experts of a
+    rank) for each token.
 
     Raises:
         PlanError: experts that no rows are sorted by, or that cannot be dealt out evenly, or tokens that cannot.
     """
     served = set[str]()
-    texts = Counter[str]()
-    written = write_regions(program, partial(_find_regions, program, served, texts))
+    written = write_regions(program, partial(_find_regions, program, served))
     for leaf, _ in program.leaves():
         if (asked := leaf.meta.get(DISPATCH)) is not None and leaf.name not in served:
             raise PlanError(
@@ -53,23 +49,20 @@ def dispatch_experts(program: PlannedProgram) -> PlannedProgram:
                 help="use 'grouped_gemm', which sends all tokens to all ranks",
                 asked_by=asked.asked_by,
             )
-    notes = (Note("experts", f"{text} (x {count})" if count > 1 else text) for text, count in texts.items())
-    return replace(written, notes=(*written.notes, *notes))
+    return written
 
 
-def _find_regions(program: PlannedProgram, served: set[str], texts: Counter[str], graph: fx.Graph) -> Iterator[Region]:
+def _find_regions(program: PlannedProgram, served: set[str], graph: fx.Graph) -> Iterator[Region]:
     for route in find_routes(graph):
         weights = [leaf_behind(edit.operands(call)[1]) for call in route.calls]
         asked: list[Dispatch | None] = [leaf.meta.get(DISPATCH) if leaf is not None else None for leaf in weights]
         request = asked[0]
-        if request is None or len({each and (each.axis, each.capacity) for each in asked}) > 1:
+        if request is None or len({each and each.axis for each in asked}) > 1:
             continue
         body = _DispatchBody.of(route, request, program.mesh.degree(request.axis))
         _refuse_misfit(program, route, request, weights[0])
         tables = [leaf_behind(source.value) for source in route.sources.values() if not source.repeats]
         served.update(leaf.name for leaf in (*weights, *tables) if leaf is not None)
-        if request.capacity is not None:
-            texts[_loss(program, route, request, weights[0])] += 1
         whole = (aten.unflatten.int, aten.flatten.using_ints)
         yield Region(route.end, body.inputs, body.run, whole, request.asked_by)
 
@@ -77,12 +70,6 @@ def _find_regions(program: PlannedProgram, served: set[str], texts: Counter[str]
 def _refuse_misfit(program: PlannedProgram, route: Route, asked: Dispatch, weight: Any) -> None:
     ranks, name = program.mesh.degree(asked.axis), program.constraints[weight.name].leaf
     refuse_uneven(name, route.experts, [asked.axis], program.mesh, asked.asked_by)
-    if asked.capacity is not None and not isinstance(route.rows, int):
-        raise PlanError(
-            f"the number of tokens of '{name}' is dynamic, and a capacity factor is for a fixed one",
-            help="export with static sizes, or leave the factor out",
-            asked_by=asked.asked_by,
-        )
     for count in [edit.shape(each.value)[0] for each in route.sources.values() if each.repeats] or [route.rows]:
         if sym_quotient(count, ranks) is None:
             raise PlanError(
@@ -90,17 +77,6 @@ def _refuse_misfit(program: PlannedProgram, route: Route, asked: Dispatch, weigh
                 help="use 'grouped_gemm', which sends all tokens to all ranks",
                 asked_by=asked.asked_by,
             )
-
-
-def _loss(program: PlannedProgram, route: Route, asked: Dispatch, weight: Any) -> str:
-    """Say how many rows may be dropped, at most: if all tokens choose the same experts."""
-    ranks, name = program.mesh.degree(asked.axis), fold_layers(program.constraints[weight.name].leaf)
-    rows = route.rows // ranks
-    slots = min(rows // route.chosen, asked.slots(rows, route.experts))
-    return (
-        f"{name}: an expert takes at most {slots} of a rank's {rows} rows, so at most "
-        f"{ranks * (rows - route.chosen * slots)} of {route.rows} are dropped; verify counts them"
-    )
 
 
 @dataclass
@@ -204,51 +180,42 @@ class _Run:
 
 @dataclass
 class _Slots:
-    """The slots of the rows: `count` for each pair of ranks, or of a rank and an expert.
+    """The slots of the rows, as many for each pair of ranks.
 
     Attributes:
         used: the share of them that the experts are expected to multiply.
         row: the row of a rank that is in each of its slots: [ranks, slots].
         slot: the slot that each row of a rank is in: [ranks, rows].
         ends: where the rows of each expert end at its rank: [ranks, experts].
-        group: the expert of each row there, which are sorted by it; `order`: the slot of each row, if slots are not.
+        group: the expert of each row there, which are sorted by it; `order`: the slot of each row.
     """
 
     axis: str
     ranks: int
-    count: Any
     used: float
     row: Tensor
     slot: Tensor
     ends: Tensor
     group: Tensor
-    order: Tensor | None
+    order: Tensor
 
     @classmethod
     def of(cls, ids: Tensor, route: Route, asked: Dispatch, ranks: int) -> _Slots:
         own = pinned(aten.unflatten.int(ids, 0, [ranks, -1]), asked.axis, 0)
         each, rows = route.experts // ranks, own.shape[1]
-        if asked.capacity is None:
-            most = min(route.chosen, each)  # rows of a token that go to one rank
-            groups, count = ranks, rows // route.chosen * most if most < route.chosen else rows
-        else:
-            groups, count = route.experts, min(rows // route.chosen, asked.slots(rows, route.experts))
-        at = Places.of(own, route.experts, groups)
+        most = min(route.chosen, each)  # rows of a token that go to one rank
+        count = rows // route.chosen * most if most < route.chosen else rows
+        at = _Places.of(own, route.experts, ranks)
         in_order = (at.first.unsqueeze(2) + torch.arange(count, device=ids.device)).clamp(max=rows - 1)
         slot = at.group * count + at.place.clamp(max=count - 1)
         row, slot = at.order.gather(1, in_order.flatten(1)), slot.scatter(1, at.order, slot)
-        if asked.capacity is not None:
-            numbers = torch.arange(each, device=ids.device)
-            ends = ((numbers + 1) * (ranks * count)).to(torch.int32).unsqueeze(0).expand(ranks, -1)
-            there = numbers.unsqueeze(1).expand(-1, ranks * count).flatten().unsqueeze(0).expand(ranks, -1)
-            return cls(asked.axis, ranks, count, 1.0, row, slot, ends, there, None)
         counts = aten.unflatten.int(pinned(at.counts, asked.axis, 0), 1, [ranks, -1])
         theirs = pinned(counts.transpose(0, 1), asked.axis, 0)  # [expert's rank, token's rank, experts of a rank]
         in_pair = torch.arange(count, device=ids.device).view(-1, 1)
         of_slot = (in_pair >= theirs.cumsum(2).unsqueeze(2)).sum(3).flatten(1)  # behind all of them: an empty slot
         there, order = of_slot.sort(dim=1, stable=True)
         ends = theirs.sum(1).cumsum(1, dtype=torch.int32)
-        return cls(asked.axis, ranks, count, route.chosen / (most * ranks), row, slot, ends, there, order)
+        return cls(asked.axis, ranks, route.chosen / (most * ranks), row, slot, ends, there, order)
 
     def send(self, value: Tensor, repeats: int) -> Tensor:
         """Return the rows of all tokens at the ranks of their experts; each row of a value serves so many rows."""
@@ -256,19 +223,13 @@ class _Slots:
         rows = pinned(own.gather(1, over(_divided(self.row, repeats), own)), self.axis, 0)
         slots = aten.unflatten.int(rows, 1, [self.ranks, -1])
         there = pinned(slots.transpose(0, 1), self.axis, 0)
-        if self.order is None:
-            each: Tensor = aten.unflatten.int(there, 2, [-1, self.count]).transpose(1, 2)
-            return each.flatten(1, 3)
         rows = there.flatten(1, 2)
         return rows.gather(1, over(self.order, rows))
 
     def back(self, value: Tensor) -> Tensor:
         """Return the rows of the experts in the order of the tokens."""
-        if self.order is None:
-            each = aten.unflatten.int(value, 1, [-1, self.ranks, self.count]).transpose(1, 2).flatten(2, 3)
-        else:
-            inverse = self.order.argsort(1)
-            each = aten.unflatten.int(value.gather(1, over(inverse, value)), 1, [self.ranks, -1])
+        inverse = self.order.argsort(1)
+        each = aten.unflatten.int(value.gather(1, over(inverse, value)), 1, [self.ranks, -1])
         slots = pinned(each.transpose(0, 1), self.axis, 0).flatten(1, 2)
         return slots.gather(1, over(self.slot, slots)).flatten(0, 1)
 
@@ -278,13 +239,13 @@ class _Slots:
         return own.gather(1, over(self.group.clamp(max=own.shape[1] - 1), own))
 
 
-class Places(NamedTuple):
-    """The rows of each rank, sorted by expert and so by group of experts.
+class _Places(NamedTuple):
+    """The rows of each rank, sorted by expert and so by the expert's rank.
 
     Attributes:
         order: the row that comes at each place.
-        group, place: of each row in this order: its group, and its place there.
-        first: where each group begins: [ranks, groups].
+        group, place: of each row in this order: its expert's rank, and its place among the rows for that one.
+        first: where the rows for each rank begin: [ranks, ranks].
         counts: the rows of each expert: [ranks, experts].
     """
 
@@ -295,12 +256,12 @@ class Places(NamedTuple):
     counts: Tensor
 
     @classmethod
-    def of(cls, ids: Tensor, experts: int, groups: int) -> Places:
+    def of(cls, ids: Tensor, experts: int, ranks: int) -> _Places:
         """Return the places of rows with these experts: [ranks, rows]."""
         expert, order = ids.to(torch.int64).sort(dim=1, stable=True)
         counts = (ids.unsqueeze(2) == torch.arange(experts, device=ids.device)).sum(1, dtype=torch.int32)
-        of_groups = aten.unflatten.int(counts, 1, [groups, -1]).sum(2)
-        first, group = of_groups.cumsum(1) - of_groups, _divided(expert, experts // groups)
+        of_groups = aten.unflatten.int(counts, 1, [ranks, -1]).sum(2)
+        first, group = of_groups.cumsum(1) - of_groups, _divided(expert, experts // ranks)
         place = torch.arange(ids.shape[1], device=ids.device) - first.gather(1, group)
         return cls(order, group, place, first, counts)
 

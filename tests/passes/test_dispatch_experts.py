@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,29 +96,6 @@ class OtherEnds(Experts):
         return super().experts(rows, self.up.shape[0] - 1 - expert)
 
 
-class Dropping(nn.Module):
-    """A mixture by hand in which an expert takes `slots` of the rows of each of `parts` of the tokens, in their order."""
-
-    def __init__(self, net: Experts, parts: int, slots: int) -> None:
-        super().__init__()
-        self.net, self.parts, self.slots, self.dropped = net, parts, slots, 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([self.part(own) for own in x.chunk(self.parts)])
-
-    def part(self, x: torch.Tensor) -> torch.Tensor:
-        net, made, taken = self.net, torch.zeros_like(x), dict[int, int]()
-        weights, chosen = net.route(x)
-        for row, (weight, expert) in enumerate(zip(weights, chosen.tolist(), strict=True)):
-            taken[expert] = taken.get(expert, 0) + 1
-            if taken[expert] > self.slots:
-                self.dropped += 1
-            else:
-                token = row // net.chosen
-                made[token] += weight * (F.silu(x[token] @ net.up[expert]) @ net.down[expert])
-        return made
-
-
 def built(kind: type[Experts] = Experts, *args: Any, **kwargs: Any) -> Any:
     torch.manual_seed(0)
     return randomise(kind(*args, **kwargs))
@@ -171,46 +146,14 @@ def test_a_token_has_no_more_rows_than_a_rank_has_experts(experts: int, slots: i
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("ranks", [4, 8])
-@pytest.mark.parametrize("factor", [0.5, 1.25, 4])
-def test_a_capacity_by_hand(ranks: int, factor: float) -> None:
-    """Each expert has slots for its share of a rank's rows, times the factor; the same rows are dropped by hand."""
-    net = built()
-    program = converted(net, {"ep": ranks}, f"dispatch_experts:{factor:g}")
-    rows = TOKENS // ranks * CHOSEN
-    slots = math.ceil(rows * factor / EXPERTS)
-    assert sent(program) == all_to_all(ranks, *[EXPERTS * slots * FEATURES * 4] * 2)
-    verdict, by_hand = program.verify((X,)), Dropping(net, ranks, slots)
-    torch.testing.assert_close(results(program, X, ranks), by_hand(X))
-    assert verdict.ok
-    assert program.check().ok
-    of = f"{by_hand.dropped} of {TOKENS * CHOSEN} rows of tokens exceed the capacity of their expert, and are dropped"
-    assert verdict.note == of
-    most = ranks * (rows - CHOSEN * min(slots, TOKENS // ranks))
-    said = f"takes at most {slots} of a rank's {rows} rows, so at most {most} of {TOKENS * CHOSEN} are dropped"
-    assert said in program.report()
-    assert by_hand.dropped <= most
-
-
-def test_other_drops_differ() -> None:
-    """The control: with other parts or slots, and without any drop."""
-    net = built()
-    made = results(converted(net, {"ep": 4}, "dispatch_experts:1.25"), X, 4)
-    for wrong in (Dropping(net, 8, 2), Dropping(net, 4, 1), net):
-        assert not torch.allclose(made, wrong(X), atol=1e-3)
-    torch.testing.assert_close(made, Dropping(net, 4, 2)(X))
-
-
-@pytest.mark.sample(1)
 @pytest.mark.sweep
-@pytest.mark.parametrize("style", ["dispatch_experts", "dispatch_experts:1.25"])
 @pytest.mark.parametrize("mesh", [{"ep": 2}, {"tp": 4}, {"dp": 2, "ep": 2}, {"ep": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize("kind", [Experts, PutBack, Scaled])
-def test_numbers(kind: type[Experts], mesh: Any, style: str) -> None:
+def test_numbers(kind: type[Experts], mesh: Any) -> None:
     net = built(kind, 8, bias=kind is not Scaled)
     axis = "ep" if "ep" in mesh else "tp"
     cut = [{axis: "S(0)"}]
-    program = converted(net, mesh, style, inputs=cut, outputs=cut)
+    program = converted(net, mesh, inputs=cut, outputs=cut)
     assert {each[0] for each in sent(program)} == {"all_to_all"}
     assert program.verify((X,)).ok
     assert program.check().ok
@@ -237,24 +180,6 @@ def test_ranks_without_a_token() -> None:
         net.router.weight.zero_()
         net.router.bias.copy_(torch.tensor([2.0, 1.0, *[-9.0] * 6]))
     assert converted(net, {"ep": 4}).verify((X,)).ok
-    limited = converted(net, {"ep": 4}, "dispatch_experts:1").verify((X,))
-    assert limited.ok
-    assert limited.note.startswith(f"{4 * (32 - 2 * 4)} of 128 rows")
-
-
-@pytest.mark.slow
-def test_an_artifact_that_drops(tmp_path: Path) -> None:
-    """Its model drops the same rows: once, also if it is converted again; for other ranks the original is needed."""
-    program = converted(built(), {"ep": 4}, "dispatch_experts:1.25")
-    program.save(tmp_path / "out")
-    opened = tpcompiler.open(tmp_path / "out")
-    assert opened.check().ok
-    assert opened.verify((X,)).note.startswith(program.verify((X,)).note)
-    model = torch.export.load(tmp_path / "out" / "model.pt2")
-    assert sum(node.name.startswith("dropped_rows") for node in model.graph.nodes) == 1
-    assert opened.explain("up").kind == "parameter"
-    with pytest.raises(PlanError, match="the model drops rows of 'index_add' already"):
-        opened.reshard(8, tmp_path / "eight")
 
 
 def test_a_wrong_slot_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,14 +216,14 @@ def test_auto_takes_the_cheaper(experts: int, chosen: int, is_taken: bool) -> No
     assert program.verify((X.repeat(16, 1),)).ok
 
 
-@pytest.mark.parametrize(("style", "slots", "used"), [("dispatch_experts", 128, 32), ("dispatch_experts:2", 64, 64)])
-def test_the_price_of_a_block(style: str, slots: int, used: int) -> None:
-    """A rank has slots for all 128 rows, and is expected to get a quarter; or 2 for each expert and rank, all in use."""
-    made = conversions_of(export(built(), (X,)), {"ep": 4}, read_plan({"up": style, "down": style}))
+def test_the_price_of_a_block() -> None:
+    """A rank has slots for all 128 rows, and is expected to get a quarter."""
+    plan = read_plan(dict.fromkeys(("up", "down"), "dispatch_experts"))
+    made = conversions_of(export(built(), (X,)), {"ep": 4}, plan)
     found = find_placements([*made.values()], Aim(read_machine("ideal")))
     (up, _) = [node for node in found.programs[0].graph.nodes if node.target is BY_BLOCK]
     rows = edit.shape(edit.operands(up)[0])[1]
-    assert (rows, rows * rows_share(up)) == (slots, used)
+    assert (rows, rows * rows_share(up)) == (128, 32)
 
 
 @pytest.mark.parametrize(
@@ -308,16 +233,10 @@ def test_the_price_of_a_block(style: str, slots: int, used: int) -> None:
         (OtherEnds, {"ep": 4}, {}, "'dispatch_experts' does not fit 'up': no grouped matmul takes it with rows that"),
         (Experts, {"ep": 3}, {}, "'up' is of 32 experts, which cannot be dealt out evenly to 3 ranks"),
         (Experts, {"ep": 32}, {"tokens": 48}, "the 48 tokens of 'up' cannot be dealt out evenly to 32 ranks"),
-        (Experts, {"ep": 4}, {"factor": "x"}, "'x' in 'dispatch_experts:x' is no capacity factor"),
-        (Experts, {"ep": 4}, {"factor": "0"}, "'0' in 'dispatch_experts:0' is no capacity factor"),
-        (Experts, {"ep": 4}, {"factor": "2", "dynamic": True}, "the number of tokens of 'up' is dynamic"),
     ],
 )
 def test_requests_that_cannot_be_met(kind: type[Experts], mesh: Any, asked: dict[str, Any], said: str) -> None:
-    factor, tokens = asked.get("factor"), asked.get("tokens", TOKENS)
-    style = "dispatch_experts" if factor is None else f"dispatch_experts:{factor}"
-    dynamic = ({0: Dim("tokens")},) if "dynamic" in asked else None
-    exported = export(built(kind), (torch.randn(tokens, FEATURES),), dynamic_shapes=dynamic)
+    exported = export(built(kind), (torch.randn(asked.get("tokens", TOKENS), FEATURES),))
     with pytest.raises(PlanError) as caught:
-        tpcompiler.parallelize(exported, mesh, {"up": style, "down": style})
+        tpcompiler.parallelize(exported, mesh, dict.fromkeys(("up", "down"), "dispatch_experts"))
     assert said in str(caught.value)

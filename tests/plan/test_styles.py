@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from fractions import Fraction
 
 import pytest
 from hypothesis import given
@@ -76,7 +75,6 @@ REPLICATED = Style("replicate", whole=True)
 GATHER = Style("gather", outputs=(R,))
 
 DISPATCHED = Style("dispatch_experts", placement=Shard(0), axis="ep", dispatches=True)
-FACTOR = "write dispatch_experts:1.25 for a quarter more than each expert's share, or dispatch_experts alone: all rows"
 NAMES = {
     "moe_tp_experts": Style("moe_tp_experts"),
     "ep_router": Style("moe_tp_experts"),
@@ -84,7 +82,6 @@ NAMES = {
     "moe_identity_expert": Style("moe_tp_experts"),
     "grouped_gemm": Style("grouped_gemm", placement=Shard(0), axis="ep"),
     "dispatch_experts": DISPATCHED,
-    "dispatch_experts:1.25": replace(DISPATCHED, capacity=Fraction(5, 4)),
     "attend_in_turns": Style("attend_in_turns", in_turns=True, axis="cp"),
     "shard_at_rest": Style("shard_at_rest", axis="dp"),
     "sequence_parallel": Style("sequence_parallel", whole=True, inputs=(Shard(1),), outputs=(Shard(1),)),
@@ -308,8 +305,7 @@ def test_other_parallel_styles_are_refused(value: object, name: str) -> None:
         ("packed_colwise:", "'' in 'packed_colwise:' says no parts", PARTS),
         ("packed_colwise:0", "'0' in 'packed_colwise:0' says no parts", PARTS),
         ("packed_colwise:2,x", "'2,x' in 'packed_colwise:2,x' says no parts", PARTS),
-        ("dispatch_experts:0", "'0' in 'dispatch_experts:0' is no capacity factor", FACTOR),
-        ("dispatch_experts:1e2", "'1e2' in 'dispatch_experts:1e2' is no capacity factor", FACTOR),
+        ("dispatch_experts:2", "unknown style 'dispatch_experts:2'", f"did you mean 'dispatch_experts'? {KNOWN}"),
         ("colwise:2", "unknown style 'colwise:2'", f"did you mean 'colwise'? {KNOWN}"),
         ("prepare_input", "unknown style 'prepare_input'", KNOWN),
         ("S", "unknown style 'S'", KNOWN),

@@ -33,7 +33,6 @@ NOTE_TITLES = {  # kinds of `Note`, as people read them
     "mesh": "axes over which ranks share weights",
     "both": "conds of which both branches are computed",
     "shared": "weights that several ranks share",
-    "experts": "experts with a capacity, beyond which rows of tokens are dropped",
     "attention": "heads of keys and values that several heads of queries share",
     "idle": "axes that cut nothing: their ranks repeat each other",
     "examples": "example inputs",

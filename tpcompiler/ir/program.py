@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -41,20 +40,10 @@ class InTurns:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """A request that tokens go to the ranks of their experts over `axis`, and come back.
-
-    `capacity`: each expert takes at most so many times its share of the rows of a rank; None: all rows.
-    """
+    """A request that tokens go to the ranks of their experts over `axis`, and come back."""
 
     axis: str
-    capacity: Fraction | None
     asked_by: str
-
-    def slots(self, rows: Any, experts: int) -> Any:
-        """Return how many of a rank's rows an expert takes."""
-        assert self.capacity is not None
-        least, share = self.capacity.numerator, self.capacity.denominator * experts
-        return (rows * least + share - 1) // share
 
 
 def pin(value: Any) -> Any:

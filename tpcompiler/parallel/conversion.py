@@ -18,12 +18,10 @@ from tpcompiler.ir.invariants import check_invariants
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import format_spec, parse_placement
 from tpcompiler.ir.program import CanonicalProgram, Note, Program
-from tpcompiler.ir.rebuilt import rebuilt
 from tpcompiler.ir.symm_mem import refuse_symm_mem
 from tpcompiler.ir.text import program_text
 from tpcompiler.passes.apply_plan import Boundary, names_of
 from tpcompiler.passes.canonicalize import canonicalize
-from tpcompiler.passes.limit_experts import limit_experts
 from tpcompiler.plan.plan import Plan
 from tpcompiler.plan.share import share_plan
 from tpcompiler.runtime.artifact import Manifest
@@ -85,10 +83,6 @@ class Conversion:
         exported, dropped = drop_replaced(unwrap_subclasses(exported))
         program = after(canonicalize(exported), "canonicalize")
         device, plan = device_type_for(program, device_type), plan.fitted(names_of(program))
-        limited = limit_experts(program, plan, mesh)
-        if limited is not program:
-            exported = rebuilt(limited.source, limited.graph)
-            program = after(canonicalize(exported), "limit_experts")
         if collectives != "nccl":
             refuse_symm_mem(device)
         ways = collectives, check_indices, keep_repeats

@@ -6,7 +6,6 @@ import difflib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from typing import Any, Literal
 
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -47,7 +46,6 @@ class Style:
     packed: bool = False  # the sharded feature consists of parts in a row, each sharded separately
     sizes: tuple[int, ...] = ()  # of the parts; a single number counts equal parts; empty: the uses reveal them
     dispatches: bool = False  # tokens are sent to the ranks of their experts, and the results back
-    capacity: Fraction | None = None  # an expert takes at most so many times its share of a rank's rows; None: all
     in_turns: bool = False  # attention shards its steps over `axis`, and gathers keys and values in turns
 
     @property
@@ -73,15 +71,15 @@ class Style:
 
     @property
     def written(self) -> str:
-        """The name in a plan, with the sizes, the capacity factor or the axis."""
+        """The name in a plan, with the sizes or the axis."""
         if self.rests:
             return f"{self.name}({self.axis})"
-        given = ",".join(map(str, self.sizes)) if self.capacity is None else f"{float(self.capacity):g}"
-        return f"{self.name}:{given}" if given else self.name
+        sizes = ",".join(map(str, self.sizes))
+        return f"{self.name}:{sizes}" if sizes else self.name
 
     def to_data(self) -> str | dict[str, object]:
         """Return the style as plain JSON data, which `read_style` reads back to an equal style."""
-        plain = replace(self, sizes=(), capacity=None)
+        plain = replace(self, sizes=())
         if self == AUTO or self.rests or (self.name in STYLES and plain == STYLES[self.name]):
             return self.written
         if self.placement is not None:
@@ -151,7 +149,7 @@ def read_style(value: object, *, where: str) -> Style:
     """Read a style in any of the forms that users write; `where` locates it in errors.
 
     - a name of `STYLES` or `ALIASES`; a packed one may name its parts: `packed_colwise:2` has two equal ones,
-      `packed_colwise:64,16,16` parts of these sizes; `dispatch_experts:1.25` has a capacity factor
+      `packed_colwise:64,16,16` parts of these sizes
     - a placement, as text that tpcompiler prints (`S(0)`, `S(1, parts 48 48)`) or torch's own, or `{axis: placement}`
     - `{style: name, inputs: [placement or null], outputs: [...]}`, each part optional, with at least one list
     - an instance of torch's ColwiseParallel, RowwiseParallel, SequenceParallel or
@@ -193,11 +191,6 @@ def _read_name(name: str, where: str) -> Style:
         return replace(style, sizes=tuple(map(int, sizes.split(","))))
     if style is not None and unsized == name:
         return style
-    if style is not None and style.dispatches:
-        if not re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,3})?", sizes) or not (capacity := Fraction(sizes)):
-            help = f"write {unsized}:1.25 for a quarter more than each expert's share, or {unsized} alone: all rows"
-            raise PlanError(f"{sizes!r} in {name!r} is no capacity factor", help=help, asked_by=where)
-        return replace(style, capacity=capacity)
     if style is not None and style.packed:
         help = f"write {unsized}:2 for two equal parts, {unsized}:64,16,16 for sizes, or {unsized} alone"
         raise PlanError(f"{sizes!r} in {name!r} says no parts", help=help, asked_by=where)

@@ -30,7 +30,6 @@ SINGLE = "model"  # the name of a program that was given without one
 VALUES = "values.safetensors"
 MODEL = "model.pt2"  # the program that was converted, without its weights
 WHOLE = "whole.pt2"  # in the folder of the first stage: the program that was cut into stages, without its weights
-DROPPED = "dropped_rows"  # begins the names of values of a model: rows that exceed the capacity of their expert
 
 
 def is_single(names: Iterable[str]) -> bool:

@@ -143,7 +143,6 @@ class Note(Record, frozen=True):
         "random",
         "mesh",
         "shared",
-        "experts",
         "attention",
         "idle",
         "cut",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from msgspec.structs import replace
 
 from tpcompiler.errors import one_line
@@ -36,7 +35,7 @@ class VerifyReport(Record, Shown, frozen=True, omit_defaults=False):
     max_rel_err: float  # the largest difference relative to its output's largest magnitude
     outputs: list[Difference] = []  # the outputs, and the values that are written back
     first_diverging: str | None = None  # the first value, in the order of the program, that is wrong on some rank
-    note: str = ""  # which program was run, if it is not the one that was asked about; how many rows experts drop
+    note: str = ""  # which program was run, if it is not the one that was asked about
     magnitude: float = 0.0  # the largest magnitude in the output that has the largest absolute error
     tolerance: float = 0.0  # the relative error that was allowed in the output that has the largest one
 
@@ -102,7 +101,6 @@ def compare_calls(
         for each in zip(*family.values(), strict=True):
             for trial in each[1:]:
                 trial.share(each[0])
-    dropped: list[torch.Tensor] = []
     differences: list[Difference] = []
     own: list[Difference] = []  # of the program in its own dtype
     first = None
@@ -118,7 +116,6 @@ def compare_calls(
                 differences.append(Difference(str(error), float("inf"), float("inf"), 0.0, False))
                 return VerifyReport(False, float("inf"), float("inf"), differences)
             own += results if trial.dtype is None else []
-            dropped += trial.dropped if trial.dtype is None else []
             if narrow and trial.dtype is None:
                 # In low precision, rounding decides between close values: counts and choices are judged in float32.
                 results = [replace(d, ok=True) if d.counted and d.abs < float("inf") else d for d in results]
@@ -138,16 +135,9 @@ def compare_calls(
         worst.rel,
         differences,
         first,
-        note=_count(dropped),
         magnitude=furthest.magnitude,
         tolerance=worst.tolerance,
     )
-
-
-def _count(dropped: Sequence[torch.Tensor]) -> str:
-    """Report how many rows of tokens exceed the capacity of their expert."""
-    count, rows = sum(int(own.sum()) for own in dropped), sum(own.numel() for own in dropped)
-    return f"{count} of {rows} rows of tokens exceed the capacity of their expert, and are dropped" if dropped else ""
 
 
 def _absolute(found: Difference) -> tuple[float, float]:

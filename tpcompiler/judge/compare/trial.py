@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from msgspec.structs import replace
-from torch import fx
 from torch.export.graph_signature import InputKind
 
 from tpcompiler.errors import InputsError, MeshError, reason
@@ -27,7 +26,6 @@ from tpcompiler.judge.compare.promote import Promoted, promoted
 from tpcompiler.judge.compare.reference import reference_of
 from tpcompiler.judge.compare.simulate import RankResult, simulate
 from tpcompiler.judge.compare.subject import Subject
-from tpcompiler.runtime.artifact import DROPPED
 from tpcompiler.runtime.inputs import check_values
 
 FAILURES = (RuntimeError, LookupError, ValueError, ArithmeticError)  # of ops, for inputs that they reject
@@ -72,10 +70,7 @@ class Trial:
     def call(self, flat: Sequence[Any], shares: Sequence[Sequence[Any]]) -> list[Difference]:
         flat, shares = self._cast(flat), [self._cast(share) for share in shares]
         try:
-            self.dropped: list[torch.Tensor] = []
-            drops = any(node.name.startswith(DROPPED) for node in self.reference.graph.nodes)
-            seen = self._keep_dropped if drops else None
-            (self.expected,) = simulate([self.reference], [flat], state=[self.known], seen=seen)
+            (self.expected,) = simulate([self.reference], [flat], state=[self.known])
             (self.best,) = simulate([self.exact], [[promoted(v, torch.float64) for v in flat]], state=[self.precise])
         except FAILURES as error:
             raise self._refused(error, shares) from error
@@ -134,9 +129,6 @@ class Trial:
 
         state = {name: moved(value) for name, value in {**self.reference.state_dict, **self.known}.items()}
         return simulate([self.reference], [list(map(moved, flat))], state=[state])[0]
-
-    def _keep_dropped(self, rank: int, node: fx.Node, value: Any) -> None:
-        self.dropped += [value] if node.name.startswith(DROPPED) else []
 
     def _check_at_door(self, shares: Sequence[Sequence[Any]]) -> None:
         """Reject inputs that `load` rejects.
