@@ -147,8 +147,8 @@ def expand_graph(graph: fx.Graph) -> list[fx.Node]:
 
 def _expand(node: fx.Node) -> None:
     """Replace a one-shot reduction by an all_reduce and its wait, with the names and claims that it stores for them."""
-    room, value, op, group = node.args
-    call: Any = value
+    args: Any = node.args
+    room, call, op, group = args
     names: dict[fx.Node, str] = {}
     targets = (ALL_REDUCE, (op, group)), (WAIT, ())
     for (target, rest), record in zip(targets, read_claim(node).stands_for or (), strict=True):
@@ -159,8 +159,7 @@ def _expand(node: fx.Node) -> None:
         names[call] = name
     edit.replace_uses(node, call)
     edit.erase(node)
-    part: Any = room.args[0]  # type: ignore[union-attr]
-    for unused in (room, part):
+    for unused in (room, room.args[0]):
         if not unused.users:
             edit.erase(unused)
     for made, name in names.items():
