@@ -167,11 +167,6 @@ def test_the_command_line_takes_placements_of_the_boundary(tmp_path: Path) -> No
         "cannot place input 'x' as [S(0, unit 3), R]: its "
     )
     assert "is not a placement\n  help: write the sizes of parts" in refused(*words, "--input", "x=dp:S(0, units 2)")
-    assert refused(*words, "--input", "x") == (
-        "--input x names no placement\n  help: write --input x=S(0), or x=dp:S(0),tp:R\n"
-    )
-    assert refused(*words, "--input", "y=S(0)").startswith("the program has no tensor input 'y'")
-    assert refused(*words, "--input", "x=pp:S(0)").startswith("input 'x' names mesh axis 'pp'")
     assert refused(*words, "--input", "x=S(0)").startswith("input 'x' has one placement, S(0), on a mesh of 2 axes")
 
 

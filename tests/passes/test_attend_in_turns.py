@@ -341,15 +341,3 @@ def test_what_cannot_be_in_turns(why: str) -> None:
     first, *_, asked = str(caught.value).splitlines()
     assert first.startswith(f"'scaled_dot_product_attention' cannot attend in turns over cp=4: {why}")
     assert asked == '  asked by: the plan ("attend": "attend_in_turns")'
-
-
-def test_a_module_that_does_not_attend() -> None:
-    with pytest.raises(PlanError) as caught:
-        tpcompiler.parallelize(export(net(torch.relu), (X,)), {"cp": 4}, PLAN)
-    assert_expected_inline(
-        str(caught.value),
-        """\
-style 'attend_in_turns' does not fit 'attend': it calls no scaled_dot_product_attention
-  help: name the module that attends, of a program as torch.export gives it
-  asked by: the plan ("attend": "attend_in_turns")""",
-    )

@@ -78,14 +78,6 @@ def test_a_style_error_names_its_line(file: Path) -> None:
 PATH = "give the path of a YAML or JSON file"
 
 
-def test_missing_file(file: Path) -> None:
-    assert refusal(file) == f"plan file {file} does not exist\n  help: {PATH}"
-
-
-def test_directory(tmp_path: Path) -> None:
-    assert refusal(tmp_path) == f"plan file {tmp_path} is a directory\n  help: {PATH}"
-
-
 def test_unreadable_names() -> None:
     said, help = refusal("a\0b").splitlines()
     assert re.match(r"plan file 'a\\x00b' cannot be read: .*embedded null", said)  # Python's words, which change

@@ -14,7 +14,7 @@ import tpcompiler
 from tests.machines import WIRE
 from tests.runtime.commands import right
 from tpcompiler.api.devices import diagnose_devices
-from tpcompiler.errors import MeshError, ShardingError
+from tpcompiler.errors import ShardingError
 
 MACHINE = "h100"
 PAIRS, WIDE, HIDDEN = 9, 8192, 65536  # 38.7 GB of weights in float32
@@ -64,18 +64,6 @@ def test_the_slowest_rank_counts(large: ExportedProgram, tmp_path: Path) -> None
     assert equal.seconds["model"] > 1.2 * best.seconds["model"]
     work = [rank.seconds["model"].work for rank in best.ranks]
     assert work == [pytest.approx(work[0], rel=0.01)] * 3  # twice the bytes at twice the rate
-
-
-@pytest.mark.parametrize(
-    ("devices", "message"),
-    [
-        (["12GB", "24GB"], "the device 24GB may hold 24 GB, more than 12GB before it"),
-        (["12GB"], "1 device shares nothing"),
-    ],
-)
-def test_devices_that_share_nothing(devices: list[str], message: str) -> None:
-    with pytest.raises(MeshError, match=message):
-        diagnose_devices(export(nn.Linear(4, 4), (torch.ones(2, 4),)), devices)
 
 
 def test_on_the_command_line(tmp_path: Path) -> None:
