@@ -188,28 +188,6 @@ def test_what_is_kept_of_the_program() -> None:
             assert "test_api.py" in node.meta["stack_trace"]
 
 
-def test_the_plan_is_not_allowed_to_place_a_tied_tensor_twice() -> None:
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = torch.nn.Embedding(10, 4)
-            self.head = torch.nn.Linear(4, 10, bias=False)
-            self.head.weight = self.embed.weight
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return self.head(self.embed(ids))
-
-    with pytest.raises(tpcompiler.PlanError) as raised:
-        tpcompiler.parallelize(
-            exported(Model(), torch.zeros(2, dtype=torch.int64)), 2, {"embed": "colwise", "head": "colwise"}
-        )
-    assert str(raised.value) == (
-        "'embed.weight' and 'head.weight' are one tied tensor, but the plan places them differently\n"
-        "  help: give both the same placement, or plan only one of them\n"
-        '  asked by: the plan ("embed": "colwise") and the plan ("head": "colwise")'
-    )
-
-
 def test_verify_leaves_mutable_state_alone() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6))
     program = torch.export.export(randomise(model).train(), (torch.randn(5, 4),))

@@ -11,24 +11,12 @@ from torch import nn
 from torch.export import export
 
 import tpcompiler
-from tests.test_api import PLAN, Mlp, exported
 from tests.zoo.faults import without_collective
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.judge.compare.judge import Layout, difference, ordinary_magnitude
-from tpcompiler.judge.compare.simulate import simulate
 from tpcompiler.parallel.compared import compared_calls, subject_of
 from tpcompiler.runtime.artifact import SINGLE
-
-
-def test_ranks_that_wait_for_each_other_are_noticed() -> None:
-    program = tpcompiler.parallelize(exported(Mlp(), torch.randn(2, 4)), 2, PLAN)
-    programs = [program.rank_program(0), without_collective(program.rank_program(1), "all_reduce")]
-    with pytest.raises(tpcompiler.ArtifactError) as raised:
-        simulate(programs, [[torch.randn(2, 4)]] * 2)
-    assert str(raised.value).splitlines()[0] == (
-        "ranks disagree: rank 0 is at all_reduce(torch.float32, sum, tp=2:tp) ('all_reduce'), rank 1 at the end"
-    )
 
 
 class Centred(nn.Module):
