@@ -274,28 +274,3 @@ def test_the_command(tmp_path: Path) -> None:
     data = json.loads(right("plan", tmp_path / "model.pt2", "--memory", "0.04MB", "--json"))
     assert data["limit"] == 40_000
     assert data["least"] == next(each["ranks"] for each in data["degrees"] if each["bytes"]["total"] <= 40_000)
-
-
-@pytest.mark.slow
-def test_the_command_takes_a_mesh_and_several_models(tmp_path: Path) -> None:
-    model = Mlp(192)
-    for name, length in (("prefill", 8), ("decode", 1)):
-        torch.export.save(export(model, (torch.randn(2, length, 64),)), tmp_path / f"{name}.pt2")
-    models = tmp_path / "prefill.pt2", tmp_path / "decode.pt2"
-    words = "plan", *models, "--other-axes", "dp=2", "--input", "prefill.x=dp:S(0)", "--input", "decode.x=dp:S(0)"
-    text = right(*words)
-    assert max(map(len, text.partition("\n\n")[0].splitlines()[1:])) <= 80
-    assert "\n\nthe smallest that fits: --mesh dp=2,tp=1\nthe fastest: --mesh dp=2,tp=16, " in text
-    title = "generation: 2 x 8 x 64 tokens in a prompt and 2 x 1 x 64 in a step, over caches of 0 B in all"
-    assert re.search(
-        rf"^{title}\n *mesh +first token +tokens/s +of a row +of a rank\n *dp=2,tp=1 +\d", text, re.MULTILINE
-    )
-    data = json.loads(right(*words, "--json"))
-    assert [each["mesh"] for each in data["degrees"]][:2] == [{"dp": 2, "tp": 1}, {"dp": 2, "tp": 2}]
-    for each in data["degrees"]:
-        asked = ",".join(f"{axis}={degree}" for axis, degree in each["mesh"].items())
-        made = json.loads(
-            right("convert", *models, "--mesh", asked, "--plan", "auto", *words[5:], "--dry-run", "--json")
-        )
-        for name, call in each["calls"].items():
-            assert call["wire_bytes"] == sum(row["wire_bytes"] for row in made["programs"][name]["collectives"])

@@ -14,18 +14,14 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from torch import nn
 from torch.export import export
 
 import tpcompiler
 from tests.launch import ROOT, fork_ranks
-from tests.runtime.commands import call as command
 from tests.trust.small import Decode
 from tpcompiler import ArtifactError, LaunchError
 from tpcompiler.artifact import handover
-from tpcompiler.checkpoint.leaves import bytes_per_rank
-from tpcompiler.ir.mesh import Mesh
 from tpcompiler.runtime.handover import HandoverLink, Move, read_handover
 
 BATCH, HEADS, STEPS, FEATURES = 2, 2, 64, 16
@@ -180,66 +176,6 @@ def test_programs_that_do_not_fit(decode: Any) -> None:
         plain.handover(own)
     with pytest.raises(ArtifactError, match=r"writes 'keys', f32\[2, 2, 64, 16\], and the program has none"):
         own.handover(plain)
-
-
-KV_HEADS, ROOM = 4, 32
-CONFIGS: dict[str, dict[str, Any]] = {
-    "LlamaConfig": {"num_key_value_heads": KV_HEADS},
-    "DeepseekV3Config": {
-        "num_key_value_heads": KV_HEADS,
-        "n_routed_experts": 4,
-        "n_group": 2,
-        "topk_group": 1,
-        "num_experts_per_tok": 2,
-        "kv_lora_rank": 8,
-        "q_lora_rank": 8,
-        "qk_rope_head_dim": 4,
-        "qk_nope_head_dim": 4,
-        "v_head_dim": 4,
-        "moe_intermediate_size": 16,
-        "first_k_dense_replace": 1,
-    },
-}
-
-
-def ran(words: str) -> str:
-    result = command(*words.split())
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_caches_of_models(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the command line: prefill on 4 ranks, decode on 2 or 3, which hold 2, 1 and 1 of the heads."""
-    config = getattr(transformers, kind)(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, **CONFIGS[kind]
-    )
-    config.architectures = [kind.replace("Config", "ForCausalLM")]
-    monkeypatch.chdir(tmp_path)
-    config.save_pretrained("model")
-    ran(f"export model --prefill-decode --batch 2 --max-length {ROOM} -o models")
-    plan = "--plan auto" if kind == "DeepseekV3Config" else "--plan model/config.json"
-    for program, ranks in (("prefill", 4), ("decode", 2), ("decode", 3)):
-        ran(f"convert models/{program}.pt2 --tp {ranks} {plan} --machine ideal -o {program}{ranks}")
-    for ranks in (2, 3):
-        answer = msgspec.json.decode(ran(f"handover prefill4 decode{ranks} -o {ranks}.json --json"))
-        made, digest = read_handover(f"{ranks}.json")
-        assert msgspec.to_builtins(made) == answer["handover"]
-        assert len(digest) == 64
-        received = Counter[int]()
-        for each in answer["sent"]:
-            received[each["target"]] += each["bytes"]
-        held = [0] * ranks
-        for row in tpcompiler.open(f"decode{ranks}").manifest().tensors:
-            if row.name in made.tensors:
-                own = bytes_per_rank(row, Mesh.of(ranks))
-                held = [a + b for a, b in zip(held, own, strict=True)]
-        assert [received[rank] for rank in range(ranks)] == held
-        if kind == "LlamaConfig":
-            head = 2 * 2 * 2 * ROOM * 8 * 4  # two layers, keys and values, rows, steps, features, float32
-            counters = 2 * 8  # the length so far, of each layer
-            assert held == [heads * head + counters for heads in ((2, 2) if ranks == 2 else (2, 2, 0))]
 
 
 class Mixed(nn.Module):

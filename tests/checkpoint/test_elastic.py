@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tpcompiler
-from tests.checkpoint.models import ARGS, PLAN, exported, hollow, model, write_checkpoint
+from tests.checkpoint.models import PLAN, exported, hollow, model, write_checkpoint
 from tests.runtime.commands import refused, right
 from tests.training.test_steps import Grouped
 from tests.zoo.elastic import bits, there_and_back
@@ -37,23 +37,6 @@ def test_a_model_comes_back_bit_for_bit(tmp_path: Path) -> None:
     said, wrong = there_and_back(CASES["gpt2"], tmp_path, "shared")
     assert not wrong, said
     assert "2 -> 3 uneven -> 1" in said
-
-
-@pytest.mark.slow
-def test_by_the_commands(two: Path, tmp_path: Path) -> None:
-    assert right("reshard", two, "--tp", 3, "-o", tmp_path / "three") == f"wrote 3 ranks to {tmp_path / 'three'}\n"
-    assert read_manifest(tmp_path / "three").mesh == {"tp": 3}
-    report = tpcompiler.open(tmp_path / "three").verify(ARGS, original=exported())
-    assert report.ok, str(report)
-    right("reshard", "--single-device", tmp_path / "three", "-o", tmp_path / "model.pt2")
-    back = torch.export.load(tmp_path / "model.pt2")
-    assert bits(back) == bits(exported())
-    assert torch.equal(back.module()(*ARGS), exported().module()(*ARGS))
-    right("reshard", "--single-device", tmp_path / "three", "--safetensors", "-o", tmp_path / "w.safetensors")
-    stored, held = load_file(tmp_path / "w.safetensors"), exported().state_dict
-    assert stored.keys() == held.keys() - {"head.weight"}
-    assert all(torch.equal(stored[name], held[name]) for name in stored)
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["model.pt2", "three", "w.safetensors"]
 
 
 @pytest.mark.slow
