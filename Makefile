@@ -15,7 +15,7 @@ PYTEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 ORDINARY := not slow and not guide
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all check format wheel-test zoo zoo-training hf compat ops trust bench bench-comm gpu-check docs docs-test clean
+.PHONY: help venv demo test test-all check format wheel-test zoo zoo-training hf compat ops trust bench gpu-check docs docs-test clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' Makefile
@@ -121,10 +121,6 @@ trust: $(VENV)/.with-test  ## Measure what docs/trust.md says, and print one tab
 bench: $(VENV)/.with-test  ## Run the benchmarks
 	$(BIN)/python -m tools.bench_convert
 	$(BIN)/python -m tools.bench_auto --layers 32 80 --mesh tp=8
-
-bench-comm: export OMP_NUM_THREADS := 1
-bench-comm: $(VENV)/.with-test  ## What the zoo's models send: as converted, as counted by hand, and as DTensor runs them
-	$(BIN)/python -m tools.bench_comm
 
 # Takes tens of minutes on one GPU; prints tables for docs/gpu.md.
 gpu-check: $(VENV)/.with-test  ## Check on a machine with GPUs what the tests, which need none, cannot
