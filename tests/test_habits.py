@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -102,3 +103,13 @@ def test_the_documentation_is_built_without_a_warning(tmp_path: Path) -> None:
     reference = (tmp_path / "api/index.html").read_text(encoding="utf-8")
     assert 'id="tpcompiler.parallelize"' in reference
     assert "the degree of a single axis" in reference
+
+
+def test_editors_know_every_public_name_and_no_other() -> None:
+    """A `__getattr__` that a type checker saw would give any name the type Any."""
+    tree = ast.parse((ROOT / "tpcompiler" / "__init__.py").read_text(encoding="utf-8"))
+    plain = [node for node in tree.body if not (isinstance(node, ast.If) and isinstance(node.test, ast.UnaryOp))]
+    nodes = [node for part in plain for node in ast.walk(part)]
+    assert not [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == "__getattr__"]
+    imported = {each.asname or each.name for node in nodes if isinstance(node, ast.ImportFrom) for each in node.names}
+    assert imported.issuperset(tpcompiler.__all__)

@@ -8,6 +8,22 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tpcompiler.errors import (
+    ArtifactError,
+    BudgetError,
+    InputsError,
+    InternalError,
+    LaunchError,
+    MachineError,
+    MeshError,
+    PlanError,
+    ProgramError,
+    RuleError,
+    ShardingError,
+    TpCompilerError,
+    TpCompilerWarning,
+    UnsupportedError,
+)
 from tpcompiler.runtime.artifact import VERSION as __version__
 
 if TYPE_CHECKING:
@@ -53,33 +69,33 @@ _HOME = {
     "check_rule": "tpcompiler.judge.rules.check_rule",
     "discover_rule": "tpcompiler.judge.rules.discover_rule",
     "sound_placements": "tpcompiler.judge.rules.placements",
-} | dict.fromkeys(
-    (
-        "ArtifactError",
-        "BudgetError",
-        "InputsError",
-        "InternalError",
-        "LaunchError",
-        "MachineError",
-        "MeshError",
-        "PlanError",
-        "ProgramError",
-        "RuleError",
-        "ShardingError",
-        "TpCompilerError",
-        "TpCompilerWarning",
-        "UnsupportedError",
-    ),
-    "tpcompiler.errors",
-)
-__all__ = ["__version__", *_HOME]
+}
+__all__ = [
+    "ArtifactError",
+    "BudgetError",
+    "InputsError",
+    "InternalError",
+    "LaunchError",
+    "MachineError",
+    "MeshError",
+    "PlanError",
+    "ProgramError",
+    "RuleError",
+    "ShardingError",
+    "TpCompilerError",
+    "TpCompilerWarning",
+    "UnsupportedError",
+    "__version__",
+    *_HOME,
+]
 
+if not TYPE_CHECKING:  # there, a name that does not exist is an error
 
-def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module 'tpcompiler' has no attribute {name!r}")
-    return getattr(importlib.import_module(home), name)
+    def __getattr__(name: str) -> Any:
+        home = _HOME.get(name)
+        if home is None:
+            raise AttributeError(f"module 'tpcompiler' has no attribute {name!r}")
+        return getattr(importlib.import_module(home), name)
 
 
 def __dir__() -> list[str]:
