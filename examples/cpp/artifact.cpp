@@ -110,9 +110,11 @@ Artifact::Artifact(const Path& directory) : directory_(directory) {
     const Json listing = read_json(set);
     compiled_ = listing.value("compiled", Json::object());
     for (const auto& name : listing.at("programs").get<std::vector<std::string>>()) {
+      folders_[name] = directory / name;
       manifests_[name] = read_json(directory / name / "manifest.json");
     }
   } else {
+    folders_["model"] = directory;
     manifests_["model"] = read_json(directory / "manifest.json");
     compiled_ = manifests_["model"].value("compiled", Json::object());
   }
@@ -161,7 +163,7 @@ std::map<std::string, Program> Artifact::load(int rank, const at::Device& device
     if (manifest.at("programs").empty()) {
       throw std::runtime_error("the weights lie in pickles: convert the model with --layout shared");
     }
-    const auto file = directory_ / name / ("rank_" + std::to_string(rank) + ".safetensors");
+    const auto file = folders_.at(name) / ("rank_" + std::to_string(rank) + ".safetensors");
     for (const auto& [each, value] : read_safetensors(file)) {
       held[each] = value.to(device);
     }

@@ -43,6 +43,7 @@ class Artifact {
 
   Path directory_;
   Json compiled_;
+  std::map<std::string, Path> folders_;    // of each program
   std::map<std::string, Json> manifests_;  // a lone program is called "model"
 };
 
