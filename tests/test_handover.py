@@ -178,6 +178,23 @@ def test_programs_that_do_not_fit(decode: Any) -> None:
         own.handover(plain)
 
 
+def test_the_command(decode: Any, tmp_path: Path) -> None:
+    """The file has what is printed, and the bytes that each rank receives are those of what it holds."""
+    for name, ranks, cut in (("source", 2, "S(1)"), ("target", 4, "S(2)")):
+        converted(decode, ranks, cut).save(tmp_path / name)
+    words = [str(tmp_path / name) for name in ("source", "target", "handover.json")]
+    result = command("handover", *words[:2], "-o", words[2], "--json")
+    assert result.exit_code == 0, result.output
+    answer = msgspec.json.decode(result.stdout)
+    made, digest = read_handover(words[2])
+    assert msgspec.to_builtins(made) == answer["handover"]
+    assert len(digest) == 64
+    received = Counter[int]()
+    for each in answer["sent"]:
+        received[each["target"]] += each["bytes"]
+    assert received == dict.fromkeys(range(4), 2 * CACHE // 4)
+
+
 class Mixed(nn.Module):
     """Buffers of 3, 10 and 8 bytes, of other dtypes."""
 
