@@ -99,6 +99,29 @@ def test_opened_files_are_saved_as_they_are(name: str, layout: Literal["ranks", 
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["one", "several"])
+def test_both_are_resharded_and_merged_alike(name: str, tmp_path: Path) -> None:
+    made = converted(name)
+    made.save(tmp_path / "out")
+    read = tpcompiler.open(tmp_path / "out")
+    first, second = made.reshard(4, tmp_path / "memory"), read.reshard(4, tmp_path / "files")
+    assert first.mesh.world_size == 4
+    assert first.verify().ok
+    assert second.verify().ok
+    for ours, theirs in zip(each(first), each(second), strict=True):
+        assert described(theirs.manifest()) == described(ours.manifest())
+        state, other = (one.rank_program(3).state_dict for one in (ours, theirs))
+        assert all(torch.equal(state[key], other[key]) for key in state)
+    merged = []
+    for at, one in enumerate((*each(made), *each(read))):
+        one.merge(tmp_path / f"{at}.pt2")
+        one.merge(tmp_path / f"{at}.safetensors", safetensors=True)
+        merged.append(torch.export.load(tmp_path / f"{at}.pt2").state_dict)
+    assert all(torch.equal(merged[0][key], state[key]) for state in merged for key in state)
+    assert len({(tmp_path / f"{at}.safetensors").read_bytes() for at in range(len(merged))}) == 1
+
+
 def test_one_of_several_is_taken_by_its_name(tmp_path: Path) -> None:
     made = converted("several")
     with pytest.raises(ArtifactError, match=r"holds the programs prefill, decode\n  help: take one of them"):

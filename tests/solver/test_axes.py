@@ -173,3 +173,22 @@ def test_the_report_names_the_order_and_the_gap(tmp_path: Path, monkeypatch: pyt
     assert "% above the least of all choices that were compared, one axis after the other: dp, then tp" in converted(
         **CUT
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("most", [together.MOST_TOGETHER, 1])
+def test_the_plan_that_was_found_gives_the_same_files(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(together, "MOST_TOGETHER", most)
+    machine = tmp_path / "slow.yaml"
+    machine.write_text(MACHINE_FILE)
+    how: dict[str, Any] = {"machine": machine, **CUT}
+    plan = tpcompiler.find_plan(exported(), MESH, **how)
+    assert len(plan.entries) > 1
+    for name, given in (("auto", "auto"), ("plan", plan)):
+        made = tpcompiler.parallelize(exported(), MESH, given, **how)
+        assert made.verify((X,)).ok
+        made.save(tmp_path / name)
+    files = [{file.name: file.read_bytes() for file in (tmp_path / name).glob("*.pt2")} for name in ("auto", "plan")]
+    assert files[0] == files[1]

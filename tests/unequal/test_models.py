@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
-from torch.export import ExportedProgram, export
+from torch.export import export
 
 import tpcompiler
+from tests.runtime.commands import call, right
 from tests.zoo.case import hugging_face, randomise
 from tests.zoo.index import CASES
 from tests.zoo.measure import exported
 from tpcompiler.errors import PlanError
 from tpcompiler.ir import shares
 from tpcompiler.ir.dim_sharding import chunk
-
-Model = tuple[ExportedProgram, dict[str, torch.Tensor], Any]  # what is converted, its inputs and its plan
 
 
 @pytest.mark.slow
@@ -48,6 +50,23 @@ def test_all_ranks_in_lock_step(name: str, mesh: dict[str, Any]) -> None:
     assert of_tp == sorted(of_tp, reverse=True)
     assert of_tp[0] > of_tp[1]
     assert held == of_tp * (len(held) // len(of_tp))
+
+
+def test_meshes_follow_one_another(tmp_path: Path) -> None:
+    """From shares to other shares, to equal ones and to one device, on the command line; nothing is lost on the way."""
+    model = randomise(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)))
+    made = tpcompiler.parallelize(
+        export(model, (torch.randn(2, 8),)), {"tp": [2, 1, 1]}, {"0": "colwise", "2": "rowwise"}
+    )
+    made.save(tmp_path / "2:1:1")
+    for source, mesh in (("2:1:1", "3:1"), ("3:1", "2"), ("2", "5:2:1")):
+        right("reshard", tmp_path / source, "--tp", mesh, "-o", tmp_path / mesh)
+    right("reshard", tmp_path / "5:2:1", "--safetensors", "-o", tmp_path / "whole.safetensors")
+    whole = load_file(tmp_path / "whole.safetensors")
+    assert whole.keys() == model.state_dict().keys()
+    assert all(torch.equal(whole[name], value) for name, value in model.state_dict().items())
+    differences = call("diff", tmp_path / "2:1:1", tmp_path / "5:2:1").stdout
+    assert re.search(r"^mesh +tp=2:1:1 +tp=5:2:1$", differences, re.MULTILINE)
 
 
 def test_samples_in_unequal_shares() -> None:
