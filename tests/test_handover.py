@@ -19,6 +19,7 @@ from torch.export import export
 
 import tpcompiler
 from tests.launch import ROOT, fork_ranks
+from tests.runtime.commands import call as command
 from tests.trust.small import Decode
 from tpcompiler import ArtifactError, LaunchError
 from tpcompiler.artifact import handover
