@@ -24,7 +24,7 @@ from tpcompiler.errors import ArtifactError
 from tpcompiler.ir.symm_mem import expand_collectives
 from tpcompiler.runtime.artifact import VALUES, WHOLE, Manifest, inside, lacks_weights, rank_file
 from tpcompiler.runtime.program_files import ProgramFiles, open_program
-from tpcompiler.runtime.pt2 import CONFIGS, EXAMPLES, TENSORS, Pt2
+from tpcompiler.runtime.pt2 import CONFIGS, EXAMPLES, MODEL, TENSORS, Pt2
 from tpcompiler.runtime.rank_file import (
     Weights,
     load_rank,
@@ -39,8 +39,6 @@ from tpcompiler.runtime.rank_file import (
 )
 from tpcompiler.runtime.weights import laid_out
 from tpcompiler.terminal.progress import counted
-
-GRAPH = "models/model.json"
 
 
 class StoredProgram(ArtifactProgram):
@@ -100,7 +98,7 @@ class StoredProgram(ArtifactProgram):
         try:
             for rank in range(self.world_size):
                 with zipfile.ZipFile(inside(self.files.folder, rank_file(rank))) as archive:
-                    graph = [(e.CRC, e.file_size) for e in archive.infolist() if e.filename.endswith(f"/{GRAPH}")]
+                    graph = [(e.CRC, e.file_size) for e in archive.infolist() if e.filename.endswith(f"/{MODEL}")]
                 alike.setdefault(tuple(graph), []).append(rank)
         except (OSError, zipfile.BadZipFile):  # reported when the program is read
             return [[rank] for rank in range(self.world_size)]
