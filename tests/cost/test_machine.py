@@ -247,7 +247,7 @@ def test_the_default_is_what_the_environment_names(monkeypatch: pytest.MonkeyPat
     assert read_machine().name == "h100"
 
 
-def test_old_files_keep_their_meaning(tmp_path: Path) -> None:
+def test_what_a_file_leaves_out_takes_no_time(tmp_path: Path) -> None:
     found = machine(tmp_path, RATES + "links:\n- {latency: 1.0e-6, bandwidth: 1.0e+9}\n")
     assert (found.product, found.attention, found.other, found.rows, found.ranks_per_node) == (0, 0, 0, {}, 0)
     assert found.links == {("", 0): [Link(1e-6, 1e9)]}
