@@ -30,7 +30,7 @@ def test_the_page_has_every_row() -> None:
     assert rows == [[*name_row(row), f"{row.measured * 1e3:.2f}"] for row in read_rows()]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("machine", FIRST)
 def test_a_row_is_what_is_predicted_today(machine: str) -> None:
@@ -40,6 +40,7 @@ def test_a_row_is_what_is_predicted_today(machine: str) -> None:
     assert cells in lines(), AGAIN
 
 
+@pytest.mark.slow
 def test_layers_repeat() -> None:
     """What two and three layers take gives a model of seven."""
     row = next(row for row in read_rows() if row.ranks == 8)
@@ -47,6 +48,7 @@ def test_layers_repeat() -> None:
     assert astuple(row.predict("auto")) == pytest.approx(astuple(row.predict_layers(7, "auto")))
 
 
+@pytest.mark.slow
 def test_how_good_the_predictions_are() -> None:
     """Of all rows, decodes in bfloat16 with CUDA graphs, and prefills. Nothing is fitted to them."""
     found = {

@@ -39,7 +39,7 @@ def inverse(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.both(x) + torch.linalg.matrix_exp(self.down.weight[:, :8])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "plan"),
     [
@@ -75,7 +75,7 @@ def test_placements_by_axis() -> None:
         tpcompiler.parallelize(exported(Net(), X), {"dp": 2, "tp": 2}, {**PLAN, "down.bias": {"tp": "S(0)"}})
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_what_the_report_advises_leaves_out_the_gather(world: int) -> None:
     program = exported(Net(running), X)
@@ -94,6 +94,7 @@ def test_what_the_report_advises_leaves_out_the_gather(world: int) -> None:
     assert better.verify((X,)).ok
 
 
+@pytest.mark.slow
 def test_two_layers_that_are_the_wrong_way_round() -> None:
     """Neither change by itself saves as much."""
     net = Net(lambda self, x: self.both(x).cumsum(-1).amax(-1))
@@ -119,6 +120,7 @@ def test_a_repeated_layer_is_changed_as_the_plan_names_it() -> None:
     assert {name for line in helps for name, _, _ in changes_in(line)} == {"layers.*.up"}
 
 
+@pytest.mark.slow
 def test_layers_alike_are_sought_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sought: list[Any] = []
     solve = advice.solve
@@ -140,6 +142,7 @@ def test_no_advice_where_nothing_is_saved() -> None:
     assert "help:" not in made.report()
 
 
+@pytest.mark.slow
 def test_advice_is_what_the_search_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: where it may change nothing there is none, and the error keeps its own help."""
     monkeypatch.setattr(advice, "_opened", lambda now, other, entries: now)

@@ -34,6 +34,7 @@ def exported(model: torch.nn.Module, *inputs: object, **kwargs: object) -> torch
     return torch.export.export(randomise(model), inputs, **kwargs)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("hidden", "world"), [(8, 2), (8, 4), (18, 4), (5, 4), (3, 4)])
 def test_an_mlp_of_any_width(hidden: int, world: int) -> None:
     """Even, uneven and empty shards: one all_reduce, no fallback."""
@@ -42,7 +43,7 @@ def test_an_mlp_of_any_width(hidden: int, world: int) -> None:
     assert program.verify((torch.randn(2, 4),)).ok
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["colwise", "colwise_gather_output"])
 @pytest.mark.parametrize(("hidden", "world"), [(8, 2), (18, 4), (3, 4)])
 def test_an_mlp_with_a_dynamic_batch(hidden: int, world: int, style: str) -> None:
@@ -73,6 +74,7 @@ def test_a_size_that_torch_would_fix_is_noticed(monkeypatch: pytest.MonkeyPatch)
         program.rank_program(3)
 
 
+@pytest.mark.slow
 def test_a_question_about_a_size_is_not_written_down() -> None:
     """`chunk` of a dynamic dim asks how many parts there are: as the export asked already."""
 
@@ -90,6 +92,7 @@ def test_a_question_about_a_size_is_not_written_down() -> None:
     assert program.verify((torch.randn(12, 3, 4),)).ok
 
 
+@pytest.mark.slow
 def test_a_mesh_of_one_rank() -> None:
     program = tpcompiler.parallelize(exported(Mlp(), torch.randn(2, 4)), 1, PLAN)
     assert program.collectives() == []
@@ -133,6 +136,7 @@ def test_the_report() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_gather_that_the_plan_asks_for_is_counted_apart() -> None:
     plan = {"up": "colwise_gather_output", "down": "replicate"}
     program = tpcompiler.parallelize(exported(Mlp(), torch.randn(2, 4)), 2, plan)
@@ -142,6 +146,7 @@ def test_a_gather_that_the_plan_asks_for_is_counted_apart() -> None:
     assert program.verify((torch.randn(2, 4),)).ok
 
 
+@pytest.mark.slow
 def test_boundary_placements() -> None:
     """The batch cut at both ends: nothing on the wire, weights whole."""
     program = tpcompiler.parallelize(exported(Mlp(), torch.randn(6, 4)), 3, {}, inputs={"x": "S(0)"}, outputs=["S(0)"])
@@ -188,6 +193,7 @@ def test_what_is_kept_of_the_program() -> None:
             assert "test_api.py" in node.meta["stack_trace"]
 
 
+@pytest.mark.slow
 def test_verify_leaves_mutable_state_alone() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6))
     program = torch.export.export(randomise(model).train(), (torch.randn(5, 4),))
@@ -233,6 +239,7 @@ def test_dump_writes_a_numbered_text_after_every_pass(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_claims_travel_with_the_saved_program(tmp_path: Path) -> None:
     tpcompiler.parallelize(exported(Mlp(), torch.randn(2, 4)), 2, PLAN).save(tmp_path / "out")
     program = torch.export.load(tmp_path / "out" / "rank_1.pt2")
@@ -294,6 +301,7 @@ def test_a_program_prints_what_it_is() -> None:
     )
 
 
+@pytest.mark.slow
 def test_no_plan_means_the_search() -> None:
     model = exported(Mlp(), torch.randn(2, 4))
     assert tpcompiler.parallelize(model, 2).manifest().plan == tpcompiler.parallelize(model, 2, "auto").manifest().plan
@@ -311,6 +319,7 @@ def test_one_tensor_is_no_sequence_of_inputs() -> None:
         program.verify(torch.randn(2, 4))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_first_line_says_that_no_layer_is_cut() -> None:
     model = exported(Mlp(), torch.randn(2, 4))
     first = str(tpcompiler.parallelize(model, 2, {"**": "replicate"}).report()).splitlines()[0]

@@ -137,6 +137,7 @@ def test_one_of_several_is_taken_by_its_name(tmp_path: Path) -> None:
     assert [*tpcompiler.open(tmp_path / "alone")] == ["decode"]
 
 
+@pytest.mark.slow
 def test_a_program_without_a_name_is_called_model(tmp_path: Path) -> None:
     made = converted("one")
     assert is_single(made)

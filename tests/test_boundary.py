@@ -74,7 +74,7 @@ def converted(program: ExportedProgram, name: str, world: int) -> ParallelProgra
     return tpcompiler.parallelize(program, world, plan, inputs=ins, outputs=outs)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", BOUNDARIES)
 @pytest.mark.parametrize("world", [2, 4])
@@ -90,6 +90,7 @@ def test_right_at_the_hand_counted_cost(
     assert not [c for c in program.collectives() if c.why == "fallback"]
 
 
+@pytest.mark.slow
 def test_the_written_files_speak_of_local_sizes(programs: dict[str, ExportedProgram], tmp_path: Path) -> None:
     program = converted(programs["dynamic"], "both inputs", 4)
     program.save(tmp_path / "out")
@@ -173,6 +174,7 @@ def test_whole_is_whole_on_every_axis() -> None:
     assert str(raised.value) == "input 'x' has 3 on dim 0, which is cut by 2 ranks\n  help: give a multiple of 2"
 
 
+@pytest.mark.slow
 def test_further_calls_are_given_as_the_first_one(tmp_path: Path) -> None:
     """As args, or as (args, kwargs)."""
     first, second = torch.randn(4, 3), torch.randn(4, 3)

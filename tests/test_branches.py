@@ -199,6 +199,7 @@ def test_positions_that_are_in_range_in_any_case(function: Callable[..., Any], t
         assert made.verify((given, IDS if function is look_up_outside_too else IDS + 90)).ok
 
 
+@pytest.mark.slow
 def test_torch_exports_no_branch_that_writes() -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         def count(y: torch.Tensor) -> torch.Tensor:

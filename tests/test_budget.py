@@ -74,6 +74,7 @@ def test_over(program: ParallelProgram, limits: Sequence[str], rest: dict[str, A
     assert raised.value.message == f"the program is over its budget: {said}"
 
 
+@pytest.mark.slow
 def test_fallbacks() -> None:
     layers = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Softmax(-1), torch.nn.Linear(6, 6))
     made = tpcompiler.parallelize(torch.export.export(layers, (torch.randn(2, 4),)), 2, {"0": "colwise"})
@@ -87,6 +88,7 @@ def test_all_that_is_over_is_said_at_once(program: ParallelProgram) -> None:
         program.check_budget(["2 collectives", "1 all_gather"], max_wire_bytes=0, max_memory=0)
 
 
+@pytest.mark.slow
 def test_each_of_several_programs(tmp_path: Path) -> None:
     made = tpcompiler.parallelize({"a": export_mlp(), "b": export_mlp()}, 2, PLAN)
     made.save(tmp_path / "out")

@@ -97,6 +97,7 @@ def test_inspect_a_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert right("inspect", "model.pt2") == MODEL_TEXT
 
 
+@pytest.mark.slow
 def test_the_plan_to_begin_with_is_a_plan(tmp_path: Path) -> None:
     model, skeleton = tmp_path / "model.pt2", tmp_path / "plan.yaml"
     layers = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
@@ -137,6 +138,7 @@ layers that no plan entry touches:
 """
 
 
+@pytest.mark.slow
 def test_convert_reports_what_it_made(model: Path, plan: Path, tmp_path: Path) -> None:
     text = right("convert", model, "--mesh", "tp=2", "--plan", plan, "-o", tmp_path / "out")
     assert text == f"{tmp_path}/out: {SUMMARY}{UNTOUCHED}"
@@ -174,6 +176,7 @@ ops without a rule:
     )
 
 
+@pytest.mark.slow
 def test_force_replaces_an_artifact(model: Path, plan: Path, tmp_path: Path) -> None:
     words = ["convert", model, "--plan", plan, "-o", tmp_path / "out"]
     right(*words, "--tp", 2)
@@ -242,6 +245,7 @@ def test_run_in_two_processes(model: Path, out: Path, inputs: Path, tmp_path: Pa
     assert float(rows[1].split()[-1]) == pytest.approx(expected["logits"].abs().amax().item(), rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_run_takes_and_gives_whole_tensors_where_ranks_have_shares(tmp_path: Path) -> None:
     """Four rows over two ranks, and back; every rank answers for its own half."""
@@ -293,6 +297,7 @@ def press_later(*given, save=torch.export.save, done=[]):
 """
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "where",
     ["tpcompiler.runtime.model_file.read_model = press", "tpcompiler.runtime.model_file.read_model = press_half",

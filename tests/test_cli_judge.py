@@ -15,6 +15,7 @@ from tests.runtime.models import mlp_inputs
 from tpcompiler.runtime.artifact import sha256
 
 
+@pytest.mark.slow
 def test_verify_an_equal_artifact(model: Path, out: Path, tmp_path: Path) -> None:
     inputs = tmp_path / "inputs.safetensors"
     save_file(mlp_inputs(seed=7), inputs)
@@ -55,6 +56,7 @@ def test_verify_finds_swapped_weights(model: Path, tampered: Path) -> None:
     assert (data["ok"], [row["ok"] for row in data["outputs"]]) == (False, [False, True, False])
 
 
+@pytest.mark.slow
 def test_check(model: Path, out: Path, tampered: Path) -> None:
     """Without the model nobody can say which weights are right; with it they are compared bit for bit."""
     sound = "sound: 2 ranks, "

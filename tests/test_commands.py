@@ -40,7 +40,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("words", "said", "code"),
     [
@@ -94,6 +94,7 @@ def test_no_words_show_the_commands() -> None:
     assert re.findall(r"^  (\w+)  ", result.output.partition("Commands:\n")[2], re.MULTILINE) == COMMANDS
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not PAGE.exists(), reason="an installed wheel has no docs beside the tests")
 def test_the_page_has_every_command() -> None:
     text = PAGE.read_text(encoding="utf-8")

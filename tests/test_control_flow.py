@@ -73,7 +73,7 @@ def program_of(function: Callable[..., Any], x: torch.Tensor = X, **options: Any
     return exported(Net(function, side=nn.Linear(8, 8)), x, **options)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -91,6 +91,7 @@ def test_every_rank_runs_the_whole_body(function: Callable[..., Any], world: int
     assert not any(edit.is_collective(node) for body in inside for node in body.nodes)
 
 
+@pytest.mark.slow
 def test_a_cut_operand_is_gathered_and_said() -> None:
     made = tpcompiler.parallelize(program_of(choose_of_a_cut_value), 2, PLAN)
     (gather,) = [c for c in made.collectives() if c.why == "fallback"]
@@ -133,6 +134,7 @@ def test_sizes_in_a_body_are_those_around_it() -> None:
     assert symbols <= made.range_constraints.keys()
 
 
+@pytest.mark.slow
 def test_half_precision() -> None:
     program = exported(Net(choose, side=nn.Linear(8, 8)).to(torch.bfloat16), X.bfloat16())
     report = tpcompiler.parallelize(program, 2, PLAN).verify((X.bfloat16(),))
@@ -140,6 +142,7 @@ def test_half_precision() -> None:
     assert report.outputs[1].tolerance < 1e-4  # of the comparison in float32
 
 
+@pytest.mark.slow
 def test_a_wrong_body_is_seen() -> None:
     """Negative control: a branch of one rank does something else."""
     made = tpcompiler.parallelize(program_of(by_row), 2, PLAN)
@@ -206,6 +209,7 @@ def half_inside(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.down(torch.relu(self.up(x)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("function", [wrapped, half_inside])
 def test_switches_of_gradients_and_autocast_are_written_out(function: Callable[..., Any]) -> None:
     made = tpcompiler.parallelize(exported(Net(function), X), 2, PLAN)

@@ -105,6 +105,7 @@ one call with the sizes of the example takes 9.06 ns (weights 2.63 ns, copies 0.
     assert data["wire_bytes"] == sum(row["wire_bytes"] for row in data["costs"])
 
 
+@pytest.mark.slow
 def test_seconds_of_a_machine_with_latencies(tmp_path: Path) -> None:
     out = saved(tmp_path / "out", exported(4, 6, 5), 2)
     (tmp_path / "m.yaml").write_text(

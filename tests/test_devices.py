@@ -24,7 +24,7 @@ from tpcompiler.runtime.inputs import read_inputs, write_tensors
 NOTE = "run on cpu: the same graphs as those for cuda, with the device renamed"
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_file_for_cuda(name: str, tmp_path: Path) -> None:
     """Every device in the graph is `cuda` without an index; tensors are stored from the CPU, for any GPU to take."""
@@ -43,6 +43,7 @@ def test_a_file_for_cuda(name: str, tmp_path: Path) -> None:
     assert (report.ok, report.note) == (True, NOTE)
 
 
+@pytest.mark.slow
 def test_a_literal_in_a_file_is_found(tmp_path: Path) -> None:
     """The negative control of the search in files."""
     program, plan, _ = exported("literals")
@@ -53,7 +54,7 @@ def test_a_literal_in_a_file_is_found(tmp_path: Path) -> None:
     assert devices_in_file(tmp_path / "rank.pt2")["model.json"] == {("cpu", None), ("cuda", None), ("cuda", 0)}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("world", [2, 4])
@@ -65,6 +66,7 @@ def test_proved_on_the_cpu(name: str, world: int) -> None:
     assert tpcompiler.parallelize(program, world, plan).verify(inputs).note == ""
 
 
+@pytest.mark.slow
 def test_the_proof_can_fail() -> None:
     program, plan, inputs = exported("mlp")
     made = tpcompiler.parallelize(program, 2, plan, device_type="cuda")
@@ -79,6 +81,7 @@ def test_the_proof_can_fail() -> None:
     assert report.first_diverging is not None
 
 
+@pytest.mark.slow
 def test_torch_alone_puts_a_file_on_its_device(tmp_path: Path) -> None:
     """What the README says for those who load without this package, with the CPU for a GPU."""
     program, plan, inputs = exported("literals")
@@ -104,6 +107,7 @@ class Normed(torch.nn.Module):
         return self.down(self.norm(self.up(x)))
 
 
+@pytest.mark.slow
 def test_a_batch_norm_in_training() -> None:
     x = torch.randn(6, 4)
     made = tpcompiler.parallelize(torch.export.export(Normed(), (x,)), 2, MEGATRON, device_type="cuda")
@@ -133,6 +137,7 @@ class Cast(torch.nn.Module):
             return self.down(torch.relu(self.up(x))).float()
 
 
+@pytest.mark.slow
 def test_autocast() -> None:
     x = torch.randn(6, 4)
     made = tpcompiler.parallelize(torch.export.export(Cast(), (x,)), 2, MEGATRON, device_type="cuda")
@@ -175,6 +180,7 @@ def test_the_commands(tmp_path: Path) -> None:
     assert ", cpu\n" in old
 
 
+@pytest.mark.slow
 def test_inputs_go_to_the_type_of_device_that_the_program_takes(tmp_path: Path) -> None:
     """To the current device of that type, not to the index that a fake tensor has."""
     program, plan, inputs = exported("mlp")

@@ -140,7 +140,7 @@ def from_file(program: ExportedProgram) -> ExportedProgram:
     return torch.export.load(file)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.sweep(7)
 @pytest.mark.parametrize(("dynamic", "dialect", "name"), list(itertools.product((False, True), DIALECTS, MODELS)))
 def test_equal_numbers_and_collectives(name: str, dialect: str, dynamic: bool) -> None:
@@ -171,6 +171,7 @@ def test_llama(dialect: str, dynamic: bool) -> None:
     assert made.verify((), LLAMA.inputs(2, 12)).ok
 
 
+@pytest.mark.slow
 def test_core_aten_costs_no_more_where_dims_are_merged() -> None:
     """Its matrices have two dims: a cut of the steps lies inside the merged dim, in blocks of a batch row each."""
     network = randomise(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)))

@@ -37,6 +37,7 @@ def test_equal_artifacts(folder: Path) -> None:
     assert json.loads(right("diff", folder / "out", folder / "out", "--json"))["equal"]
 
 
+@pytest.mark.slow
 def test_layers_that_differ_alike_are_folded(folder: Path) -> None:
     result = call("diff", folder / "out", folder / "whole")
     assert (result.exit_code, result.stderr) == (1, "")
@@ -81,6 +82,7 @@ def test_what_is_gathered_besides(folder: Path) -> None:
     assert found.sent_seconds[1] - found.sent_seconds[0] == pytest.approx((second - first) / 450e9)
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks(folder: Path) -> None:
     found = tpcompiler.open(folder / "out").diff(tpcompiler.open(folder / "four"))
     assert not found.equal

@@ -56,6 +56,7 @@ def held_of(program: ExportedProgram, ranks: int) -> int:
     ).total
 
 
+@pytest.mark.slow
 def test_degrees_are_powers_of_two_and_those_that_divide_what_is_cut() -> None:
     found = tpcompiler.diagnose(mlp())
     assert [each.ranks for each in found.degrees] == [1, 2, 3, 4, 6, 8, 12, 16]
@@ -72,6 +73,7 @@ def test_each_degree_is_what_its_conversion_has() -> None:
         assert each.bytes.weights == max(made.parameter_bytes()[1])
 
 
+@pytest.mark.slow
 def test_a_step_by_hand() -> None:
     """The rooflines of docs/search.md, with 192 features between: of two ranks, each reads and writes half of them."""
     machine, two = read_machine(), tpcompiler.diagnose(mlp()).degrees[1].calls["model"].seconds
@@ -98,6 +100,7 @@ def test_gains_end_at_the_fastest_degree() -> None:
     assert "beyond --tp 6 a call takes no less" in limits([4, 3, 1.9, 1.84, 1.7, 1.8])
 
 
+@pytest.mark.slow
 def test_the_smallest_degree_within_a_limit() -> None:
     """As the conversions themselves say."""
     limit = held_of(mlp(), 3)

@@ -52,7 +52,7 @@ def by_hand(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.skipif(not PAGE.exists(), reason="an installed wheel has no docs beside the tests")
 @pytest.mark.parametrize("kind", ["auto", "plan"])
 def test_the_prices_of_the_layer_by_hand(by_hand: Path, kind: str) -> None:
@@ -152,6 +152,7 @@ def test_what_a_plan_pins_stays_so(tmp_path: Path) -> None:
     assert (own > 0, pinned.seconds) == (True, call)
 
 
+@pytest.mark.slow
 def test_choices_that_cost_the_same_are_ties(tmp_path: Path) -> None:
     """A sum may be reduced before it is negated, or after."""
 
@@ -254,6 +255,7 @@ def test_a_collective_as_json(out: Path) -> None:
     assert [each["makes"] for each in data["alternatives"] if each["is_chosen"]] == [["P(sum)"]]
 
 
+@pytest.mark.slow
 def test_programs_that_share_weights_are_searched_together(tmp_path: Path, out: Path) -> None:
     """What is sent counts for both, what is held once."""
     tpcompiler.parallelize({"a": export_mlp(), "b": export_mlp()}, 2, PLAN).save(tmp_path / "out")

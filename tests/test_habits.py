@@ -83,6 +83,7 @@ def test_commands_in_prose_are_targets_of_make() -> None:
     assert named <= targets
 
 
+@pytest.mark.slow
 def test_every_public_name_is_in_the_reference() -> None:
     shown = set(
         re.findall(r"^::: tpcompiler\.(\w+)$", (ROOT / "docs/api.md").read_text(encoding="utf-8"), re.MULTILINE)

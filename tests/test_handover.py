@@ -45,7 +45,7 @@ def converted(program: Any, ranks: int, cut: str) -> tpcompiler.ParallelProgram:
     return tpcompiler.parallelize(program, ranks, {"keys": cut, "values": cut} if cut != "R" else {})
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "target", "shares"),
     [

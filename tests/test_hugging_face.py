@@ -124,6 +124,7 @@ def test_a_counter_that_is_no_buffer() -> None:
     assert error.value.help.startswith("register what forward changes as buffers, each in separate memory, the")
 
 
+@pytest.mark.slow
 def test_a_process_that_knows_nothing_of_transformers(llama: Path) -> None:
     """The file's own names say which modules define its classes; no other module is imported for it."""
     script = f"""

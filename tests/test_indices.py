@@ -114,7 +114,7 @@ MESHES = [  # mesh, placement of the table, of the indices
 ]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize(("mesh", "table", "indices"), MESHES, ids=["even", "uneven", "indices cut", "two axes"])
@@ -136,6 +136,7 @@ def test_all_ranks_raise_where_the_single_device_does(name: str, mesh: Any, tabl
     assert raised >= 2
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["embedding", "index_put", "scatter_add"])
 def test_without_checks_no_rank_raises(name: str) -> None:
     """Negative control."""
@@ -219,7 +220,7 @@ def written_and_read(program: ExportedProgram) -> ExportedProgram:
     return torch.export.load(file)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -264,6 +265,7 @@ def test_check_notices_an_assert_of_another_range() -> None:
     assert not check_programs([written(program) for program in programs], made.manifest()).ok
 
 
+@pytest.mark.slow
 def test_check_notices_an_input_that_load_would_not_compare() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -344,6 +346,7 @@ print("an answer")
 """
 
 
+@pytest.mark.slow
 def test_a_rank_with_its_own_indices_ends_the_others(tmp_path: Path) -> None:
     program = exported("embedding")
     mesh = {"dp": 2, "tp": 2}

@@ -186,12 +186,14 @@ def test_what_differs_is_noticed(printed: dict[str, list[Any]]) -> None:
         read("explain", good)
 
 
+@pytest.mark.slow
 def test_the_page_and_the_schema_have_every_object() -> None:
     text, schema = page(), json.loads(schema_text())
     for name, described in schema["$defs"].items():
         assert f"{described['description']}\n\n| field" in text, name
 
 
+@pytest.mark.slow
 def test_what_ranks_print(tmp_path: Path) -> None:
     torch.export.save(export_mlp(), tmp_path / "model.pt2")
     (tmp_path / "plan.yaml").write_text(PLAN_TEXT)

@@ -60,6 +60,7 @@ def test_texts_have_no_borrowed_words(room: str) -> None:
     assert [f"{path}:{text}" for path in paths(room) for text in texts(path) if BORROWED.search(text)] == []
 
 
+@pytest.mark.slow
 def test_pages_have_no_borrowed_words() -> None:
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "passes/README.md"]
     lines = [f"{page.name}: {line}" for page in pages for line in page.read_text(encoding="utf-8").splitlines()]

@@ -34,6 +34,7 @@ def test_other_calls_do_not_agree(out: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_they_agree_where_it_runs(out: Path) -> None:
     """At sizes that are not the example's; torch counts the same calls."""
     ended = fork_ranks(2, Path(__file__).with_name("count_worker.py"), out, "3,9,8")
@@ -49,6 +50,7 @@ def test_they_agree_where_it_runs(out: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_command_line(out: Path, tmp_path: Path) -> None:
     inputs = tmp_path / "in.safetensors"
     save_file({"x": torch.ones(3, 9, 8), "other": torch.ones(2, 5, 8)}, inputs)

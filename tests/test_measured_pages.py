@@ -14,7 +14,7 @@ QUOTES = {"long-context.md", "search.md"}  # pages that quote one figure, with i
 GENERATED = {"ops.md"}  # with its line, by `make docs`
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("page", PAGES)
 def test_the_subject_of_a_page_is_what_was_measured(page: str) -> None:
     text = front_line(page) if page in GENERATED else (DOCS / page).read_text(encoding="utf-8")
@@ -35,6 +35,7 @@ def test_every_page_with_a_date_is_recorded() -> None:
     assert dated | GENERATED == PAGES.keys() | QUOTES
 
 
+@pytest.mark.slow
 def test_a_config_that_is_built_changes_no_row() -> None:
     """transformers fills in what a nested field leaves out."""
     pytest.importorskip("transformers")

@@ -56,6 +56,7 @@ def wire(program: tpcompiler.ParallelProgram) -> Counter[tuple[str, str]]:
     return counted
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("core", [False, True])
@@ -98,6 +99,7 @@ def test_styles_speak_of_tp_alone() -> None:
     assert program.verify((X,)).ok
 
 
+@pytest.mark.slow
 def test_one_gather_of_what_both_axes_cut() -> None:
     """The rows lie over both axes: their gather at the end runs over one flattened group."""
     module = nn.Sequential(nn.ReLU(), nn.GELU())
@@ -114,6 +116,7 @@ def test_one_gather_of_what_both_axes_cut() -> None:
     )
 
 
+@pytest.mark.slow
 def test_sums_over_two_axes_are_one_collective() -> None:
     """Rows of a weight over tp, and the features of its input over dp: what is pending over both is reduced at once."""
     program = tpcompiler.parallelize(
@@ -125,7 +128,7 @@ def test_sums_over_two_axes_are_one_collective() -> None:
     assert program.verify((X,)).ok
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize(
     "inputs", [{"dp": "S(1)"}, {"dp": "S(0)", "tp": "S(1)"}, {"tp": "S(2)"}, {"dp": "S(2)", "tp": "S(2)"}]
@@ -138,6 +141,7 @@ def test_uneven_and_empty_shards(inputs: dict[str, str], sizes: tuple[int, ...])
     assert report.ok, str(report)
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_several_axes(tmp_path: Path) -> None:
     torch.export.save(exported(), tmp_path / "model.pt2")
     (tmp_path / "plan.yaml").write_text("".join(f"{name}: {style}\n" for name, style in PLAN.items()))
@@ -177,6 +181,7 @@ class Both(nn.Module):
         return x.mean(), x.mean((0, 1)), x.tril(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "kept"), [(4, "d0 is cut by tp"), (5, "d0 is cut by tp")])
 def test_ops_with_bodies_of_their_own_for_two_dims_that_are_cut(rows: int, kept: str) -> None:
     """A mean is each rank's share of both dims; for a triangle, which moves along either, one dim is gathered."""
@@ -198,6 +203,7 @@ class Merged(nn.Module):
         return (matrices @ matrices.transpose(1, 2)).view(*x.shape[:3], 2, 2)
 
 
+@pytest.mark.slow
 def test_uneven_rows_of_even_heads() -> None:
     """7 rows of 20, over 2: 4 and 3. In each rank's rows the other axis cuts blocks of 4 heads, which divide both."""
     x = torch.randn(7, 5, 4, 2, 3)
@@ -214,7 +220,7 @@ class Rows(nn.Module):
         return x.reshape(-1, 4) * 2, x.unflatten(1, (-1, 4)).tanh(), x.flatten(1, 2).sin()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("free", [(0,), (1,), (0, 1)])
 def test_what_is_left_open_of_an_empty_share(free: tuple[int, ...]) -> None:
     """A view of no elements in [-1, 0] might have any number of rows: it is said, though it is dynamic."""
@@ -229,6 +235,7 @@ def test_what_is_left_open_of_an_empty_share(free: tuple[int, ...]) -> None:
             assert made.verify((torch.randn(rows, columns, 4),)).ok
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("plan", ["auto", {"up": "colwise", "down": "rowwise"}], ids=["auto", "a plan"])
 def test_an_axis_that_cuts_nothing_is_reported(plan: Any) -> None:
     """Half of the ranks repeat the others: the report and its notes say so, and how the batch is cut; then it is gone."""

@@ -83,6 +83,7 @@ def converted(world: int, degree: int) -> ParallelProgram:
     return tpcompiler.parallelize(exported(), world, PLAN, degrees={"draft": degree})
 
 
+@pytest.mark.slow
 def test_only_programs_of_one_model_share_tensors() -> None:
     program = converted(2, 2)
     families = {name: each.manifest().family for name, each in program.items()}
@@ -106,6 +107,7 @@ def test_a_tensor_that_differs_in_programs_of_one_model_is_refused() -> None:
         tpcompiler.parallelize({**exported(), "decode": export(other, (IDS[:, :1],))}, 2, PLAN)
 
 
+@pytest.mark.slow
 def test_a_program_that_joins_two_models_makes_them_one() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:
@@ -139,7 +141,7 @@ def test_a_program_that_joins_two_models_makes_them_one() -> None:
     }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("degree", [1, 2, 4])
 def test_a_program_has_the_collectives_of_its_own_degree(degree: int) -> None:
     program = converted(4, degree)
@@ -155,7 +157,7 @@ def test_a_program_has_the_collectives_of_its_own_degree(degree: int) -> None:
     assert report.max_abs_err > 0  # sums of several ranks
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["draft", "vision"])
 def test_a_report_names_the_wrong_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: one rank has another bias."""
@@ -255,6 +257,7 @@ def test_an_artifact_of_such_programs_is_refused(degrees: dict[str, int]) -> Non
                 made.verify(calls)
 
 
+@pytest.mark.slow
 def test_a_parameter_that_is_trained_over_other_ranks_is_refused() -> None:
     """After a step the reader would have the old weights."""
     layers = {"up": nn.Linear(8, 8), "down": nn.Linear(8, 8)}
@@ -296,6 +299,7 @@ def test_a_parameter_under_another_name_is_refused() -> None:
         tpcompiler.parallelize({"train": tpcompiler.export_training(model, (x,)), "eval": inner}, 2, {})
 
 
+@pytest.mark.slow
 def test_an_entry_of_the_plan_may_match_in_one_program_only() -> None:
     plan = {**PLAN, "embed": "embedding_rowwise"}
     assert tpcompiler.parallelize(exported(), 2, plan)["decode"].collectives()[0].kind == "all_reduce"

@@ -45,7 +45,7 @@ def sized(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.both(x) * x.shape[0]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("form", ["training", "canonical", "core"])
 @pytest.mark.parametrize("function", [cast, lifted, asserted, constrained, sized])

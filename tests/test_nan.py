@@ -123,6 +123,7 @@ def test_processes_keep_nan_and_infinity(degree: int, tmp_path: Path) -> None:
             assert_same(got, want.chunk(degree)[rank] if name in KEPT else want, f"{name} on rank {rank}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float64, 8), (torch.float32, 4), (torch.bfloat16, 4)])
 def test_the_price_is_what_is_sent(dtype: torch.dtype, size: int) -> None:
     """As many bytes as the floats have; of half precision four for each, for no backend reduces integers of two."""
@@ -193,6 +194,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", DAMAGES)
 def test_an_encoding_that_is_damaged_is_found(name: str) -> None:
     exported = export(Each([FUNCTIONS["amax"]]), ([values(2)],))
@@ -211,6 +213,7 @@ class Attention(nn.Module):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("number", [NAN, INF])
 @pytest.mark.parametrize("spoilt", [0, 1, 2])
@@ -248,7 +251,7 @@ class Looked(nn.Module):
         return self.table(ids)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("number", [NAN, INF])
 @pytest.mark.parametrize("row", range(8))

@@ -44,7 +44,7 @@ def texts(html: str) -> Iterator[str]:
         assert not (element.tail or "").strip()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name", ["program", "programs", "report", "cost", "explain", "diff", "doctor", "check", "verify"]
 )

@@ -78,6 +78,7 @@ def test_layers_that_stay_whole_by_hand() -> None:
     assert f"  {up}\n" in made.report()
 
 
+@pytest.mark.slow
 def test_nothing_is_said_where_all_is_cut_or_a_plan_decides() -> None:
     assert not said(tpcompiler.parallelize(mlp(), 2, "auto", machine="ideal"), "uncut")
     assert not said(tpcompiler.parallelize(mlp(), 2, "auto", machine="h100", optimize="memory"), "uncut")
@@ -101,6 +102,7 @@ def deep() -> ExportedProgram:
         return export(Deep(), (torch.randn(2, 8, 64),))
 
 
+@pytest.mark.slow
 def test_repeated_layers_are_one_line_and_a_plan_that_was_found_says_the_same() -> None:
     made = tpcompiler.parallelize(deep(), 2, "auto", machine="h100")
     found = said(made, "uncut")
@@ -112,6 +114,7 @@ def test_repeated_layers_are_one_line_and_a_plan_that_was_found_says_the_same() 
     assert said(again, "uncut") == found
 
 
+@pytest.mark.slow
 def test_fewest_bytes_cut_what_a_collective_costs_more_than() -> None:
     """On a machine where an all_reduce takes longer than reading these weights a thousand times."""
     made = tpcompiler.parallelize(CASES["llama"].export(False), 2, "auto", machine="h100", optimize="memory")

@@ -228,6 +228,7 @@ print(sorted(name for name in sys.modules if name.startswith("mine")), sys.path[
 """
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "imported"),
     [

@@ -37,6 +37,7 @@ def converted(world: int) -> ParallelProgram:
     return tpcompiler.parallelize(exported(), world, PLAN)
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_the_step_reads_what_the_prompt_wrote(world: int) -> None:
@@ -71,6 +72,7 @@ def test_a_step_without_its_prompt_is_another_answer() -> None:
     assert not torch.allclose(alone(*STEPS[0][0]), after(*STEPS[0][0]), atol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("layout", ["ranks", "shared"])
 def test_one_directory_on_real_processes(layout: Literal["ranks", "shared"], tmp_path: Path) -> None:
@@ -103,6 +105,7 @@ def test_one_of_them_by_itself_lacks_its_weights(tmp_path: Path) -> None:
     converted(2).save(tmp_path / "out", force=True)
 
 
+@pytest.mark.slow
 def test_a_free_leaf_that_two_programs_want_otherwise_is_placed_alike() -> None:
     """Alone, the second program would cut the table by its columns."""
     table = nn.Parameter(torch.randn(8, 8))

@@ -105,6 +105,7 @@ def test_every_long_step_tells_how_far_it_is(model: Path) -> None:
     assert [done for _, done, _ in of_one] == list(range(len(of_one)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("trust", [False, True])
 def test_a_file_tells_how_many_of_its_bytes_are_read(model: Path, trust: bool) -> None:
     """Each once, and up to the end, also where it cannot be read."""
@@ -196,6 +197,7 @@ def test_a_step_that_lasts_has_a_line_in_a_pipe(monkeypatch: pytest.MonkeyPatch)
     assert len(shown.getvalue().splitlines()) == len(lines)
 
 
+@pytest.mark.slow
 def test_nothing_is_shown_in_a_pipe_nor_with_json(model: Path) -> None:
     """But for steps that last. The same words on a terminal show bars there, and what is printed stays as it is."""
     out = model.with_name("out")

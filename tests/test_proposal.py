@@ -41,6 +41,7 @@ class Outer(Mlp):
         return torch.relu(y @ self.pair.a.T) @ self.pair.b.T
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model", "expected"),
     [

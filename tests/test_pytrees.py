@@ -154,7 +154,7 @@ CASES: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", CASES)
 def test_any_tree(name: str, tmp_path: Path) -> None:
@@ -209,6 +209,7 @@ def test_numbers_that_are_dynamic(tmp_path: Path) -> None:
     assert [d.name for d in made.verify((X, 6)).outputs] == ["0", "1", "2", "3"]
 
 
+@pytest.mark.slow
 def test_a_sharded_batch_inside_a_dict(tmp_path: Path) -> None:
     """Placements go by the names of inputs and by the paths of outputs."""
 
@@ -234,6 +235,7 @@ def test_a_sharded_batch_inside_a_dict(tmp_path: Path) -> None:
     assert {d.name: d.ok for d in wrong.outputs} == {"out.h": False, "n": True, "twice.0": True}
 
 
+@pytest.mark.slow
 def test_outputs_with_one_path_have_two_names() -> None:
     program = exported(lambda self, x: {"a.b": self.net(x), "a": {"b": x}}, (X,))
     made = tpcompiler.parallelize(program, 2, PLAN, outputs={"a.b": "S(0)", "a.b#2": "S(1)"})
@@ -266,7 +268,7 @@ def test_a_key_that_json_does_not_keep(tmp_path: Path) -> None:
 DTYPE = "give a tensor of that dtype and shape"
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("args", "kwargs", "expected"),
     [

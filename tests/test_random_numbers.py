@@ -80,7 +80,7 @@ def on_all(made: ParallelProgram, world: int) -> list[list[torch.Tensor]]:
     return [r.outputs for r in simulate([made.rank_program(i) for i in range(world)], [[X]] * world)]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", [*FOR_A_SHAPE, *FOR_VALUES])
@@ -199,6 +199,7 @@ return mul
     )
 
 
+@pytest.mark.slow
 def test_dynamic_sizes() -> None:
     net = Net(lambda self, x: self.down(F.dropout(self.up(x), 0.5, True)) + torch.rand_like(x))
     program = exported(net, X, dynamic_shapes=(((Dim("batch"), None),),))
@@ -208,6 +209,7 @@ def test_dynamic_sizes() -> None:
             assert made.verify((torch.randn(rows, 8),)).ok
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["dropout", "attention with dropout", "rand_like", "bernoulli", "poisson"])
 def test_half_precision(name: str) -> None:
     """The comparison in float32 takes the numbers that are drawn in bfloat16, and nothing else of it."""
@@ -218,6 +220,7 @@ def test_half_precision(name: str) -> None:
     assert all(d.tolerance < 1e-4 for d in report.outputs if "float32" in d.name)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_keep_the_dropout_between_their_layers(kind: type[nn.Module]) -> None:
     """torch takes them apart without it."""
@@ -291,6 +294,7 @@ def test_what_is_drawn_next_is_what_the_single_device_draws_next(name: str, dial
         assert torch.equal(result.drawn[0], after)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize(("layers", "p"), [(1, 0.5), (2, 1.0), (2, 0.0)])
@@ -307,6 +311,7 @@ def test_recurrent_layers_that_do_not_draw(kind: type[nn.Module], layers: int, p
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.slow
 def test_ranks_in_one_process_have_generators_of_their_own_and_leave_the_callers() -> None:
     made = converted(FOR_A_SHAPE["rand"], 2)
     before = torch.get_rng_state()
@@ -315,6 +320,7 @@ def test_ranks_in_one_process_have_generators_of_their_own_and_leave_the_callers
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow
 def test_float64_draws_the_same_numbers() -> None:
     program = exported(Net(lambda self, x: torch.rand_like(self.both(x))), X)
     (narrow,), (wide,) = (

@@ -57,6 +57,7 @@ def test_the_named_commands_exist() -> None:
     assert f'{name}("{tpcompiler.Mesh.of(2).group_name(("tp",))}"' in RUN.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 @needs_readme
 def test_the_named_files_exist() -> None:
     pages = [README, *(ROOT / "docs").glob("*.md"), *(ROOT / "passes").glob("*.md")]

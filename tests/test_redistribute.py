@@ -103,6 +103,7 @@ def test_a_gradient_of_terms(change: Any, gradient: Any, tmp_path: Path) -> None
         assert not torch.allclose(wrong[rank][1], want)
 
 
+@pytest.mark.slow
 def test_uneven_parts_need_the_whole_shape(tmp_path: Path) -> None:
     """Without it, ranks with 3 and 2 of 5 rows take the tensor for one of 6 and one of 4: none may wait for the other."""
     torch.save(({"tp": 2}, None, [("S(0)", "R", None, [torch.ones(3, 8), torch.ones(2, 8)], None)]), tmp_path / "asked")

@@ -14,6 +14,7 @@ def test_the_page_is_fresh() -> None:
     assert sharding_page.PAGE.read_text(encoding="utf-8") == sharding_page.page()
 
 
+@pytest.mark.slow
 def test_a_drawing_shows_who_holds_what() -> None:
     mesh = Mesh((("dp", 2), ("tp", 2)))
     assert sharding_page.drawing(mesh, "[S(0), S(1, parts 4 4r)]") == "\n".join(

@@ -58,6 +58,7 @@ def test_a_newer_torch_is_a_warning(version: str, said: bool) -> None:
     assert all(each.category is tpcompiler.TpCompilerWarning for each in heard)
 
 
+@pytest.mark.slow
 def test_the_command_line_says_it_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "text.pt2").write_text("no program")
     script = "import torch; torch.__version__ = '9.0'\nfrom tpcompiler.cli import main\nmain()"
@@ -69,6 +70,7 @@ def test_the_command_line_says_it_in_one_line(tmp_path: Path) -> None:
     assert ran.returncode == 2
 
 
+@pytest.mark.slow
 def test_a_trace_leaves_the_methods_of_modules() -> None:
     """What is traced is as `make_fx` has it, which puts others into their place."""
     call, found = torch.nn.Module.__call__, []

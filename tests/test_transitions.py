@@ -89,7 +89,7 @@ def on_both(text: str) -> PlacementSpec:
     return over(SQUARE, text)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("source", "target"),

@@ -84,7 +84,7 @@ def converted(plan: Mapping[str, Any], width: int = 64, **given: Any) -> tpcompi
     return tpcompiler.parallelize(exported, 2, plan, **given)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "whole"),
     [
@@ -108,6 +108,7 @@ def test_bytes_that_no_entry_names(plan: dict[str, str], whole: int | None) -> N
         assert max(converted("auto", optimize="memory").parameter_bytes()[1]) == found.searched_bytes
 
 
+@pytest.mark.slow
 def test_a_large_model_takes_the_fastest_plan() -> None:
     """Its layers are worth cutting for speed; a small one's are only for memory."""
     made = converted({"table": "embedding_rowwise"}, width=8192, machine="h100")
@@ -123,6 +124,7 @@ def test_an_artifact_on_disk_has_the_same_line(tmp_path: Path) -> None:
     assert line_in(tpcompiler.open(tmp_path / "out").report()) == line_in(made.report()) != ""
 
 
+@pytest.mark.slow
 def test_nothing_is_searched_unless_it_is_asked_and_much_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     searches: list[Any] = []
     search = pipeline.find_placements

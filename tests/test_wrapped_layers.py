@@ -78,7 +78,7 @@ class Mlp(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.sweep
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
@@ -108,6 +108,7 @@ def test_a_pair_cuts_what_the_weight_is_made_of(
     assert sum(torch.Size(program.only.original().state_dict[name].shape).numel() == 512 for name in cut) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("inner", ["", ".inner"])
 @pytest.mark.parametrize("name", ["linear", "base_layer"])
@@ -123,6 +124,7 @@ def test_the_names_of_a_wrapper_and_of_its_layer_mean_the_layer(name: str, inner
     assert cut == {**layers, f"down.{name}.bias": "P(sum)", "down.a.weight": "S(1)"}
 
 
+@pytest.mark.slow
 def test_a_wrapper_s_name_means_its_layer_in_training() -> None:
     torch.manual_seed(0)
     model, x = Mlp(lambda layer: Lora(layer, "linear")).train(), torch.randn(4, 16)
@@ -148,7 +150,7 @@ def test_a_module_that_wraps_two_layers_stands_for_none() -> None:
     assert error.value.help == "name a layer inside it, such as 'up.one', 'up.two'"
 
 
-@pytest.mark.sample(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_a_norm_over_a_cut_dim_reduces_the_norm(dtype: torch.dtype) -> None:
     class Normalize(nn.Module):
@@ -199,6 +201,7 @@ class Pt2e(nn.Module):
         return x + self.down(inner, self.weight(1))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [2, 3])
 def test_styles_cut_the_weights_of_pt2e(world: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -219,6 +222,7 @@ def test_styles_cut_the_weights_of_pt2e(world: int, tmp_path: Path) -> None:
     program.save(tmp_path / "out")  # and checks the files
 
 
+@pytest.mark.slow
 def test_a_weight_is_borrowed_from_around_the_layer_alone() -> None:
     """Not from a module beside it: that one has a word of its own."""
 

@@ -20,6 +20,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_walk_through_runs() -> None:
     code = "\n".join(blocks("python"))
     done = fork_code(code)
@@ -36,6 +37,7 @@ def test_what_is_quoted_is_the_code() -> None:
     assert sample in (ROOT / "tests" / "rules" / "vector_samples.py").read_text().replace("\n    ", "\n")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("command", ["convert", "verify", "run", "inspect"])
 def test_the_commands_take_an_import(command: str) -> None:
     assert "--import" in right(command, "--help")

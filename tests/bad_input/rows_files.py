@@ -192,7 +192,7 @@ MODELS = [
     Row(
         "a file that lacks an entry",
         "tpcompiler inspect model.pt2",
-        "model.pt2 cannot be read by torch <torch>: PytorchStreamReader failed locating file data/weights/weight_1: file not found.",
+        "model.pt2 cannot be read by torch <torch>: it has no entry data/weights/weight_1",
         OF_TORCH,
         spoil=entries("model.pt2", lambda name, found: None if name.endswith("weight_1") else found),
     ),

@@ -16,7 +16,7 @@ from tests.opaque import opaque
 IDS = torch.tensor([[1, 5, 15], [0, 8, 7]])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "boundary", "kinds"),
     [
@@ -67,6 +67,7 @@ class Tied(nn.Module):
         return self.head(self.embed(ids))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [
@@ -155,6 +156,7 @@ def test_a_style_that_does_not_fit_its_layer(layer: nn.Module, style: str, messa
     )
 
 
+@pytest.mark.slow
 def test_a_layer_that_the_program_does_not_use() -> None:
     program = exported(Net(idle=nn.Linear(8, 8)), X)
     assert refusal(program, {"idle": "colwise"}) == (
@@ -191,7 +193,7 @@ def views(shape: tuple[int, ...], hidden: int) -> Net:
     return Net(lambda self, x: self.down((self.up(x).view(*shape) * 2).reshape(4, hidden)), hidden)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "hidden"),
     [((4, 3, 4), 12), ((4, 2, 6), 12), ((48,), 12), ((2, 24), 12), ((4, 3, 2, 2), 12), ((8, 6), 12), ((4, 5, 3), 15)],
@@ -219,7 +221,7 @@ class Attention(nn.Module):
 HEADS = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "world"), [(6, 6, 3), (6, 2, 2), (6, 6, 4), (6, 2, 3), (6, 2, 8), (6, 1, 2)]
 )

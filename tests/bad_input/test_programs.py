@@ -90,7 +90,7 @@ def test_what_is_refused(function: Callable[..., Any], message: str, help: str) 
     assert re.fullmatch(r"  used at: (test_programs|models).py:\d+, in (\w+|<lambda>)", where[0])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "function",
     [
@@ -137,6 +137,7 @@ def weight_norm(net: Net) -> None:
     nn.utils.parametrizations.weight_norm(net.up)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("change", "shapes"), [(weight_of_two_parts, [[8, 8], [8, 8]]), (weight_norm, [[8, 1], [8, 8]])]
 )
@@ -168,7 +169,7 @@ def first_rows(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.both(x[:count])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [chosen_rows, scaled_by_an_item, first_rows])
 def test_sizes_that_depend_on_data(function: Callable[..., Any], tmp_path: Path) -> None:
     """As many rows as the data says, on every rank, in memory and from files."""
@@ -189,6 +190,7 @@ class Complex(nn.Module):
         return self.down(self.up(x))
 
 
+@pytest.mark.slow
 def test_complex_numbers() -> None:
     """Compared as rounded numbers, real and imaginary part."""
     x = torch.randn(4, 8, dtype=torch.complex64)
@@ -203,6 +205,7 @@ def test_complex_numbers() -> None:
         assert not compare(made.only.original(), programs, (x,), {}, layout_of(made.only), ["x"], ["output"]).ok
 
 
+@pytest.mark.slow
 def test_an_op_that_knows_one_dtype() -> None:
     """The float64 run that sets the tolerance calls it as it was exported."""
     made = tpcompiler.parallelize(exported(Net(lambda self, x: single_only(self.both(x))), X), 2, PLAN)
@@ -224,6 +227,7 @@ class Int8(nn.Module):
         return F.linear(x, self.weight.to(torch.float32) * self.scale, self.bias)
 
 
+@pytest.mark.slow
 def test_int8_weights_are_cut_with_their_scales() -> None:
     net = Net(up=Int8(16, 8), down=Int8(8, 16))
     made = tpcompiler.parallelize(exported(net, X), 2, PLAN)

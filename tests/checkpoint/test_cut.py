@@ -68,6 +68,7 @@ def test_the_same_bytes_as_with_weights(world: int, prefix: str, tmp_path: Path)
     assert sorted(path.name for path in out.iterdir() if path.name.startswith(".")) == []
 
 
+@pytest.mark.slow
 def test_a_wrong_checkpoint_is_not_equal(tmp_path: Path) -> None:
     """Negative control."""
     out = converted(tmp_path / "out")
@@ -144,7 +145,7 @@ def described(program: ExportedProgram) -> list[str]:
     return [str(program.graph), *(f"{name}: {value.dtype} {value.shape}" for name, value in program.state_dict.items())]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "inside"), INSIDE)
 def test_a_model_without_weights_is_converted(how: str, inside: bool, tmp_path: Path) -> None:
     """In the block or after it; tied weights stay tied, and buffers keep their values."""
@@ -194,6 +195,7 @@ def cut_until(out: Path, checkpoint: Path, part: float, **asked: Any) -> None:
         tpcompiler.open(out).cut(checkpoint, progress=stop, **asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [0, 0.7])
 def test_an_interrupted_cut_goes_on(part: float, tmp_path: Path) -> None:
     out, checkpoint = converted(tmp_path / "out"), write_checkpoint(tmp_path / "c")

@@ -32,6 +32,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_a_model_comes_back_bit_for_bit(tmp_path: Path) -> None:
     """Packed and uneven cuts; `make trust` takes the whole zoo that way."""
     said, wrong = there_and_back(CASES["gpt2"], tmp_path, "shared")

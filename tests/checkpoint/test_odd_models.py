@@ -101,6 +101,7 @@ def test_empty_expanded_and_tied_to_what_is_not_persistent(layout: Any, tmp_path
     assert load_file(tmp_path / "w.safetensors").keys() == program.state_dict.keys()
 
 
+@pytest.mark.slow
 def test_without_weights_at_all(tmp_path: Path) -> None:
     tpcompiler.parallelize(export(nn.ReLU(), (X,)), 2, {}).save(tmp_path / "out")
     tpcompiler.open(tmp_path / "out").reshard(3, tmp_path / "three")
@@ -156,6 +157,7 @@ class Heads(Mlp):
         return self.down(self.up(x).view(x.shape[0], -1, 4).flatten(1))
 
 
+@pytest.mark.slow
 def test_for_one_rank(tmp_path: Path) -> None:
     """Sizes that a cut would change stay what they are, -1 too."""
     tpcompiler.parallelize(export(Heads(), (X,)), 3, PLAN).save(tmp_path / "out")
@@ -167,6 +169,7 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.slow
 def test_a_cut_that_ends_before_the_manifest_is_written_goes_on(
     mlp: ExportedProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

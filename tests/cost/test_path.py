@@ -105,13 +105,13 @@ def all_bytes(mesh: Mesh) -> dict[tuple[str, str], int]:
     return {(a, b): reshard_wire_bytes(states[a], states[b], SHAPE, ITEM, mesh) for a, b in pairs}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [MESHES[0], pytest.param(MESHES[1], marks=pytest.mark.slow)], ids=str)
 def test_never_more_bytes_than_torch(mesh: Mesh) -> None:
     assert more_than_torch(mesh, all_bytes(mesh)) == []
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(5, 3, 7), (1, 3, 2)], ids=str)
 def test_nor_of_uneven_and_empty_shards(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{__name__}.SHAPE", shape)

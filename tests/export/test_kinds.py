@@ -97,7 +97,7 @@ def test_numbers_are_those_of_transformers(model_type: str, tmp_path: Path) -> N
         torch.testing.assert_close(program.module()(**inputs)["logits"], expected)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", ["its final_logits_bias", "none", "nothing"])
 def test_a_buffer_that_transformers_lets_a_checkpoint_lack(stored: str, tmp_path: Path) -> None:
     """It keeps the constructor's value where the directory's checkpoint has no such tensor."""

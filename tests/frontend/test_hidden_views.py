@@ -40,6 +40,7 @@ def _dense(values: Any) -> list[torch.Tensor]:
     return [value for value in tensors if value.layout is torch.strided and value.device.type == "cpu"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_no_other_kernel_hides_that_it_shares_memory() -> None:
     """One in four of torch's ops, and all of them by `make trust`."""

@@ -169,7 +169,7 @@ def test_calls_in_a_row(then: Callable[[Net, torch.Tensor], object], cut: dict[s
         torch.testing.assert_close(value, model.state_dict()[name])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("then", [history, turned_by_einsum, diagonal_of_einsum])
 def test_torchs_functional_form_is_wrong(then: Callable[[Net, torch.Tensor], object]) -> None:
     """There is something to do: else this can go."""
@@ -213,6 +213,7 @@ def test_a_rank_that_returns_what_it_writes(tmp_path: Path) -> None:
         made.save(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_view() -> None:
     class Views(nn.Module):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -30,6 +30,7 @@ def test_every_cut_is_right(name: str) -> None:
     assert any(o.what == "right" for o in found)
 
 
+@pytest.mark.slow
 def test_a_wrong_rule_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     target = torch.ops.aten.softmax.int
     wrong = Entry(lambda node: "{0} -> {0}".format(" ".join("abcd"[: node.meta["val"].ndim])), "any", False)

@@ -367,6 +367,7 @@ def test_the_canonical_program_is_not_changed() -> None:
     assert program_text(program) == before
 
 
+@pytest.mark.slow
 def test_time_grows_with_the_program_and_not_with_its_square(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice the layers look at twice as many operands."""
 

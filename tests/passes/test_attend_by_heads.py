@@ -49,7 +49,7 @@ def exchanged(heads: int, ranks: int) -> int:
     return heads * STEPS * FEATURES * 4 // ranks * (ranks - 1) // ranks
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [{}, "auto"], ids=["planned", "auto"])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["all keys", "causal"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -69,6 +69,7 @@ def test_other_dims_are_what_makes_it_so(monkeypatch: pytest.MonkeyPatch) -> Non
     assert sent(converted(attend(), qkv(8), 4)) == {("all_gather", gathered): 2}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", [(1, 1, STEPS, STEPS), (1, 8, STEPS, STEPS), (STEPS, STEPS)], ids=str)
 def test_masks(shape: tuple[int, ...]) -> None:
     """A mask that is whole is read as it is; its heads are sliced."""
@@ -81,6 +82,7 @@ def test_masks(shape: tuple[int, ...]) -> None:
     assert program.verify(args).ok
 
 
+@pytest.mark.slow
 def test_grouped_queries() -> None:
     args = qkv(8, 2)
     program = converted(attend(), args, 4)
@@ -103,7 +105,7 @@ def test_fewer_heads_of_keys_than_ranks(plan: Any) -> None:
     assert program.verify(args).ok
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [{}, "auto"], ids=["planned", "auto"])
 @pytest.mark.parametrize("heads", [8, 4])
 def test_two_axes(heads: int, plan: Any) -> None:
@@ -132,6 +134,7 @@ class Projected(nn.Module):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [{}, "auto"], ids=["planned", "auto"])
 def test_projections_stay_on_their_steps(plan: Any) -> None:
     """No rank computes keys of other ranks' steps."""
@@ -141,6 +144,7 @@ def test_projections_stay_on_their_steps(plan: Any) -> None:
     assert program.verify((x,)).ok
 
 
+@pytest.mark.slow
 def test_a_dynamic_length() -> None:
     length = {2: Dim("length", max=4096)}
     program = converted(attend(), qkv(8), 4, dynamic=((length,) * 3,))

@@ -179,7 +179,7 @@ def judge(what: str, mesh: dict[str, int], dtype: torch.dtype = torch.float32) -
     assert program.verify(args).ok
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.sweep
 @pytest.mark.parametrize("mesh", [{"cp": 2}, {"cp": 4}, {"cp": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize("what", ATTENTION)
@@ -213,6 +213,7 @@ def test_any_length_that_the_turns_divide(attend: Any, mesh: dict[str, int]) -> 
     assert all(program.verify(given(*each)).ok for each in ((1, 16), (3, 48)))
 
 
+@pytest.mark.slow
 def test_whole_keys_are_not_gathered() -> None:
     program = tpcompiler.parallelize(export(net(F.scaled_dot_product_attention), qkv()), {"cp": 2}, PLAN)
     assert gathers(program) == [
@@ -245,7 +246,7 @@ def _blind_as_others(
     return [*ON_CPU(q, k, v, attn_mask=bias.expand(*q.shape[:3], k.shape[2]))]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "wrong"), [("_merge", _no_rescale), ("_Turns.parts", _first_part_again), ("_attend", _blind_as_others)]
 )
@@ -259,6 +260,7 @@ def test_a_wrong_merge_is_noticed(name: str, wrong: Any, monkeypatch: pytest.Mon
     assert not converted(masked, args, {"cp": 2}).verify(args).ok
 
 
+@pytest.mark.slow
 def test_what_a_rank_holds() -> None:
     """Of 4 ranks, 1,024 steps and 64 features in bfloat16, a share of queries, keys or values is 32,768 bytes: of one
     head, for several would be exchanged for steps.

@@ -54,7 +54,7 @@ CASES: dict[str, tuple[Callable[..., Any], set[str]]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize(("forward", "shardings"), CASES.values(), ids=CASES)
@@ -65,6 +65,7 @@ def test_equal_on_even_uneven_and_empty_shards(forward: Callable[..., Any], shar
         assert shardings <= found
 
 
+@pytest.mark.slow
 def test_blocks_beside_a_cut_of_the_same_dim() -> None:
     """To turn one into the other takes a gather; before the dims are merged the same is an all_to_all."""
     program, found = made_of(lambda self, x: x.flatten(0, 1).sin(), 2)
@@ -75,6 +76,7 @@ def test_blocks_beside_a_cut_of_the_same_dim() -> None:
     assert program.verify((X,)).ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_dynamic_number_of_blocks(world: int) -> None:
     program, found = made_of(lambda self, x: x.flatten(0, 1).sin().cos(), world, dynamic=True)
@@ -101,7 +103,7 @@ def test_blocks_of_a_dynamic_size_are_gathered() -> None:
         assert program.verify((torch.randn(4, steps, 5),)).ok
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_a_buffer_that_is_written_in_blocks(world: int) -> None:
     """A buffer follows what is put in it, also into blocks, and keeps it from call to call."""
@@ -116,6 +118,7 @@ def test_a_buffer_that_is_written_in_blocks(world: int) -> None:
     assert program.verify((X,), then=[((X + 1,), {}), ((X * 3,), {})]).ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_weight_in_blocks(world: int) -> None:
     """Queries, keys and values in one weight: a cut of the heads lies inside of three blocks, offline."""

@@ -71,6 +71,7 @@ def wrong(
     return wrong_changes(some(itertools.product(states, repeat=2), every), mesh, value, machine)
 
 
+@pytest.mark.slow
 def test_a_few_of_all() -> None:
     assert wrong(FEW, SQUARE, (5, 3)) == []
 
@@ -107,6 +108,7 @@ def test_every_change_of_blocks_and_parts(texts: list[str], mesh: Mesh) -> None:
     assert wrong(texts, mesh, (12, 4), every=19) == []
 
 
+@pytest.mark.slow
 def test_every_change_of_reductions() -> None:
     assert wrong(MIXED, SQUARE, (3, 2), every=19) == []
 

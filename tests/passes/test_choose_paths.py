@@ -58,6 +58,7 @@ def kinds(made: tpcompiler.ParallelProgram) -> set[tuple[str, str]]:
     return {(each.kind, each.axis) for each in made.collectives()}
 
 
+@pytest.mark.slow
 def test_small_values_take_one_collective_and_large_ones_the_links_of_a_node(tmp_path: Path) -> None:
     pending = "P(sum)", "P(sum)"
     small, large = converted(tmp_path, NODES, (4, 4), *pending), converted(tmp_path, NODES, (64, 64), *pending)
@@ -66,6 +67,7 @@ def test_small_values_take_one_collective_and_large_ones_the_links_of_a_node(tmp
     assert kinds(converted(tmp_path, "base: ideal", (64, 64), *pending)) == {("all_reduce", "dp.tp")}  # fewest bytes
 
 
+@pytest.mark.slow
 def test_the_files_say_which_path_and_are_judged_by_it(tmp_path: Path) -> None:
     """Five rows over tp are three and two, so ranks differ on the way, which another path would not explain."""
     made = converted(tmp_path, NO_ALL_REDUCE, (10, 4), "S(0)", "P(sum)")

@@ -26,7 +26,7 @@ def converted(forward: Forward, outputs: list[str | None] | None = None) -> tpco
     return tpcompiler.parallelize(export(module, (X,)), 2, {"head": "colwise"}, outputs=outputs)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("forward", "reason"),
     [
@@ -48,7 +48,7 @@ def test_no_fallback(forward: Forward, reason: str) -> None:
     program.check_budget(["0 fallbacks"])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("forward", "outputs"),
     [

@@ -135,7 +135,7 @@ def test_exact_by_hand(ranks: int) -> None:
     assert program.check().ok
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("experts", "slots"), [(8, 1), (16, 2), (24, 3)])
 def test_a_token_has_no_more_rows_than_a_rank_has_experts(experts: int, slots: int) -> None:
     """Of three choices, one can be of the one expert of a rank."""
@@ -159,6 +159,7 @@ def test_numbers(kind: type[Experts], mesh: Any) -> None:
     assert program.check().ok
 
 
+@pytest.mark.slow
 def test_tokens_that_all_ranks_have() -> None:
     """Each rank sends its share of them; the results are gathered."""
     program = converted(built(), {"ep": 4}, inputs=None, outputs=None)
@@ -173,6 +174,7 @@ def test_any_number_of_tokens() -> None:
         assert program.verify((torch.randn(count, FEATURES),)).ok
 
 
+@pytest.mark.slow
 def test_ranks_without_a_token() -> None:
     """All tokens go to experts 0 and 1, which are the first rank's."""
     net = built(Experts, 8)
@@ -182,6 +184,7 @@ def test_ranks_without_a_token() -> None:
     assert converted(net, {"ep": 4}).verify((X,)).ok
 
 
+@pytest.mark.slow
 def test_a_wrong_slot_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the numbers and of the proof: every rank reads the slots of its neighbour's rows."""
     send = dispatch_experts._Slots.send

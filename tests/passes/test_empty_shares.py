@@ -70,7 +70,7 @@ def test_packed_blocks(size: int, mesh: dict[str, int], held: list[int], style: 
     program.save(tmp_path / "out")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [4, 8])
 def test_no_row_is_lost_between_two_axes(world: int) -> None:
     """On 8 ranks the axis is also tried as two, where a unit of the outer factor does not fit into a head."""
@@ -93,7 +93,7 @@ def test_a_unit_must_fit_into_every_piece() -> None:
 PLACED = ["S(0)", "S(0, block 1)", "S(0, block 2)", "S(0, unit 3)", "S(0, parts 2 4)"]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("outer", PLACED)
 @pytest.mark.parametrize("inner", PLACED)
 @pytest.mark.parametrize("mesh", [{"a": 3, "b": 2}, {"a": 2, "b": 3}], ids=str)
@@ -126,6 +126,7 @@ def test_steps_are_dealt_as_the_axis_says_that_was_asked_for(packed: bool) -> No
     assert program.manifest().factors == {"tp": [2, 2]}  # where both say the same it may
 
 
+@pytest.mark.slow
 def test_an_op_on_nothing_follows_the_operand_that_it_is_said_to_take() -> None:
     """Two channels over three ranks: the last one makes an empty result without its operand, which it waits for."""
     x, rows = torch.randn(2, 2, 12, 5), {"tp": "S(2)"}

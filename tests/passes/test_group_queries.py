@@ -208,7 +208,7 @@ def test_layouts_and_sizes() -> None:
     check(lambda q, k: (lambda both: attend(q, both, both))(expanded(k)), (q, k))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", [attend, write_out])
 @pytest.mark.parametrize("form", ["expand", "before rope"])
 def test_dynamic_sizes(form: str, attention: Callable[..., Tensor]) -> None:
@@ -304,7 +304,7 @@ class Decoder(nn.Module):
 PLAN = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", [attend, write_out])
 @pytest.mark.parametrize(("ranks", "heads", "few"), [(2, 8, 2), (3, 8, 1), (4, 8, 2), (4, 6, 2), (8, 8, 2)])
 def test_ranks_send_no_more(ranks: int, heads: int, few: int, attention: Callable[..., Tensor]) -> None:
@@ -336,6 +336,7 @@ def test_steps_that_are_cut(plan: Any) -> None:
     assert made[0].verify(args).ok
 
 
+@pytest.mark.slow
 def test_training_reports_what_it_repeats() -> None:
     class Loss(nn.Module):
         def __init__(self) -> None:
@@ -352,6 +353,7 @@ def test_training_reports_what_it_repeats() -> None:
     assert note.text.startswith(repeats)
 
 
+@pytest.mark.slow
 def test_dynamic_steps_that_are_cut() -> None:
     """The mesh divides them, so that sizes become multiples."""
     q, k, v = qkv(8)

@@ -309,6 +309,7 @@ return permute_1
     )
 
 
+@pytest.mark.slow
 def test_what_another_reshard_made_is_changed_in_its_global_shape() -> None:
     """A sum that is reduced for two users, one of which needs more of it."""
     module = Call(lambda self, x: (torch.relu(y := x @ self.w), y.cumsum(0)), w=(6, 8))

@@ -65,7 +65,7 @@ return add, scalar_tensor
     )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("world", [2, 3])
@@ -79,7 +79,7 @@ def test_nothing_stays_behind(name: str, world: int) -> None:
         moved.validate()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("node", ["arange", "full", "scalar_tensor"])
 def test_what_stays_behind_is_found(node: str) -> None:
     """The negative control: one literal put back is seen by the search, and by torch itself."""
@@ -129,6 +129,7 @@ def test_the_program_itself_is_not_changed() -> None:
     assert move_device(before, "cpu") is before
 
 
+@pytest.mark.slow
 def test_sizes_stay_as_general_as_they_were() -> None:
     program = export(Mlp().eval(), (torch.randn(3, 4),), dynamic_shapes={"x": {0: Dim("batch", min=2)}})
     moved = tpcompiler.parallelize(program, 2, MEGATRON, device_type="cuda").rank_program(1)

@@ -61,7 +61,7 @@ def converted(heads: int, groups: int, world: int, packed: bool, dynamic: bool) 
     return tpcompiler.parallelize(export(model, (X,), dynamic_shapes=sizes), world, PACKED if packed else SEPARATE)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.sweep(13)
 @pytest.mark.parametrize(("sizes", "packed", "dynamic"), list(itertools.product(HEADS, (False, True), (False, True))))
 def test_one_sum(sizes: tuple[int, int, int], packed: bool, dynamic: bool) -> None:
@@ -99,7 +99,7 @@ class Vocabulary(nn.Module):
         return self.head(self.table(ids))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("rows", [259, 50257])
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -130,7 +130,7 @@ return pin
     )
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("mesh", [2, 4, {"dp": 2, "tp": 2}, {"tp": 2, "ep": 2}], ids=str)
 @pytest.mark.parametrize(
@@ -159,6 +159,7 @@ def test_any_number_of_tokens() -> None:
         assert program.verify((torch.randn(count, 16).bfloat16(),)).ok
 
 
+@pytest.mark.slow
 def test_ranks_without_a_token() -> None:
     """All tokens go to experts 0 and 1, which are the first rank's."""
     net = built()
@@ -168,7 +169,7 @@ def test_ranks_without_a_token() -> None:
     assert converted(net, 4, PLAN).verify((X,)).ok
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"tp": 2, "ep": 2}, {"tp": 4, "ep": 2}], ids=str)
 def test_experts_over_one_axis_and_inside_over_another(mesh: Any) -> None:
     plan = {"up": {"ep": "S(0)", "tp": "S(2)"}, "down": {"ep": "S(0)", "tp": "S(1)"}}

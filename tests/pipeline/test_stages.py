@@ -228,6 +228,7 @@ def test_programs_that_are_not_cut(forward: Any, message: str) -> None:
         tpcompiler.parallelize(program, {"pp": 2, "tp": 1}, {})
 
 
+@pytest.mark.slow
 def test_a_tied_weight_is_in_the_stages_that_use_it(tmp_path: Path) -> None:
     """The first stage has the embedding alone, and its weight the head's name."""
 
@@ -259,7 +260,7 @@ def test_gradients_are_not_cut() -> None:
         tpcompiler.parallelize(program, {"pp": 2, "tp": 1}, {})
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "returns",
     [lambda y: (y, None, 3), lambda y: (None, y), lambda y: {"scale": 2.5, "y": y}],

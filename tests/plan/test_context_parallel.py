@@ -52,6 +52,7 @@ def test_queries_by_steps_gather_keys_and_values(dynamic: bool, world: int, tmp_
     program.save(tmp_path / "out")  # and checks the files
 
 
+@pytest.mark.slow
 def test_beside_a_cut_of_the_heads() -> None:
     exported = export(randomise(Attention(2)), (X,))
     boundary = [{"cp": "S(1)"}]

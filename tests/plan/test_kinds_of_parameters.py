@@ -50,7 +50,7 @@ def placed(program: tpcompiler.ParallelProgram) -> dict[str, object]:
     return {row.name: row.sharding for row in program.manifest().tensors}
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "style", "sharding"),
     [
@@ -75,7 +75,7 @@ def test_what_is_cut(name: str, style: str, sharding: str) -> None:
     assert not [c for c in program.collectives() if c.why == "fallback"]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["rowwise", "packed_rowwise"])
 @pytest.mark.parametrize("name", ["out.bias", "in_proj.bias", "shift"])
 def test_a_row_wise_style_leaves_a_bias_to_its_layer(name: str, style: str) -> None:
@@ -139,6 +139,7 @@ def test_a_packed_style_of_a_layer_that_has_more_than_what_is_packed() -> None:
     assert placed(program)["inner.out_proj.weight"] == "S(1)"  # which torch's attention uses itself
 
 
+@pytest.mark.slow
 def test_a_layer_whose_parent_uses_its_weight() -> None:
     """Torch's attention reads the weight of its last layer itself, and does not call the layer."""
     attention = Call(lambda self, x: self.inner(x, x, x, need_weights=False)[0], inner=nn.MultiheadAttention(8, 4))

@@ -76,6 +76,7 @@ def test_an_entry_is_for_the_programs_that_use_what_it_names(holds_all: bool, tm
     assert {name: cut[name] for name in CUT} == CUT
 
 
+@pytest.mark.slow
 def test_the_search_fills_in_what_is_not_named_in_any() -> None:
     programs = model(holds_all=False)
     found = tpcompiler.find_plan(programs, 2, {"decoder.up": "colwise"}).to_data()
@@ -106,6 +107,7 @@ def test_what_no_program_uses() -> None:
         tpcompiler.parallelize({"encode": programs["encode"]}, 2, PLAN)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("typo", [False, True])
 def test_a_plan_of_ones_own_with_names_that_need_a_prefix(typo: bool) -> None:
     """The prefix is found, and what fits none is an error as it is without a prefix."""
@@ -135,6 +137,7 @@ def test_entries_of_a_config_are_noted_where_no_program_has_them() -> None:
     assert list(join_plans(shared).to_data()) == ["model.a", "model.b", "model.c"]
 
 
+@pytest.mark.slow
 def test_a_pattern_leaves_out_layers_that_no_op_uses() -> None:
     """A vision tower whose features are those before the last layer."""
     layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))

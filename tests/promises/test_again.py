@@ -55,7 +55,7 @@ def judged(programs: Sequence[ExportedProgram], name: str) -> VerifyReport:
     )
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize(
     ("name", "change"), list(itertools.product(["odd_dynamic", "odd", "conv_cut", "views", "counting"], CHANGES))
@@ -70,6 +70,7 @@ def test_what_is_made_of_it_is_still_equal(name: str, change: str) -> None:
     assert report.ok, str(report)
 
 
+@pytest.mark.slow
 def test_a_decomposed_program_without_a_collective_is_not_equal() -> None:
     """Negative control."""
     first, second = (program.run_decompositions() for program in ranks("odd", 2))

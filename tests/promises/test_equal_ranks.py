@@ -41,7 +41,7 @@ def apart(found: dict[str, list[torch.Tensor]]) -> list[str]:
     ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", NAMES)
@@ -53,6 +53,7 @@ def test_replicas_are_the_same_bits(name: str, world: int) -> None:
     assert apart(found) == []
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "weight", "first"), [("odd", "norm.weight", "layer_norm "), ("views", "", "output 0")]
 )

@@ -40,6 +40,7 @@ def test_outputs_have_the_strides_of_the_single_device(name: str, world: int) ->
             assert meant(got, got.stride()) == meant(got, strides)
 
 
+@pytest.mark.slow
 def test_these_outputs_have_every_layout() -> None:
     """Without them the test above would say nothing: channels_last, permuted, expanded, cut and whole."""
     h, y, *_ = single("conv")
@@ -66,7 +67,7 @@ def misplaced(programs: Sequence[ExportedProgram], name: str) -> list[str]:
     return found
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(
     "name", [name for name in NAMES if "dynamic" not in str(name)]
@@ -75,6 +76,7 @@ def test_values_are_what_the_graph_says(name: str, world: int) -> None:
     assert misplaced(ranks(name, world), name) == []
 
 
+@pytest.mark.slow
 def test_a_weight_in_another_order_is_seen() -> None:
     """Negative control: a cut weight of channels_last that is stored row-major."""
     first, second = ranks("conv", 2)

@@ -55,6 +55,7 @@ def test_ranks_that_are_seeded_alike_draw_what_the_single_device_draws() -> None
     assert not agree(single(made, SEED), single(made, 6))  # negative control
 
 
+@pytest.mark.slow
 def test_ranks_that_are_seeded_otherwise_give_wrong_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each draws a mask of its own, of which it holds a part: the sum over the ranks mixes them, and nothing is said."""
     made = converted()

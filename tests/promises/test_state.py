@@ -51,6 +51,7 @@ def test_these_cases_have_what_could_be_lost() -> None:
     assert len(exported("odd_dynamic").range_constraints) == 1
 
 
+@pytest.mark.slow
 def test_a_buffer_keeps_its_shard_from_call_to_call() -> None:
     """Three calls: each rank's columns of the cache, and the count, are those of the single device after three calls."""
     model = randomise(Counting())
@@ -75,6 +76,7 @@ def digest(program: ExportedProgram) -> str:
     return hashlib.sha256(file.getvalue()).hexdigest()
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("dims", [None, LLAMA.dims], ids=["static", "dynamic"])
 def test_the_original_is_not_changed(dims: object) -> None:
@@ -89,6 +91,7 @@ def test_the_original_is_not_changed(dims: object) -> None:
     assert digest(program) != before
 
 
+@pytest.mark.slow
 def test_replicas_share_memory_with_the_original_and_shards_do_not() -> None:
     before, (first, second) = exported("odd"), ranks("odd", 2)
 

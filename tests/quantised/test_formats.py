@@ -22,7 +22,7 @@ def placed(program: tpcompiler.ParallelProgram) -> dict[str, str]:
     return {row.name: row.sharding for row in program.manifest().tensors}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("mesh", [2, 4, {"dp": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize("kind", [Gptq, Awq, BlockFp8, Int8Packed])
@@ -42,6 +42,7 @@ WHOLE = {  # what the formats leave whole, and why
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", WHOLE)
 def test_scales_are_cut_with_their_weights(kind: type[nn.Module]) -> None:
     program = tpcompiler.parallelize(export(Pair(kind), (X,)), 2, PLAN)
@@ -56,7 +57,7 @@ def test_what_stays_whole_is_said() -> None:
     ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Gptq, Awq, BlockFp8])
 def test_groups_that_do_not_divide(kind: type[nn.Module]) -> None:
     """160 rows are five groups of 32: ranks hold whole groups, three and two; of GPTQ's, any rows."""
@@ -67,6 +68,7 @@ def test_groups_that_do_not_divide(kind: type[nn.Module]) -> None:
     assert whole == WHOLE[kind]
 
 
+@pytest.mark.slow
 def test_rows_that_are_packed_are_cut_together() -> None:
     exported = export(Pair(Int4Packed, inner=192), (X,))
     program = tpcompiler.parallelize(exported, 2, {"up": "colwise_gather_output"})

@@ -45,7 +45,7 @@ def quantised(name: str, model: nn.Module | None = None) -> nn.Module:
     return model
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("mesh", [2, 4, {"dp": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
@@ -60,7 +60,7 @@ def test_a_pair_is_cut(name: str, mesh: Any, tmp_path: Path) -> None:
     assert tpcompiler.open(tmp_path / "out").verify((X,), original=exported).ok
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_names_are_those_of_torchao(name: str) -> None:
     model = quantised(name)
@@ -72,6 +72,7 @@ def test_the_names_are_those_of_torchao(name: str) -> None:
     assert program.verify((X,)).ok
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     "plan",

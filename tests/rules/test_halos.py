@@ -48,7 +48,7 @@ def right(program: tpcompiler.ParallelProgram, x: torch.Tensor) -> bool:
     return True
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_one_row_to_each_neighbour(world: int) -> None:
     """A rank between two others sends each of them a row of 8 numbers, where a gather takes most of the image."""
@@ -85,7 +85,7 @@ BY_HAND: list[tuple[Callable[[], nn.Module], int, int, int]] = [
 ]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("net", "rows", "world", "lacks"), BY_HAND)
 def test_rows_by_hand(net: Callable[[], nn.Module], rows: int, world: int, lacks: int) -> None:
     x = torch.randn(1, 1, rows, WIDTH)
@@ -149,7 +149,7 @@ def test_all_sizes_and_ranks(name: str, rows: int, world: int) -> None:
     assert right(converted(WINDOWS[name](), x, {"cp": ROWS}, {"cp": world}), x)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("net", "shape", "dim"),
     [
@@ -168,6 +168,7 @@ def test_other_ranks_of_tensors(net: Callable[[], nn.Module], shape: tuple[int, 
     assert right(program, x)
 
 
+@pytest.mark.slow
 def test_infinities() -> None:
     """What a maximum is padded with is no larger than any number; NaN stays where it is reached."""
     x = torch.full((1, 1, 8, 4), -float("inf"))
@@ -183,6 +184,7 @@ def test_rows_and_columns_over_two_axes() -> None:
     assert right(program, x)
 
 
+@pytest.mark.slow
 def test_rows_and_groups_over_two_axes() -> None:
     x = torch.randn(1, 4, 8, 8)
     program = converted(nn.Conv2d(4, 4, 3, padding=1, groups=4), x, {"dp": ROWS, "tp": 1}, {"dp": 2, "tp": 2})
@@ -190,7 +192,7 @@ def test_rows_and_groups_over_two_axes() -> None:
     assert right(program, x)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [7, 8])
 def test_rows_over_two_axes(rows: int) -> None:
     x = torch.randn(1, 2, rows, WIDTH)
@@ -198,6 +200,7 @@ def test_rows_over_two_axes(rows: int) -> None:
     assert right(program, x)
 
 
+@pytest.mark.slow
 def test_an_image_that_is_whole_is_sliced() -> None:
     """Each rank has the rows already."""
     x = torch.randn(1, 2, 16, WIDTH)
@@ -207,6 +210,7 @@ def test_an_image_that_is_whole_is_sliced() -> None:
     assert right(program, x)
 
 
+@pytest.mark.slow
 def test_one_exchange_for_equal_windows() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -222,6 +226,7 @@ def test_one_exchange_for_equal_windows() -> None:
     assert right(program, x)
 
 
+@pytest.mark.slow
 def test_more_ranks_than_rows_gather_with_the_reason() -> None:
     x = torch.randn(1, 1, 3, WIDTH)
     program = converted(nn.Conv2d(1, 1, 3, padding=1), x, {"cp": ROWS}, {"cp": 4})
@@ -231,6 +236,7 @@ def test_more_ranks_than_rows_gather_with_the_reason() -> None:
     assert right(program, x)
 
 
+@pytest.mark.slow
 def test_dynamic_rows_gather() -> None:
     x = torch.randn(1, 1, 16, WIDTH)
     sizes = ({2: 4 * torch.export.Dim("quarter", min=2, max=64)},)
@@ -253,6 +259,7 @@ def test_a_dynamic_batch() -> None:
         assert right(program, torch.randn(samples, 2, 16, WIDTH))
 
 
+@pytest.mark.slow
 def test_columns_in_another_memory_order() -> None:
     x = torch.randn(1, 4, 16, WIDTH).to(memory_format=torch.channels_last)
     net = nn.Conv2d(4, 4, 3, padding=1).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -261,6 +268,7 @@ def test_columns_in_another_memory_order() -> None:
     assert right(program, x)
 
 
+@pytest.mark.slow
 def test_gradients_gather_rows() -> None:
     """The backward of a convolution has no windows, and the numbers are right."""
 

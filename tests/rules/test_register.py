@@ -124,12 +124,14 @@ def gated() -> torch.export.ExportedProgram:
     return torch.export.export(Gated(), (torch.randn(4, 8),))
 
 
+@pytest.mark.slow
 def test_without_a_rule_the_operands_are_gathered_and_said_so() -> None:
     program = tpcompiler.parallelize(gated(), 2, PLAN)
     assert program.verify((torch.randn(4, 8),)).ok
     assert fallbacks(program) == ["all_gather", "all_gather"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["b h, b h -> b h", lambda node: "b h, b h -> b h"], ids=["text", "function"])
 def test_with_a_rule_the_program_has_one_collective(rule: object) -> None:
     register(toy.gate, rule)
@@ -138,6 +140,7 @@ def test_with_a_rule_the_program_has_one_collective(rule: object) -> None:
     assert program.verify((torch.randn(4, 8),)).ok
 
 
+@pytest.mark.slow
 def test_a_function_may_decline_a_call() -> None:
     register(toy.gate, lambda node: None)
     assert len(fallbacks(tpcompiler.parallelize(gated(), 2, PLAN))) == 2
@@ -174,18 +177,21 @@ def targets(module: nn.Module, shape: tuple[int, ...], placement: str) -> list[s
     return [str(node.target) for node in program.rank_program(0).graph.nodes if node.op == "call_function"]
 
 
+@pytest.mark.slow
 def test_an_op_that_torch_would_decompose_stays_whole() -> None:
     assert "toy_rules.norm.default" not in targets(One(toy.norm), (4, 6), "S(0)")
     register(toy.norm, "b h! -> b h!")
     assert targets(One(toy.norm), (4, 6), "S(0)") == ["toy_rules.norm.default"]
 
 
+@pytest.mark.slow
 def test_a_rule_goes_before_the_pointwise_tag() -> None:
     register(toy.twice, "b! h -> b! h")
     assert targets(One(toy.twice), (4, 6), "S(1)") == ["toy_rules.twice.default"]
     assert len(targets(One(toy.twice), (4, 6), "S(0)")) > 1
 
 
+@pytest.mark.slow
 def test_size_arguments_are_the_ranks_own() -> None:
     @torch.library.register_fake("toy_rules::spread", lib=library)
     def _(x: torch.Tensor, size: list[int]) -> torch.Tensor:
@@ -199,6 +205,7 @@ def test_size_arguments_are_the_ranks_own() -> None:
     assert node.args[1] == [2, 6, 3]
 
 
+@pytest.mark.slow
 def test_a_pending_sum_passes_through_a_linear_op_only() -> None:
     def rule(node: fx.Node) -> tpcompiler.RuleText:
         return tpcompiler.RuleText("b h -> b h", linear=((0,),))

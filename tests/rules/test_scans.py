@@ -59,7 +59,7 @@ def check_sent(program: tpcompiler.ParallelProgram, gathered: list[int], shards:
         assert sum(each.wire_bytes for each in sent) < 1.3 * sum(gathered) * (shards - 1) / shards
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "cut"),
     [
@@ -97,6 +97,7 @@ def test_all_sizes_and_ranks(name: str, world: int, size: int) -> None:
         assert sum(each.wire_bytes for each in program.collectives()) >= SAMPLES * FEATURES * 4
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["cumsum", "cummax"])
 def test_a_wrong_total_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: totals that count the rank's own shard too."""
@@ -105,7 +106,7 @@ def test_a_wrong_total_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert not converted(Scan(name), x, {"cp": "S(1)"}, {"cp": 2}).verify((x,)).ok
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", ["cummax", "cummin"])
 def test_a_layer_before_extrema_stays_cut(name: str, world: int) -> None:
@@ -160,7 +161,7 @@ class ChunkedScan(nn.Module):
         return self.down((within + before).flatten(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_chunked_scan_exchanges_states_and_decays_of_chunks(world: int) -> None:
     """For each chunk and head a state and a number, where the tokens are 4 times as many bytes."""

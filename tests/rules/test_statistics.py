@@ -51,7 +51,7 @@ def sent(program: tpcompiler.ParallelProgram) -> list[tuple[str, int]]:
     return [(each.kind, each.payload_bytes) for each in program.collectives()]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize(
     ("norm", "dim", "numbers"),
@@ -74,7 +74,7 @@ def test_two_numbers(norm: str, dim: int, numbers: int, world: int) -> None:
     assert program.verify((x,), then=[((x.sin(),), {})]).ok
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [BATCH, ROWS])
 @pytest.mark.parametrize("norm", ["batch", "group"])
 def test_shares_of_several_sizes_reduce_the_mean_first(norm: str, dim: int) -> None:
@@ -85,6 +85,7 @@ def test_shares_of_several_sizes_reduce_the_mean_first(norm: str, dim: int) -> N
     assert program.verify((x,)).ok
 
 
+@pytest.mark.slow
 def test_an_empty_share() -> None:
     x = torch.randn(3, 3, 4, 5)
     program = converted(normed("batch"), x, {"dp": BATCH}, {"dp": 4})
@@ -92,7 +93,7 @@ def test_an_empty_share() -> None:
     assert program.verify((x,), then=[((x.sin(),), {})]).ok
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.sweep
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dim", [BATCH, ROWS])
@@ -107,7 +108,7 @@ def test_all_sizes_and_ranks(norm: str, dim: int, world: int, size: int) -> None
     assert report.ok, str(report)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("cut", [{"dp": BATCH, "tp": ROWS}, {"dp": BATCH, "tp": BATCH}, {"dp": BATCH}], ids=str)
 @pytest.mark.parametrize("shape", [(8, 3, 8, 4), (7, 3, 5, 4)], ids=str)
 def test_two_axes(shape: tuple[int, ...], cut: dict[str, int]) -> None:
@@ -117,6 +118,7 @@ def test_two_axes(shape: tuple[int, ...], cut: dict[str, int]) -> None:
     assert program.verify((x,), then=[((x.sin(),), {})]).ok
 
 
+@pytest.mark.slow
 def test_samples_that_are_merged_with_cut_steps() -> None:
     """A rank holds a part of each sample's steps, which is no piece of the merged dim: two reductions."""
 
@@ -135,12 +137,14 @@ def test_samples_that_are_merged_with_cut_steps() -> None:
     assert program.verify((x,)).ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_other_dtypes(dtype: torch.dtype) -> None:
     x = torch.randn(8, 3, 4, 4).to(dtype)
     assert converted(normed("batch", mean=0.0).to(dtype), x, {"dp": BATCH}, {"dp": 2}).verify((x,)).ok
 
 
+@pytest.mark.slow
 def test_a_dynamic_batch_is_counted() -> None:
     """The unbiased variance needs the number of samples of all ranks: one more number, in float64."""
     x, sizes = torch.randn(8, 3, 4, 4), ({0: 2 * Dim("half", min=2, max=64)},)
@@ -150,6 +154,7 @@ def test_a_dynamic_batch_is_counted() -> None:
         assert program.verify((torch.randn(samples, 3, 4, 4),)).ok
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_whole_takes_the_kernel() -> None:
     x = torch.randn(8, 3, 4, 4)
     program = tpcompiler.parallelize(export(normed("batch"), (x,)), 2, {"0": "colwise", "3": "rowwise"})
@@ -158,6 +163,7 @@ def test_a_batch_that_is_whole_takes_the_kernel() -> None:
     assert aten._native_batch_norm_legit_functional.default in calls
 
 
+@pytest.mark.slow
 def test_a_small_batch_is_gathered_where_that_is_faster() -> None:
     """On a GPU two more collectives take longer than 8 samples of other sizes on the way."""
     x = torch.randn(7, 3, 4, 4)
@@ -206,6 +212,7 @@ def own_statistics_only(artifact: Artifact) -> None:
         program.graph_module.recompile()
 
 
+@pytest.mark.slow
 def test_the_statistics_of_one_rank_are_noticed() -> None:
     """The negative control, for `verify` and for `check`."""
     x = torch.randn(8, 3, 4, 4)
@@ -219,6 +226,7 @@ def test_the_statistics_of_one_rank_are_noticed() -> None:
     assert not report.ok
 
 
+@pytest.mark.slow
 def test_a_variance_without_the_distance_between_ranks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def average(x: torch.Tensor, dims: Any, pieces: Any) -> tuple[torch.Tensor, torch.Tensor]:
         parts = aten.unflatten.int(x, 0, [2, -1])

@@ -173,7 +173,7 @@ ALONE: dict[str, tuple[Callable[[Between, torch.Tensor], Any], list[int]]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.sweep
 @pytest.mark.parametrize("mesh", [2, 4, {"dp": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize("name", [*WITH_DOWN, *ALONE])
@@ -185,7 +185,7 @@ def test_what_one_number_a_line_does(name: str, mesh: Any) -> None:
     assert all(c.why == "inherent" for c in program.collectives())
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["layer norm", "softmax", "log softmax"])
 def test_dynamic_batches(name: str) -> None:
     program = converted(WITH_DOWN[name][0], 2, True, {0: Dim("batch")})
@@ -196,7 +196,7 @@ def test_dynamic_batches(name: str) -> None:
 SCANS = "cumsum", "cumprod", "logcumsumexp"
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", SCANS)
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_the_totals_of_the_ranks_before(name: str, world: int) -> None:
@@ -231,6 +231,7 @@ def test_a_wrong_total_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
             check_rule(op, SAMPLES[op])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_best_of_the_best(world: int) -> None:
     """Three candidates of every rank, with their places."""
@@ -238,6 +239,7 @@ def test_the_best_of_the_best(world: int) -> None:
     assert max(c.payload_bytes for c in program.collectives()) <= 16 * 3 * world * 8
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize(
@@ -284,7 +286,7 @@ class Read(nn.Module):
 STEPS = 6
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("mesh", [2, 4, {"dp": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize(
@@ -312,6 +314,7 @@ def test_recurrent_layers(kind: type[nn.RNNBase], how: dict[str, Any], gathers: 
     assert program.verify((x,)).ok
 
 
+@pytest.mark.slow
 def test_samples_of_a_recurrent_layer_are_independent() -> None:
     net, x = randomise(Read(nn.LSTM)), torch.randn(5, STEPS, 24)
     program = tpcompiler.parallelize(export(net, (x,)), 2, {}, inputs=["S(1)"], outputs=["S(1)"])
@@ -319,6 +322,7 @@ def test_samples_of_a_recurrent_layer_are_independent() -> None:
     assert program.verify((x,)).ok
 
 
+@pytest.mark.slow
 def test_the_report_names_them() -> None:
     program = converted(WITH_DOWN["softmax"][0], 2, True)
     assert "replaced by simpler ops, because a dim that they need whole is cut: softmax" in program.report()
@@ -335,6 +339,7 @@ def converted(
     return program
 
 
+@pytest.mark.slow
 def test_an_op_that_nothing_cuts_stays_itself() -> None:
     exported = export(Between(lambda m, h: m.down(h).softmax(-1)), (torch.randn(2, 8, 64),))
     program = tpcompiler.parallelize(exported, 2, {"up": "colwise", "down": "rowwise"})

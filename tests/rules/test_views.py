@@ -110,6 +110,7 @@ def reshapes(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     return shapes[0], shapes[1]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(reshapes(), st.integers(2, 4))
 def test_every_cut_of_a_reshape_is_right(shapes: tuple[Sequence[int], Sequence[int]], degree: int) -> None:

@@ -87,7 +87,7 @@ CASES: dict[str, tuple[nn.Module, torch.Tensor, dict[str, Any], dict[str, Any]]]
 STATIC = ("keys that broadcast over heads",)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -104,6 +104,7 @@ def test_equal_and_without_a_fallback(name: str, dynamic: bool) -> None:
     assert report.ok, str(report)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_the_eps_of_a_norm_over_a_dim_that_is_cut(dtype: torch.dtype) -> None:
     """Without one, torch adds that of the dtype in which it computes: small values tell them apart."""
@@ -121,7 +122,7 @@ PRODUCTS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.parametrize("degree", [2, 4])
@@ -134,6 +135,7 @@ def test_a_pending_operand_beside_a_sum_over_the_same_ranks(name: str, degree: i
     assert findings(program) == []
 
 
+@pytest.mark.slow
 def test_columns_of_a_grouped_convolution_are_its_groups() -> None:
     module = nn.Sequential(nn.Conv1d(8, 16, 3, groups=4), nn.ReLU(), nn.Conv1d(16, 6, 1))
     x = torch.randn(2, 8, 9)
@@ -158,7 +160,7 @@ class Table(nn.Module):
         return self.function(self.rows, at)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bfloat16])
 @pytest.mark.parametrize(
@@ -188,6 +190,7 @@ def test_a_table_that_not_every_backend_sums_stays_whole(dtype: torch.dtype) -> 
         tpcompiler.parallelize(exported, 2, {"rows": "S(0)"})
 
 
+@pytest.mark.slow
 def test_a_size_that_is_dynamic_in_one_operand_and_a_number_in_another(tmp_path: Path) -> None:
     """Only a call can tell that both are equal: the dim stays whole, and what is returned is cut."""
 

@@ -60,6 +60,7 @@ def test_dtypes_that_gloo_has_not(end: Callable[[torch.Tensor], torch.Tensor], s
         refuse_unsendable(made.rank_program(0), "gloo")
 
 
+@pytest.mark.slow
 def test_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     converted(lambda h: (h * 5).to(torch.int16)).save(tmp_path / "out")
     (tmp_path / "serve.py").write_text(LOAD)

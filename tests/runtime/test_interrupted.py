@@ -20,6 +20,7 @@ def test_a_save_without_room(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 def test_half_an_artifact_would_be_seen(tmp_path: Path) -> None:
     save(tmp_path / "out", b"a")
     (tmp_path / "out" / "rank_3.pt2").write_bytes(b"b")

@@ -38,6 +38,7 @@ def world_of_one() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("world_of_one")
 def test_load_in_a_world_of_one(artifacts: Path) -> None:
     module = load(artifacts / "one")
@@ -92,6 +93,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, **names: str) -> None:
         monkeypatch.setenv(name, value)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("names", "processes"),
     [({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 2), ({"LOCAL_RANK": "3"}, 4), ({"LOCAL_WORLD_SIZE": "2"}, 2)],
@@ -232,6 +234,7 @@ def test_processes_of_a_group_of_their_own_may_share_a_gpu(
     assert chosen == [torch.device("cuda:0")]
 
 
+@pytest.mark.slow
 def test_weights_are_put_on_the_device(artifacts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The meta device stands in for the GPU that is not here."""
     monkeypatch.setattr("tpcompiler.runtime.world.own_device", lambda manifest, backend: torch.device("meta"))

@@ -69,6 +69,7 @@ def _entries(path: Path) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
+@pytest.mark.slow
 def test_what_is_read_in_less_time_is_what_torch_reads(tmp_path: Path) -> None:
     """With sizes that are sums and products of dynamic ones, half floats, strides, a parameter, and infinity."""
     batch, length = Dim("batch", max=64), Dim("length", min=2)
@@ -232,6 +233,7 @@ class Model(torch.nn.Module):
 """
 
 
+@pytest.mark.slow
 def test_an_output_class_that_is_not_imported(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     export = """

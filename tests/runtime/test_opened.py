@@ -131,6 +131,7 @@ def test_a_plan_from_a_pipe_of_the_shell(tmp_path: Path) -> None:
         os.close(reader)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.sweep
 @pytest.mark.parametrize("command", ["check", "inspect"])
 @pytest.mark.parametrize(
@@ -182,6 +183,7 @@ def test_example_inputs_of_another_form(clean: Path, tmp_path: Path) -> None:
     assert str(raised.value) == f"{tmp_path / 'model.pt2'}: {said}"
 
 
+@pytest.mark.slow
 def test_a_poisoned_rank_is_not_parsed(out: Path, tmp_path: Path) -> None:
     path = copied(out, tmp_path) / "rank_1.pt2"
     write_entries(path, {**entries_of(path), EXAMPLES: saved(((Fire(tmp_path / "marker"),), {}))})

@@ -97,6 +97,7 @@ def test_a_file_without_end_is_refused(
     assert refusal(path).startswith(f"{path} is not read: its entry {said}")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("change", [texts_far_below, origin_that_opens_a_library])
 def test_texts_that_nothing_is_made_of(change: Callable[[Entries, Path], None], clean: Path, tmp_path: Path) -> None:
@@ -107,6 +108,7 @@ def test_texts_that_nothing_is_made_of(change: Callable[[Entries, Path], None], 
     read_model(path)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_a_size_in_many_places_is_read_once(clean: Path, tmp_path: Path) -> None:
     entries, path = entries_of(clean), tmp_path / "model.pt2"
@@ -168,6 +170,7 @@ def test_trust_on_the_command_line(poisoned: Path, tmp_path: Path) -> None:
     assert "--trust" in call("run", "--help").stdout
 
 
+@pytest.mark.slow
 def test_load(poisoned: Path, tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     tpcompiler.parallelize(export_mlp(), 1, PLAN).save(tmp_path / "out")
@@ -204,6 +207,7 @@ class TakesBatch(nn.Module):
         return self.down(self.up(batch.x))
 
 
+@pytest.mark.slow
 def test_what_is_written_needs_no_trust(tmp_path: Path) -> None:
     """Example inputs of a class are a pickle: the model's file needs trust, the files made of it have no example."""
     torch.export.register_dataclass(Batch, serialized_type_name="toy.Batch")
@@ -222,6 +226,7 @@ def test_what_is_written_needs_no_trust(tmp_path: Path) -> None:
         assert read_model(tmp_path / "out" / f"rank_{rank}.pt2").example_inputs is None
 
 
+@pytest.mark.slow
 def test_links_that_leave_the_artifact(tmp_path: Path) -> None:
     other, out = tmp_path / "other", tmp_path / "out"
     for directory in (other, out):

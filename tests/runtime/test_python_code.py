@@ -69,7 +69,7 @@ def test_a_power_of_a_negative_number_is_refused() -> None:
         tpcompiler.parallelize(exported, 2, PLAN)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "made",
     [
@@ -117,6 +117,7 @@ def test_modules_that_python_takes_for_one_another_are_refused(keys: list[str]) 
         tpcompiler.parallelize(exported, 2, {"*": "replicate"})
 
 
+@pytest.mark.slow
 def test_a_composed_letter_is_a_name() -> None:
     layers = nn.Sequential()
     layers.add_module("caf\xe9", nn.Linear(8, 8))
@@ -162,7 +163,7 @@ def rewrite(directory: Path, out: Path, change: Callable[[dict[str, Any]], dict[
     (out / MANIFEST).write_text(json.dumps(manifest))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -90,6 +90,7 @@ def test_a_name_that_leaves_no_room(tmp_path: Path) -> None:
         assert found(tmp_path / name) == "61"
 
 
+@pytest.mark.slow
 def test_what_reshard_writes_is_locked_to_its_end(tmp_path: Path) -> None:
     tpcompiler.parallelize(export_mlp(), 2, PLAN).save(tmp_path / "out", layout="shared")
     seen = []
@@ -104,6 +105,7 @@ def test_what_reshard_writes_is_locked_to_its_end(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "out"]
 
 
+@pytest.mark.slow
 def test_a_package_on_a_full_disk(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """torch's writer of archives would end the process. No file may grow over 100 KiB once all is compiled."""
     out, library = tmp_path / "out", tmp_path_factory.mktemp("compiled") / "model.so"

@@ -58,7 +58,7 @@ def out(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return directory
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 def test_what_is_written(out: Path) -> None:
     """21 ids are cut evenly by three ranks only; by four there are two graphs: of 6 ids, and of 3."""
     manifest = read_manifest(out)
@@ -78,7 +78,7 @@ def test_what_is_written(out: Path) -> None:
         assert set(load_file(out / weights_file(rank))) == names
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 def test_the_weights_are_those_of_the_other_layout(out: Path, tmp_path: Path) -> None:
     world = read_manifest(out).world_size
     tpcompiler.parallelize(exported(), world, PLAN).save(tmp_path / "out")
@@ -96,7 +96,7 @@ def test_the_weights_are_those_of_the_other_layout(out: Path, tmp_path: Path) ->
         assert one.state_dict["head.weight"] is one.state_dict["table.weight"]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 def test_the_same_bytes_again(out: Path, tmp_path: Path) -> None:
     tpcompiler.parallelize(exported(), read_manifest(out).world_size, PLAN).save(tmp_path / "out", layout="shared")
     for path in out.iterdir():
@@ -114,7 +114,7 @@ def test_what_is_written_to_a_weight_stays_in_the_process(out: Path) -> None:
     assert read_rank(open_program(out), 0).state_dict["down.weight"].any()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 def test_real_processes(out: Path, tmp_path: Path) -> None:
     """The buffer keeps its count from call to call."""
     world = read_manifest(out).world_size
@@ -194,7 +194,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_artifact_is_refused(damage: str, three: Path, tmp_path: Path) -> None:
     shutil.copytree(three, tmp_path / "out")
@@ -204,6 +204,7 @@ def test_a_damaged_artifact_is_refused(damage: str, three: Path, tmp_path: Path)
         read_rank(open_program(tmp_path / "out"), 0)
 
 
+@pytest.mark.slow
 def test_weights_that_are_exchanged_are_found(tmp_path: Path) -> None:
     """With the original, or where replicas differ."""
     tpcompiler.parallelize(exported(), 3, PLAN).save(tmp_path / "out", layout="shared")
@@ -230,6 +231,7 @@ def test_a_dtype_that_the_format_lacks(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_artifact_for_eight_ranks_holds_one_program(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
     program = tpcompiler.parallelize(export(model, (torch.ones(2, 8),)), 8, {"0": "colwise", "2": "rowwise"})

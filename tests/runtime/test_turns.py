@@ -82,11 +82,13 @@ def test_two_threads_at_once_are_refused(directory: Path, models: dict[str, nn.M
     refuses(directory, models)
 
 
+@pytest.mark.slow
 def test_threads_one_after_the_other(directory: Path, models: dict[str, nn.Module]) -> None:
     wanted = [expected(models, ("one", "two")[at % 2], at) for at in range(6)]
     assert [text.splitlines() for text in ended(directory, "in turn").printed] == [wanted] * 2
 
 
+@pytest.mark.slow
 def test_a_call_inside_of_a_call(directory: Path, models: dict[str, nn.Module]) -> None:
     """The same thread: its order is the same on all ranks."""
     assert [text.splitlines() for text in ended(directory, "inside").printed] == [[expected(models, "one", 1)]] * 2

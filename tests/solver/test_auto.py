@@ -128,6 +128,7 @@ def test_dynamic_sizes(mesh: Any) -> None:
         assert auto.verify((), case.inputs(*size)).ok
 
 
+@pytest.mark.slow
 def test_files_and_the_plan_that_was_found(tmp_path: Path) -> None:
     """Written, sound, and with the styles of every layer, which another conversion can take."""
     program = mlp()
@@ -142,12 +143,14 @@ def test_files_and_the_plan_that_was_found(tmp_path: Path) -> None:
     assert [c.kind for c in again.collectives()] == [c.kind for c in auto.collectives()] == ["all_reduce"]
 
 
+@pytest.mark.slow
 def test_what_the_caller_asks_of_the_boundary_holds() -> None:
     auto = tpcompiler.parallelize(mlp(), 2, "auto", outputs=["S(1)"])
     assert [c.kind for c in auto.collectives()] == ["reduce_scatter"]
     assert auto.verify((torch.randn(2, 8, 64),)).ok
 
 
+@pytest.mark.slow
 def test_several_programs_agree() -> None:
     """Weights that both share are placed alike."""
     programs = {"prefill": mlp(), "decode": export(_model(), (torch.randn(2, 1, 64),))}

@@ -156,6 +156,7 @@ def note(program: tpcompiler.ParallelProgram) -> str:
     return next(note.text for note in program.converted.notes if "of all choices" in note.text)
 
 
+@pytest.mark.slow
 def test_the_report_names_the_order_and_the_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = tmp_path / "slow.yaml"
     machine.write_text(MACHINE_FILE)

@@ -43,6 +43,7 @@ def placed(ndim: int) -> Iterator[Sharding]:
                 yield Sharding((*dims, *(WHOLE,) * (ndim - 2)), (("tp", "sum"),))
 
 
+@pytest.mark.slow
 def test_as_by_itself() -> None:
     """Of shapes of as many elements: what divides the dims of one does not divide another's."""
     known = Known()
@@ -74,6 +75,7 @@ def test_a_view_is_priced_with_its_source(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(asked) == 1
 
 
+@pytest.mark.slow
 def test_a_mask_of_few_samples_has_no_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two samples on 8 ranks: the dim of a mask is no dim of heads that ranks could share."""
     monkeypatch.setattr(retries, "on_split_axis", lambda *_: pytest.fail("the axis was tried as two"))

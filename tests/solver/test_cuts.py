@@ -198,7 +198,7 @@ down.weight: S(1)""",
     )
 
 
-@pytest.mark.sample(3)
+@pytest.mark.slow
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("forward", FORWARDS)
 @pytest.mark.parametrize(("world", "dynamic"), [(2, False), (4, True)])
@@ -217,6 +217,7 @@ def test_explicit_placements_stay() -> None:
     assert cuts(gate_and_up, plan=plan) == "up.weight: S(0)\nup.bias: S(0)\ndown.weight: S(1)"
 
 
+@pytest.mark.slow
 def test_placements_as_they_are_printed() -> None:
     """What the search finds for styles may be written into a plan, and is the same program."""
     plan = {"up.weight": "S(0, parts 8 8b4)", "up.bias": "S(0, parts 8 4 4)", "down.weight": "S(1, parts 8 4)"}
@@ -237,7 +238,7 @@ STYLES = {  # style -> where the cut lies by the plan, and by the uses
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("style", "forward", "seed", "cut"), [(style, *made) for style, made in STYLES.items()])
 def test_a_packed_style(style: str, forward: Callable[..., torch.Tensor], seed: str, cut: str) -> None:
     """Weight and bias alike."""
@@ -249,7 +250,7 @@ def test_a_packed_style(style: str, forward: Callable[..., torch.Tensor], seed: 
     assert made.verify((X,)).ok
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("style", "cut"), [("packed_rowwise", "S(1, parts 8 4)"), ("packed_rowwise:8,4", "S(1, parts 8 4)")]
 )
@@ -296,6 +297,7 @@ def test_uses_that_show_no_parts() -> None:
     assert whole.collectives() == []  # on one rank nothing is cut
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("second", ["colwise", "replicate"])
 def test_a_planned_cut_is_not_given_up_for_fewer_bytes(second: str) -> None:
     """To run the first layer on every rank would spare the gather, and is not what the plan says."""

@@ -47,7 +47,7 @@ def solved(dims: Dims, call: tuple[int, int, bool], tp: int, plan: Any, machine:
     return found, measure_step_time(found, machine).total
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize("call", [DECODE, PREFILL], ids=["decode", "prefill"])
 @pytest.mark.parametrize("tp", [2, 8])
@@ -81,6 +81,7 @@ def test_a_decode_is_megatrons() -> None:
     assert found.styles["layers.1.attention.o"] == found.styles["layers.1.mlp.down"] == "rowwise"
 
 
+@pytest.mark.slow
 def test_a_batch_of_one_is_not_cut() -> None:
     """One rank would do all of the work, for next to nothing is sent to it: the attention's result goes there alone."""
     found, _ = solved(LLAMA, (1, 2048, False), 4, "auto", read_machine("h100"))
@@ -89,7 +90,7 @@ def test_a_batch_of_one_is_not_cut() -> None:
             assert not any(cut.axes for size, cut in zip(value.shape, made.dims, strict=True) if size == 1), node
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_a_decode_does_not_hang_on_a_latency(factor: float) -> None:
     machine = read_machine("h100")
@@ -97,6 +98,7 @@ def test_a_decode_does_not_hang_on_a_latency(factor: float) -> None:
     assert solved(LLAMA, DECODE, 4, "auto", machine)[0].styles == solved(LLAMA, DECODE, 4, "auto", other)[0].styles
 
 
+@pytest.mark.slow
 def test_small_layers_stay_whole_on_a_real_machine() -> None:
     """What an all_reduce takes is a hundred times what a cut of them saves; without latencies they are cut."""
     assert not tpcompiler.parallelize(mlp(), 2, "auto", machine="h100").collectives()
@@ -115,6 +117,7 @@ class Quantised(torch.nn.Module):
         return torch.nn.functional.linear(torch.relu(self.up(x)), self.down.to(x.dtype) * 0.1)
 
 
+@pytest.mark.slow
 def test_a_planned_weight_is_not_gathered_as_floats(tmp_path: Path) -> None:
     """Not even where two all_gather take less than the one all_reduce that the plan needs."""
     (tmp_path / "m.yaml").write_text(
@@ -126,6 +129,7 @@ def test_a_planned_weight_is_not_gathered_as_floats(tmp_path: Path) -> None:
     assert made.verify((torch.randn(4, 64),)).ok
 
 
+@pytest.mark.slow
 def test_fewest_bytes() -> None:
     fast = tpcompiler.parallelize(mlp(), 2, "auto", machine="h100")
     small = tpcompiler.parallelize(mlp(), 2, "auto", machine="h100", optimize="memory")
@@ -167,6 +171,7 @@ def test_calls_are_of_the_programs() -> None:
         tpcompiler.find_plan(mlp(), 2, weights={"prefill": 1})
 
 
+@pytest.mark.slow
 def test_a_plan_changes_no_price(tmp_path: Path) -> None:
     """The plan that the search finds gives its time, and another one no less."""
     machine = read_machine("ideal")

@@ -300,6 +300,7 @@ def test_what_a_plan_says_holds() -> None:
     assert asked.verify(NORMED.args).ok
 
 
+@pytest.mark.slow
 def test_a_length_that_may_be_odd_is_not_cut() -> None:
     """Shares of the sequence would not let the caller choose it; a multiple of the ranks is."""
     (x,) = ids(512)

@@ -77,6 +77,7 @@ def mlp() -> ExportedProgram:
 WHOLE_NARROW = {"up": "colwise", "down": "rowwise", "narrow": "replicate", "wide": "replicate", "**": "auto"}
 
 
+@pytest.mark.slow
 def test_the_same_files(tmp_path: Path) -> None:
     tpcompiler.parallelize(mlp(), 2, "auto").save(tmp_path / "auto")
     from_file(mlp(), 2, tmp_path).save(tmp_path / "file")
@@ -85,6 +86,7 @@ def test_the_same_files(tmp_path: Path) -> None:
     assert all((tmp_path / "auto" / name).read_bytes() == (tmp_path / "file" / name).read_bytes() for name in files)
 
 
+@pytest.mark.slow
 def test_the_same_where_a_limit_binds(tmp_path: Path) -> None:
     """But for how near to the least it is said to be, which only the search of all placements can tell."""
     assert tpcompiler.find_plan(mlp(), 2).to_data() == WHOLE_NARROW
@@ -100,6 +102,7 @@ def test_the_same_where_a_limit_binds(tmp_path: Path) -> None:
     assert ours == theirs
 
 
+@pytest.mark.slow
 def test_another_style_is_another_program(tmp_path: Path) -> None:
     auto = tpcompiler.parallelize(mlp(), 2, "auto")
     other = tpcompiler.parallelize(mlp(), 2, {**WHOLE_NARROW, "narrow": "rowwise"})
@@ -107,6 +110,7 @@ def test_another_style_is_another_program(tmp_path: Path) -> None:
     assert other.verify((torch.randn(512, 64),)).ok
 
 
+@pytest.mark.slow
 def test_what_is_pinned_holds_and_the_rest_follows() -> None:
     found = tpcompiler.find_plan(mlp(), 2, {"u*": "rowwise"})
     assert found.to_data() == {
@@ -122,6 +126,7 @@ def test_what_is_pinned_holds_and_the_rest_follows() -> None:
     assert made.verify((torch.randn(512, 64),)).ok
 
 
+@pytest.mark.slow
 def test_a_placement_is_pinned_where_it_is_said_to_be() -> None:
     made = tpcompiler.parallelize(mlp(), 2, {"up.weight": "S(0, parts 128 128)", "**": "auto"})
     by_name = {row.name: row.sharding for row in made.manifest().tensors}

@@ -98,6 +98,7 @@ def total_of(program: ExportedProgram, mesh: int, *, gathers: bool = False, **as
     return measure_memory(found).total
 
 
+@pytest.mark.slow
 def test_a_limit_is_kept_where_it_costs_more() -> None:
     x = torch.randn(512, 64)
     program = export(Wide(), (x,))
@@ -115,7 +116,7 @@ def test_a_plan_that_does_not_fit() -> None:
         tpcompiler.parallelize(_exported(), 2, {"up": "replicate"}, memory="1kB")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [tpcompiler.parallelize, tpcompiler.find_plan])
 def test_an_amount_without_its_unit(call: Any) -> None:
     for memory in (24, "22.5"):
@@ -133,6 +134,7 @@ def test_a_machine_that_is_given_limits_what_is_held(tmp_path: Path) -> None:
         tpcompiler.parallelize(_exported(), 2, "auto", machine=tmp_path / "small.yaml")
 
 
+@pytest.mark.slow
 def test_what_the_report_says_of_the_search() -> None:
     said = tpcompiler.parallelize(_exported(), 2, "auto").report().partition("the search for placements:\n")[2]
     lines = said.splitlines()

@@ -51,7 +51,7 @@ return reshard_2
     )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
@@ -76,6 +76,7 @@ def test_equal_at_that_many_collectives(
     assert kinds(two(forward), (X,), plan, world) == ["all_reduce"] * count
 
 
+@pytest.mark.slow
 def test_rows_of_a_table_are_reduced_as_their_sum() -> None:
     module = Call(lambda self, ids: self.table(ids).sum(1), table=nn.Embedding(10, 4))
     made = tpcompiler.parallelize(
@@ -86,6 +87,7 @@ def test_rows_of_a_table_are_reduced_as_their_sum() -> None:
     assert made.verify((torch.randint(0, 10, (3, 5)),)).ok
 
 
+@pytest.mark.slow
 def test_what_would_be_dearer_to_reduce_is_not_delayed() -> None:
     module = Call(lambda self, x: F.linear(self.a(x), self.wide), a=nn.Linear(8, 2), wide=torch.randn(30, 2))
     made = tpcompiler.parallelize(torch.export.export(module, (X,)), 2, {"a": "rowwise_split_input"})
@@ -93,6 +95,7 @@ def test_what_would_be_dearer_to_reduce_is_not_delayed() -> None:
     assert collective.payload_bytes == 4 * 2 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32])
 def test_integers_that_wrap_are_summed_up_first(dtype: torch.dtype) -> None:
     """A sum over rows is of 64 bits: shares that wrap in fewer would not add up to a total that wraps."""
@@ -105,6 +108,7 @@ def test_integers_that_wrap_are_summed_up_first(dtype: torch.dtype) -> None:
     assert report.ok, report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("forward", "dtype", "payload"),
     [

@@ -138,6 +138,7 @@ def reduced_twice(artifact: Artifact, swapped: bool) -> None:
     artifact.manifest.collectives.extend(copy.deepcopy(artifact.manifest.collectives * 2))
 
 
+@pytest.mark.slow
 def test_terms_of_two_changes_are_not_swapped() -> None:
     """On ranks with other shares too: three of 8 rows hold 3, 3 and 2."""
     for world in (2, 3):

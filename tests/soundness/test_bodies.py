@@ -60,7 +60,7 @@ def checked(artifact: Artifact) -> CheckReport:
     return check_programs(artifact.written(), artifact.manifest)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("op", OPS)
 def test_a_body_is_sound(op: str, dtype: torch.dtype) -> None:
@@ -94,6 +94,7 @@ def another_fill(artifact: Artifact) -> None:
         node.update_arg(2, 1e-9)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("op", "change"),
     [
@@ -111,6 +112,7 @@ def test_a_body_is_its_rule_s(op: str, change: Callable[[Artifact], None]) -> No
     assert finding.endswith(f"is not what the rule of aten.{op}.default does on a share")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sharding", ["R", "P(max)"])
 def test_a_body_s_result_is_sharded_as_its_rule_says(sharding: str) -> None:
     """Even if all the claims about it fit together."""

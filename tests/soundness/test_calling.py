@@ -53,7 +53,7 @@ def rename(program: ExportedProgram) -> None:
     signature.forward_arg_names = list(reversed(signature.forward_arg_names))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["on all ranks", "on one rank"])
 @pytest.mark.parametrize("damage", [assert_more, assert_nothing, narrow, rename])

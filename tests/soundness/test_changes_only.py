@@ -54,6 +54,7 @@ def sound() -> Artifact:
     return Artifact.of(tpcompiler.parallelize(exported, 2, plan, outputs=["S(1)"]))
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("name", SAME_SHAPE)
 def test_what_leaves_the_shape_is_refused(sound: Artifact, name: str) -> None:
     damaged = sound.copied()

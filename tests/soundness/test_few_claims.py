@@ -123,6 +123,7 @@ def test_a_size_that_there_is_not_at_all_sizes() -> None:
         assert checked(made).findings == []
 
 
+@pytest.mark.slow
 def test_a_view_that_copies_on_some_ranks() -> None:
     """As it must where a rank's value lies in memory otherwise than the others'."""
     made = artifact(Flat(), (torch.randn(5, 8), torch.randn(2, 8)), inputs=["S(0)", "R"])
@@ -132,6 +133,7 @@ def test_a_view_that_copies_on_some_ranks() -> None:
     assert checked(made).findings == []
 
 
+@pytest.mark.slow
 def test_a_call_that_makes_nothing() -> None:
     made = artifact(Assert(), (torch.randn(4, 8),), inputs=["S(0)"])
     assert "_assert_async" in str(made.ranks[0].graph)
@@ -148,6 +150,7 @@ def test_a_call_without_a_recorded_value(op: str) -> None:
     assert first.endswith(" has no recorded value")
 
 
+@pytest.mark.slow
 def test_the_other_name_of_a_tied_weight() -> None:
     """A strict export has an input for one name alone; its state keeps both."""
     exported = export(Tied(), (torch.randint(8, (2, 3)),), strict=True)
@@ -160,6 +163,7 @@ def test_the_other_name_of_a_tied_weight() -> None:
     assert check_programs(ranks, made.manifest(), exported).findings == []
 
 
+@pytest.mark.slow
 def test_a_list_as_long_as_a_dynamic_size() -> None:
     """The example decides it: torch takes its two rows for all. A share of four rows over four ranks has another."""
     rows = torch.randn(4, 5)
@@ -168,6 +172,7 @@ def test_a_list_as_long_as_a_dynamic_size() -> None:
     assert (report.findings, report.counts["ops that cannot be run here"]) == ([], 1)
 
 
+@pytest.mark.slow
 def test_sizes_of_which_a_division_makes_nothing() -> None:
     """A dim of s rows as s // 4 of 4, which torch knows as s // (s // 4): at s = 2 there are none."""
     made = artifact(nn.Unflatten(0, (-1, 4)), (torch.randn(8, 3),), ({0: Dim.AUTO},), outputs=["P(sum)"])

@@ -166,6 +166,7 @@ def test_an_output_in_the_memory_of_what_is_written(out: Path, model: ExportedPr
     assert any("shares the memory of 'k'" in finding for finding in tpcompiler.open(out).check(model).findings)
 
 
+@pytest.mark.slow
 def test_two_nodes_of_one_name(out: Path, model: ExportedProgram) -> None:
     """torch names one of them anew: which is meant, only its reader knows."""
 
@@ -241,6 +242,7 @@ def test_examples_that_are_no_arguments(ranks: list[int], examples: Any, out: Pa
         tpcompiler.open(out).check(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [3.0, True], ids=repr)
 def test_numbers_that_are_equal_in_python(number: float, out: Path, model: ExportedProgram) -> None:
     """And of another type to torch."""
@@ -265,6 +267,7 @@ class Zeros(nn.Module):
         return 1 / (h.abs() * 0.0) + h.mul(2.0)
 
 
+@pytest.mark.slow
 def test_zeros_of_either_sign_and_nodes_under_each_others_name(tmp_path: Path) -> None:
     """torch calls a node after what it makes, and not by its name in the file."""
     torch.manual_seed(0)
@@ -378,7 +381,7 @@ def another_root(data: Any) -> None:
     data["graph_module"]["module_call_graph"][0]["fqn"] = "zz"
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("entry", "change"),
     [("data/weights/model_weights_config.json", not_a_parameter), ("models/model.json", another_root)],

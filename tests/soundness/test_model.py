@@ -113,6 +113,7 @@ def test_another_model_is_refused(name: str, tmp_path: Path) -> None:
     assert {each.name for each in tmp_path.iterdir()} == {"out"}
 
 
+@pytest.mark.slow
 def test_so_it_is_where_weights_lie_apart(tmp_path: Path) -> None:
     out = written(exported(Layers()), tmp_path / "out", "shared")
     assert tpcompiler.open(out).check().ok
@@ -130,6 +131,7 @@ def test_another_range_of_a_size(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_dynamic_size_that_can_only_be_one_number() -> None:
     """In the model it is a symbol that torch has replaced; in ranks whose other sizes are divided it is a number."""
 
@@ -158,7 +160,7 @@ def test_a_model_with_weights_of_its_own(tmp_path: Path) -> None:
         tpcompiler.open(out).reshard(3, tmp_path / "three")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["a pipe", "a directory", "a link", "a device", "nothing", "other bytes"])
 def test_what_is_no_file(kind: str, tmp_path: Path) -> None:
     out = written(exported(Layers()), tmp_path / "out")
@@ -179,6 +181,7 @@ def test_what_is_no_file(kind: str, tmp_path: Path) -> None:
         tpcompiler.open(out).check()
 
 
+@pytest.mark.slow
 def test_a_rewritten_piece_of_another_model() -> None:
     """The negative control of pieces that are run: attention over a cut cache, and attention in turns."""
     for name in ("cache by steps", "in turns"):

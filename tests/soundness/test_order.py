@@ -120,6 +120,7 @@ def no_wait_and_no_start(artifact: Artifact) -> None:
     edit.erase(start)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [nothing, starts_in_another_order_on_all_ranks])
 def test_what_is_right(program: tpcompiler.ParallelProgram, change: Callable[[Artifact], None]) -> None:
     (first, second), (wait, _) = starts(program.rank_program(0)), waits(program.rank_program(0))

@@ -92,6 +92,7 @@ def test_experts_of_another_order() -> None:
     assert "on random values they differ by" in finding
 
 
+@pytest.mark.slow
 def test_floats_that_count() -> None:
     """No random value may stand for a float that is computed from integers alone; for any other it may."""
     program = canonicalize(exported(*CASES["routed"], False))

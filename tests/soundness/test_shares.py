@@ -74,6 +74,7 @@ def test_what_is_pending(op: str, made: float) -> None:
     assert [whole.tolist() for whole in join(parts, read_sharding(f"P({op})", mesh, 1), mesh, [1])] == [[made]]
 
 
+@pytest.mark.slow
 def test_a_share_of_another_size() -> None:
     mesh = Mesh((("tp", 2),))
     with pytest.raises(ValueError, match=r"rank 1 holds \[3\] of \[4\] as S\(0\)"):

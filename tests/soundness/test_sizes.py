@@ -25,7 +25,7 @@ from tpcompiler.judge.sound.folded import folded
 assert collectives  # it registers its kinds
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("placement", "shape"), [("R", [16, 16, 16]), ("S(0)", [100, 16, 16]), ("S(2)", [100, 16, 60])]
 )

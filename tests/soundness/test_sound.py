@@ -28,7 +28,7 @@ def check(program: tpcompiler.ParallelProgram, directory: Path) -> CheckReport:
     return tpcompiler.open(directory).check(program.only.original())
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -129,6 +129,7 @@ def test_a_graph_is_read_once(attend: Path) -> None:
     assert not torch.equal(first.state["rank_numbers"], second.state["rank_numbers"])
 
 
+@pytest.mark.slow
 def test_tensors_take_no_memory_until_they_are_used(attend: Path) -> None:
     path = attend / rank_file(1)
     with Opened(path) as file:

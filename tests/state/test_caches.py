@@ -40,7 +40,7 @@ def converted(write: str, world: int, dynamic: bool = False) -> ParallelProgram:
     return tpcompiler.parallelize(exported(write, dynamic), world, PLAN)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("write", WRITES)
@@ -55,6 +55,7 @@ def test_a_cache_is_cut_by_heads_for_free(write: str, world: int) -> None:
     assert [row.sharding for row in caches] == ["S(1)"] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("world", [2, 4])
 def test_chunked_prefill_and_four_steps(world: int) -> None:
@@ -107,6 +108,7 @@ def test_module_keeps_the_cache_in_real_processes(tmp_path: Path) -> None:
                 assert float((got[rank][step] - want).abs().max() / scale) <= limit, (step, rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_batch_norm_statistics_are_cut_and_kept(world: int) -> None:
     """Channels are cut through the convolution and the norm; each rank keeps the statistics of its own."""
@@ -123,6 +125,7 @@ def test_batch_norm_statistics_are_cut_and_kept(world: int) -> None:
     assert "call 3: norm.num_batches_tracked" in [d.name for d in report.outputs]
 
 
+@pytest.mark.slow
 def test_a_cache_as_an_input_takes_the_placement_that_is_given() -> None:
     """Caches that the caller holds: cut where `inputs=` says so, what is put in is gathered in every call where not."""
 
@@ -159,7 +162,7 @@ class Rows(torch.nn.Module):
         return self.o(self.cache[:batch].cumsum(2)[:, :, -1].flatten(1))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "batch", "mesh", "sharding"),
     [

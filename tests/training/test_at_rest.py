@@ -40,7 +40,7 @@ def converted(ranks: int) -> tuple[tpcompiler.ParallelProgram, Any, int]:
     return with_own_samples({"dp": ranks}, REST), named, sum(each.numel() * 4 for each in model.parameters())
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bytes_of_what_a_rank_holds_and_sends(ranks: int) -> None:
     """An n-th of all parameters and gradients; two gathers of each (of the embedding one) and one scatter."""
@@ -87,6 +87,7 @@ def test_one_layer_ahead() -> None:
     assert most == 1
 
 
+@pytest.mark.slow
 def test_without_a_scatter_or_a_gather_it_is_wrong() -> None:
     _, program, args, named = built("mlp")
     made = tpcompiler.parallelize(program, {"dp": 2}, REST, inputs={"x": ROWS, "labels": ROWS})
@@ -110,6 +111,7 @@ def test_what_no_axis_divides_stays_whole_and_is_named() -> None:
     assert made.verify().ok
 
 
+@pytest.mark.slow
 def test_for_inference_too() -> None:
     """The weights are gathered for their use."""
     exported = torch.export.export(Mlp(), (torch.randn(4, 8),))

@@ -123,7 +123,7 @@ def take_the_most(bucket: fx.Node) -> None:
     bucket.args = (bucket.args[0], "max", bucket.args[2])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [swap, send_twice, take_the_most])
 def test_a_damaged_bucket_is_refused(damage: Callable[[fx.Node], None]) -> None:
     made, _ = converted({"dp": 2})

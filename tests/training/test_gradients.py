@@ -186,6 +186,7 @@ def test_sums_over_samples() -> None:
     assert made.verify(args, named).ok
 
 
+@pytest.mark.slow
 def test_a_pin_of_layers_gathers_no_samples() -> None:
     """Of whole logits each rank has its own samples, until the boundary asks for all."""
     _, program, args, named = built("llama")
@@ -196,7 +197,7 @@ def test_a_pin_of_layers_gathers_no_samples() -> None:
     assert made.verify(args, named).ok
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
 def test_all_ranks_together(name: str, mesh: dict[str, int]) -> None:
@@ -233,7 +234,7 @@ class Dropped(nn.Module):
             return made.float() + x
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2}], ids=str)
 def test_random_numbers_and_narrow_floats(mesh: dict[str, int]) -> None:
     """All ranks drop what the single device drops, and autograd with the same seed."""
@@ -307,6 +308,7 @@ def test_no_output_is_the_loss(loss: Any, said: str) -> None:
     assert str(raised.value).splitlines()[0] == said
 
 
+@pytest.mark.slow
 def test_an_argument_with_the_name_of_a_builtin() -> None:
     model, x, labels = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), torch.randn(4, 8), torch.randn(4, 8)
     program = tpcompiler.export_training(model, (x,), loss=squares, targets={"labels": labels})

@@ -59,6 +59,7 @@ def assert_shares(made: Any, shares: Any, whole: dict[str, torch.Tensor], within
         torch.testing.assert_close(own, wanted, rtol=within, atol=within)
 
 
+@pytest.mark.slow
 def test_optimizers_schedules_scales_and_sums(tmp_path: Path) -> None:
     """SGD with momentum on a schedule, a scale that overflows, sums left out of one backward, float32 masters."""
     made = {

@@ -56,6 +56,7 @@ def transformer() -> Case:
     return Case(randomised(Transformer()), (IDS,), 2, PLAN, outputs={"1": "S(0)"})
 
 
+@pytest.mark.slow
 def test_a_right_program_is_equal(transformer: Case) -> None:
     report = transformer.compare()
     assert report.ok, report
@@ -64,6 +65,7 @@ def test_a_right_program_is_equal(transformer: Case) -> None:
     assert report.max_rel_err <= max(d.tolerance for d in report.outputs) < 1e-4
 
 
+@pytest.mark.slow
 def test_every_collective_is_needed(transformer: Case) -> None:
     """Each is replaced on all ranks, in turn, by what a rank that talks to nobody would have."""
     names = collectives(transformer.ranks[0])
@@ -92,6 +94,7 @@ def test_a_collective_that_is_missing_is_named(transformer: Case) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_first_wrong_value_beside_uneven_shards() -> None:
     """Rows go to ranks as 2, 2 and 1: the last rank alone cuts off what pads its sum, and names its next copy apart."""
 
@@ -172,6 +175,7 @@ class Products(nn.Module):
         return self.down(x)
 
 
+@pytest.mark.slow
 def test_the_tolerance_follows_the_programs_own_rounding() -> None:
     """`SPREAD` times the reference's error against float64, at least `FLOOR` epsilons; more terms, more of it."""
     tolerances = []
@@ -211,6 +215,7 @@ def right_and_without_its_collective(finish: Callable[[torch.Tensor], torch.Tens
 LAST = torch.arange(8) == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "finish",
     [
@@ -227,18 +232,21 @@ def test_a_masks_large_numbers_hide_nothing(finish: Callable[[torch.Tensor], tor
     assert right_and_without_its_collective(finish) == (True, False)
 
 
+@pytest.mark.slow
 def test_large_numbers_themselves_are_judged() -> None:
     """In a tolerance of their own: 1e9 is rounded to 64."""
     assert right_and_without_its_collective(lambda y: torch.cat([y, y * 1e9], -1)) == (True, False)
     assert right_and_without_its_collective(lambda y: torch.cat([torch.ones_like(y), y * 1e9], -1)) == (True, False)
 
 
+@pytest.mark.slow
 def test_a_choice_that_float64_makes_otherwise_allows_no_fault() -> None:
     """1e-9 more is more in float64 alone: by the difference between the two, anything would be equal."""
     finish = lambda y: torch.where(y + 1e-9 > y, -y.flip(-1), y)  # noqa: E731
     assert right_and_without_its_collective(finish) == (True, False)
 
 
+@pytest.mark.slow
 def test_bits_are_read_as_they_were_exported() -> None:
     """In float64 a row would be read as twice as many integers."""
     finish = lambda y: (y.view(torch.int32) >> 20 << 20).view(torch.float32)  # noqa: E731
@@ -256,6 +264,7 @@ class Outputs(nn.Module):
         }
 
 
+@pytest.mark.slow
 def test_infinities_nans_integers_and_nothing() -> None:
     case = Case(Outputs(), (torch.randn(4, 6),), 2, {}, inputs=["S(0)"], outputs={"masked": "S(0)", "count": "S(0)"})
     report = case.compare()
@@ -314,6 +323,7 @@ def test_a_report_is_data(transformer: Case) -> None:
     assert str(report).splitlines()[0].startswith("equal: max abs err ")
 
 
+@pytest.mark.slow
 def test_errors_stand_next_to_the_magnitudes_that_they_are_of() -> None:
     """An error of 1 in bfloat16 is that of the last bit of 272."""
     torch.manual_seed(0)
@@ -343,6 +353,7 @@ class Counting(nn.Module):
         return {"total": self.total * 2}
 
 
+@pytest.mark.slow
 def test_an_output_is_called_as_a_buffer_is() -> None:
     """The one is whole, the other cut."""
     made = tpcompiler.parallelize(torch.export.export(Counting(), (torch.randn(3, 8),)), 2, {"total": "S(0)"})
@@ -352,6 +363,7 @@ def test_an_output_is_called_as_a_buffer_is() -> None:
     assert [(d.name, d.ok) for d in report.outputs] == [("total", True), ("total", True)]
 
 
+@pytest.mark.slow
 def test_a_buffer_that_the_ranks_forget_is_noticed() -> None:
     """On all of them, or on one."""
     case = Case(Counting(), (torch.randn(3, 8),), 2, {})
@@ -376,6 +388,7 @@ class Undefined(nn.Module):
         return x * 2, x / 0 * 0
 
 
+@pytest.mark.slow
 def test_an_output_without_finite_numbers_is_said_to_prove_nothing() -> None:
     report = Case(Undefined(), (torch.randn(3, 8),), 2, {}).compare()
     lines = str(report).splitlines()[1:]

@@ -239,6 +239,7 @@ def test_what_is_refused(op: str, samples: list[tuple[Any, ...]], said: str) -> 
     assert said in str(error.value)
 
 
+@pytest.mark.slow
 def test_samples_of_one_kind_are_met() -> None:
     """What only one of them can show is taken from that one."""
     one = discover_rule("aten::where.self", [(flags(5, 7), t(5, 7), t(5, 7))])

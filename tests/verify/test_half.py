@@ -42,7 +42,7 @@ def without_each(program: ParallelProgram, x: torch.Tensor) -> list[tuple[str, V
     return out
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("world", [2, 4])
@@ -57,7 +57,7 @@ def test_a_decoder_is_equal(dtype: torch.dtype, world: int, dynamic: bool) -> No
         assert wide < 1e-4
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", HALF)
 def test_every_missing_collective_is_noticed(dtype: torch.dtype) -> None:
     found = without_each(converted(dtype, 2), token_ids(2, 12))
@@ -78,6 +78,7 @@ class Faint(nn.Module):
         return x + 0.02 * self.down(torch.relu(self.up(x)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", HALF)
 def test_a_faint_fault_is_noticed_in_float32(dtype: torch.dtype) -> None:
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -92,6 +93,7 @@ def test_a_faint_fault_is_noticed_in_float32(dtype: torch.dtype) -> None:
         assert narrow.ok, "the reason for the comparison in float32: in bfloat16 alone nothing is seen"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sweep
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("world", [2, 4])
@@ -109,6 +111,7 @@ def test_every_value_keeps_its_dtype(dtype: torch.dtype, world: int) -> None:
     assert seen == {dtype, torch.float32, *({torch.int64, torch.bool} & seen)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", HALF)
 def test_a_mean_over_a_cut_dim_keeps_its_dtype(dtype: torch.dtype) -> None:
     """Its body divides a local sum by the global count."""
@@ -120,6 +123,7 @@ def test_a_mean_over_a_cut_dim_keeps_its_dtype(dtype: torch.dtype) -> None:
     assert program.verify((x,)).ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", HALF)
 def test_a_pending_sum_is_reduced_before_it_is_cast(dtype: torch.dtype) -> None:
     """As the single device does it: one half-precision value, then the cast. (Halves the bytes of the sum, too.)"""
@@ -132,6 +136,7 @@ def test_a_pending_sum_is_reduced_before_it_is_cast(dtype: torch.dtype) -> None:
     assert program.verify((x,)).ok
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", HALF)
 def test_a_rank_that_answers_in_another_dtype_is_noticed(dtype: torch.dtype) -> None:
     """The comparison in float32 does not see it; the one in the program's own types does."""
@@ -150,6 +155,7 @@ def test_a_rank_that_answers_in_another_dtype_is_noticed(dtype: torch.dtype) -> 
     assert not report.ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", HALF)
 def test_a_choice_between_near_equals_is_judged_in_float32(dtype: torch.dtype) -> None:
     """In half precision an argmax over thousands of scores is a matter of rounding; a wrong program still shows."""
@@ -171,6 +177,7 @@ def test_a_choice_between_near_equals_is_judged_in_float32(dtype: torch.dtype) -
     assert not broken.ok
 
 
+@pytest.mark.slow
 def test_files_keep_the_dtype() -> None:
     program = converted(torch.bfloat16, 2)
     file = io.BytesIO()

@@ -79,6 +79,7 @@ def test_markers_that_are_left() -> None:
         check_invariants(LoweredProgram(late.source, late.graph, late.mesh, 0))
 
 
+@pytest.mark.slow
 def test_every_stage_keeps_its_promises() -> None:
     program = local(Mlp(), (torch.randn(2, 4),), MEGATRON)
     assert isinstance(program, LocalProgram)

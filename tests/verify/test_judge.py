@@ -30,7 +30,7 @@ class Centred(nn.Module):
         return nn.functional.layer_norm(self.down(nn.functional.gelu(self.up(x))), (64,)).mean(-1)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_an_output_that_is_zero_but_for_rounding(seed: int) -> None:
     torch.manual_seed(seed)
@@ -69,6 +69,7 @@ class Balanced(nn.Module):
         return (y * torch.cos(torch.arange(float(y.numel())) * 0.7).view_as(y)).mean()
 
 
+@pytest.mark.slow
 def test_one_number_that_is_rounded_well_by_chance() -> None:
     """Of 2,000 inputs these four are rounded so well that the ranks' sums seem to be wrong, by up to 5.8 times."""
     program = tpcompiler.parallelize(
@@ -90,6 +91,7 @@ def test_the_number_of_a_mask_is_no_magnitude_that_values_are_rounded_at(masked:
     assert ordinary_magnitude([mask + 3, torch.tensor([1.6e9, 1.7e9])]) == float(torch.tensor(1.7e9))
 
 
+@pytest.mark.slow
 def test_float64_is_judged_by_another_order_of_summation() -> None:
     """128 terms that cancel: their sum is rounded by far more than 16 epsilons of it, and no wider type shows that."""
     torch.manual_seed(0)

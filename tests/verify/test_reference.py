@@ -85,7 +85,7 @@ def test_writes_in_place(after: Callable[..., torch.Tensor], dtype: torch.dtype)
     assert all(d.tolerance < 1e-5 for d in report.outputs if "float32" in d.name or not narrow)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [wider_copy, normed])
 def test_what_is_wrong_there_is_noticed(after: Callable[..., torch.Tensor]) -> None:
     """The negative control: ranks with another weight."""
@@ -252,6 +252,7 @@ def test_an_op_without_a_wider_kernel_is_moved_by_its_rounding() -> None:
     assert 2**-25 < ((exact - want) / want).abs().max() < 2**-23
 
 
+@pytest.mark.slow
 def test_a_size_that_the_export_found_to_be_one_number() -> None:
     """Dim.AUTO leaves it a symbol by name; torch's module refuses others too."""
     net, x = Net(lambda y, held: y.div_(float(y.shape[0]))), torch.randn(6, 8)
@@ -271,6 +272,7 @@ class Divided(nn.Module):
         return self.down(self.up(x)) * (100 // k.sum().item())  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_a_number_that_data_decide() -> None:
     x, k = torch.randn(4, 8), torch.tensor([2, 3])
     made = tpcompiler.parallelize(export(Divided(), (x, k)), 2, PLAN)
@@ -281,6 +283,7 @@ def test_a_number_that_data_decide() -> None:
         made.verify((x, torch.zeros_like(k)))
 
 
+@pytest.mark.slow
 def test_torch_says_nothing_beside_the_error() -> None:
     """Its log has tracebacks of what cannot be retraced."""
     script = """

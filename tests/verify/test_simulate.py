@@ -35,6 +35,7 @@ def programs(degree: int = 2, **kwargs: Any) -> list[ExportedProgram]:
     return [made.rank_program(rank) for rank in range(degree)]
 
 
+@pytest.mark.slow
 def test_every_rank_has_the_result() -> None:
     module = Mlp()
     made = tpcompiler.parallelize(export(module, (X,)), 4, {"up": "colwise", "down": "rowwise"})
@@ -45,6 +46,7 @@ def test_every_rank_has_the_result() -> None:
         torch.testing.assert_close(result.mutated["seen"], X.sum())
 
 
+@pytest.mark.slow
 def test_the_programs_and_inputs_stay_as_they_are() -> None:
     ranks = programs()
     before = [{name: value.clone() for name, value in p.state_dict.items()} for p in ranks]
@@ -94,6 +96,7 @@ def test_a_rank_that_skips_a_collective() -> None:
     )
 
 
+@pytest.mark.slow
 def test_ranks_at_different_collectives() -> None:
     whole, parts = programs(), programs(outputs=["S(0)"])
     assert error([whole[0], parts[1]]) == (
@@ -112,6 +115,7 @@ def test_ranks_of_different_groups() -> None:
     assert "all_reduce(torch.float32, sum, other)" in error([first, change_argument(second, 2, "other")])
 
 
+@pytest.mark.slow
 def test_ranks_with_different_dtypes() -> None:
     first, second = programs()
     (name,) = collectives(second)

@@ -35,6 +35,7 @@ def shown(source: str, name: str) -> list[str]:
     return [re.sub(r"<[^>]*>", "", row) for row in rows]
 
 
+@pytest.mark.slow
 def test_edges_go_around_layout_ops_and_waits(tmp_path: Path) -> None:
     plan: dict[str, object] = {"up": "colwise", "down": "rowwise"}
     source = artifact_dot(saved(tmp_path / "mlp", Mlp(), torch.zeros(4, 8), plan)).source
@@ -49,6 +50,7 @@ def test_edges_go_around_layout_ops_and_waits(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_collective_says_what_it_carries(tower: Path) -> None:
     source = artifact_dot(tower).source
     assert shown(source, "all_reduce") == [
@@ -77,6 +79,7 @@ def test_equal_layers_share_a_frame(tower: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_only_fallbacks_are_dashed(mixed: Path) -> None:
     source = artifact_dot(mixed).source
     assert shown(source, "all_gather_into_tensor") == [
@@ -124,6 +127,7 @@ def boxes(svg: str) -> dict[str, tuple[float, float, float, float]]:
     return found
 
 
+@pytest.mark.sample(3)
 @needs("dot")
 @pytest.mark.parametrize("artifact", ["tower", "mixed"])
 @pytest.mark.parametrize("font", ["Helvetica", "Arial"])

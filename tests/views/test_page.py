@@ -136,6 +136,7 @@ def test_search_by_keys(chromium: webdriver.Chrome, pages: Path, width: int) -> 
     assert (page.focus, page.text("found")) == ("graph", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", WIDTHS)
 def test_keys_reach_all_of_it(chromium: webdriver.Chrome, pages: Path, width: int) -> None:
     page = Page(chromium, pages / "tower.html", width)
@@ -173,6 +174,7 @@ def test_keys_reach_all_of_it(chromium: webdriver.Chrome, pages: Path, width: in
     assert len(page.driver.find_elements(By.CSS_SELECTOR, "#timeline .bar")) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", WIDTHS)
 def test_what_differs_is_marked(chromium: webdriver.Chrome, pages: Path, width: int) -> None:
     page = Page(chromium, pages / "difference.html", width)
@@ -201,6 +203,7 @@ def test_what_differs_is_marked(chromium: webdriver.Chrome, pages: Path, width: 
     assert page.driver.execute_script("return document.documentElement.scrollWidth") <= width
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_difference_leads_to_its_node(chromium: webdriver.Chrome, pages: Path, width: int) -> None:
     page = Page(chromium, pages / "difference.html", width)
@@ -230,6 +233,7 @@ def test_a_difference_leads_to_its_node(chromium: webdriver.Chrome, pages: Path,
     assert follow("layers.0: relu").startswith("relu\nR  f32[2, 6, 16]\nwas S(2)")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", WIDTHS)
 def test_it_opens_on_the_summary(chromium: webdriver.Chrome, pages: Path, width: int) -> None:
     page = Page(chromium, pages / "mixed.html", width)
@@ -251,6 +255,7 @@ def test_it_opens_on_the_summary(chromium: webdriver.Chrome, pages: Path, width:
     assert "No fallbacks: the plan asked for every gather." in page.text("details")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", WIDTHS)
 def test_another_rank_is_chosen(chromium: webdriver.Chrome, pages: Path, width: int) -> None:
     """In place where the ranks run one graph; else with the graph of that rank."""
@@ -273,6 +278,7 @@ def test_another_rank_is_chosen(chromium: webdriver.Chrome, pages: Path, width: 
     assert page.driver.execute_script("return document.documentElement.scrollWidth") <= width
 
 
+@pytest.mark.slow
 def test_caches_are_drawn_where_they_are_written(chromium: webdriver.Chrome, pages: Path) -> None:
     page = Page(chromium, pages / "cached.html", 900)
     labels = page.driver.execute_script("return cy.nodes().map((node) => node.data('label'))")
@@ -316,6 +322,7 @@ def test_bytes_are_written_as_on_the_terminal(chromium: webdriver.Chrome, pages:
     assert page.driver.execute_script("return arguments[0].map(bytes)", counts) == [*map(format_bytes, counts)]
 
 
+@pytest.mark.slow
 def test_the_times_are_of_a_machine(chromium: webdriver.Chrome, pages: Path) -> None:
     page = Page(chromium, pages / "difference.html", 900)
     page.click("tab-timeline")
@@ -324,6 +331,7 @@ def test_the_times_are_of_a_machine(chromium: webdriver.Chrome, pages: Path) -> 
     assert " 1 ms" in told  # of the sum of the embedding
 
 
+@pytest.mark.slow
 def test_everything_has_a_name(chromium: webdriver.Chrome, pages: Path) -> None:
     page = Page(chromium, pages / "tower.html", 900)
     page.click_node("head")
@@ -334,6 +342,7 @@ def test_everything_has_a_name(chromium: webdriver.Chrome, pages: Path) -> None:
     ] == []
 
 
+@pytest.mark.slow
 def test_a_fallback_says_why(chromium: webdriver.Chrome, pages: Path) -> None:
     page = Page(chromium, pages / "mixed.html", 900)
     assert page.text("legend").splitlines() == [
@@ -349,6 +358,7 @@ def test_a_fallback_says_why(chromium: webdriver.Chrome, pages: Path) -> None:
     assert "Reason\nsort: it needs the dim of 64 whole" in page.text("details")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_costs_and_the_timeline_say_what_they_leave_out(
     chromium: webdriver.Chrome, pages: Path, width: int
@@ -367,6 +377,7 @@ def test_the_costs_and_the_timeline_say_what_they_leave_out(
     assert "does not know" not in page.driver.find_element(By.ID, "cost").get_attribute("textContent")
 
 
+@pytest.mark.slow
 def test_texts_of_files_stay_texts(chromium: webdriver.Chrome, pages: Path) -> None:
     page = Page(chromium, pages / "hostile.html", 900)
     page.click_node("fallback")
@@ -375,6 +386,7 @@ def test_texts_of_files_stay_texts(chromium: webdriver.Chrome, pages: Path) -> N
     assert page.driver.find_elements(By.TAG_NAME, "img") == []
 
 
+@pytest.mark.slow
 def test_dark_where_the_reader_likes_it_dark(chromium: webdriver.Chrome, pages: Path) -> None:
     shades = []
     for scheme in ("light", "dark"):

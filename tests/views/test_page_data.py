@@ -36,6 +36,7 @@ def tower(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(tmp_path_factory.mktemp("tower") / "artifact", Tower(), ids(), LAYERS)
 
 
+@pytest.mark.slow
 def test_every_collective_is_there(tower: Path) -> None:
     data = page_data(tower)
     added = ("item", "layer", "advice")
@@ -70,6 +71,7 @@ def cached(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(tmp_path_factory.mktemp("cached") / "artifact", Cached(), one_step(), LAYERS)
 
 
+@pytest.mark.slow
 def test_caches_are_written_by_the_op_and_no_outputs(cached: Path) -> None:
     """They lie outside of the layers, whose numbers they have; so layers with a cache each are still told once."""
     data = page_data(cached)
@@ -82,6 +84,7 @@ def test_caches_are_written_by_the_op_and_no_outputs(cached: Path) -> None:
     assert data["items"][data["tensors"][names.index("cache_2")]["item"]] == writer
 
 
+@pytest.mark.slow
 def test_a_cache_of_another_layer_keeps_layers_apart(tmp_path: Path) -> None:
     class Crossed(Cached):
         def forward(self, ids: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
@@ -158,6 +161,7 @@ def test_every_collective_of_the_first_is_somewhere(tower: Path, tmp_path: Path,
         assert all(data["items"][row["item"]]["kind"] == "gone" for row in data["gone"])
 
 
+@pytest.mark.slow
 def test_what_was_is_the_first_manifests(tower: Path, tmp_path: Path) -> None:
     other = saved(tmp_path / "out", Tower(), ids(), {"layers.1.up": "colwise"}, inputs=["S(0)"])
     data = page_data(other, first=tower)
@@ -167,6 +171,7 @@ def test_what_was_is_the_first_manifests(tower: Path, tmp_path: Path) -> None:
     assert (item["sharding"], item["was"], item["differs"]) == ("S(0)", "R", True)
 
 
+@pytest.mark.slow
 def test_layers_that_have_become_alike_stay_apart(tower: Path, tmp_path: Path) -> None:
     """Of a layer that was otherwise than its neighbours, what it was can be told only by itself."""
     mixed = saved(tmp_path / "mixed", Tower(), ids(), {"layers.0.up": "R", "layers.0.down": "R", **LAYERS})
@@ -217,6 +222,7 @@ def test_values_have_their_global_shape(tower: Path, tmp_path: Path) -> None:
     assert value(page_data(by_rows), "ids")["shape"] == [2, 6]  # of which a rank has [1, 6]
 
 
+@pytest.mark.slow
 def test_values_of_ranks_that_differ_are_not_guessed(tmp_path: Path) -> None:
     uneven = nn.Sequential(nn.Linear(8, 15), nn.ReLU(), nn.Linear(15, 8))
     data = page_data(saved(tmp_path / "out", uneven, torch.zeros(4, 8), {"0": "colwise", "2": "rowwise"}))
@@ -259,6 +265,7 @@ def test_a_claim_that_cannot_be_read_gives_no_global_shape(tower: Path, tmp_path
 SLOW = Machine(flops=1.0, memory_bandwidth=1e6, memory=1e9, links={("", 0): [Link(latency=0.5, bandwidth=64.0)]})
 
 
+@pytest.mark.slow
 def test_times_are_the_rooflines_and_the_links(tmp_path: Path) -> None:
     exported = torch.export.export(Mlp().eval(), (torch.zeros(4, 8),))
     program = tpcompiler.parallelize(exported, 2, {"up": "colwise", "down": "rowwise"})
@@ -292,6 +299,7 @@ def test_rows_of_experts_are_multiplied_once(tmp_path: Path) -> None:
     assert step.compute == 2 * 24 * 16 * 32
 
 
+@pytest.mark.slow
 def test_the_critical_path_is_the_longer_branch(tmp_path: Path) -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:
@@ -319,6 +327,7 @@ def test_weights_need_not_be_cut(tmp_path: Path) -> None:
     assert value(data, "relu")["shape"] == [2, 6, 16]
 
 
+@pytest.mark.slow
 def test_texts_of_files_are_printable(tmp_path: Path) -> None:
     directory = saved(tmp_path / "out", Mixed(), torch.zeros(4, 8), {"up": "colwise"})
     manifest = json.loads((directory / "manifest.json").read_text())

@@ -13,6 +13,7 @@ from tests.views.opened import artifact_text
 from tpcompiler.errors import ArtifactError
 
 
+@pytest.mark.slow
 def test_mlp(tmp_path: Path) -> None:
     directory = saved(tmp_path / "mlp", Mlp(), torch.zeros(4, 8), {"up": "colwise", "down": "rowwise"})
     assert (
@@ -33,6 +34,7 @@ R             output  output  f32[4, 8]
     )
 
 
+@pytest.mark.slow
 def test_equal_layers_are_told_once(tmp_path: Path) -> None:
     assert (
         artifact_text(saved(tmp_path / "tower", Tower(), ids(), LAYERS))
@@ -56,6 +58,7 @@ R             output  states.0, states.1, states.2  f32[2, 6, 8]
     )
 
 
+@pytest.mark.slow
 def test_layers_that_differ_are_told_apart(tmp_path: Path) -> None:
     plan = {"layers.2.up": "colwise", "layers.2.down": "rowwise"}
     lines = artifact_text(saved(tmp_path / "tower", Tower(), ids(), plan)).splitlines()
@@ -73,6 +76,7 @@ def test_layers_that_differ_are_told_apart(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_layer_between_keeps_its_neighbours_apart(tmp_path: Path) -> None:
     plan = {f"layers.{n}.{name}": style for n in (0, 2) for name, style in (("up", "colwise"), ("down", "rowwise"))}
     text = artifact_text(saved(tmp_path / "tower", Tower(), ids(), plan))

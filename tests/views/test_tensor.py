@@ -239,6 +239,7 @@ def test_a_drawing_ends() -> None:
     assert "rank 63: [64, 2, 100], the slice [:, :, 63:64 + 127:128 + .. + 6399:6400]\n" in drawn
 
 
+@pytest.mark.slow
 def test_tensors_that_are_alike_are_drawn_once(tmp_path: Path) -> None:
     model = Weights({"a": (4, 2), "b": (4, 2), "c": (4, 3)})
     program = tpcompiler.parallelize(torch.export.export(model, (torch.zeros(()),)), 2, {"*": "S(0)"})

@@ -76,6 +76,7 @@ def test_frames(out: Path) -> None:
     assert frames == ["layers.* x 4", "backward", "layers.3-1 x 3", "layers.0"]
 
 
+@pytest.mark.slow
 def test_a_program_without_gradients_has_no_backward(tmp_path: Path) -> None:
     """Negative control."""
     program = torch.export.export(randomised(Net()), (torch.randn(4, 8),))

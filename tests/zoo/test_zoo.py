@@ -40,7 +40,7 @@ def of(*chosen: bool) -> pytest.MarkDecorator:
 each = of(False, True)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @each
 def test_equal_to_the_single_device_program(on_world: Measured) -> None:
     assert on_world.equal, on_world.differences
@@ -98,6 +98,7 @@ def test_every_collective_matters(on_world: Measured) -> None:
         assert not report.ok, collective
 
 
+@pytest.mark.slow
 def test_the_first_wrong_value_is_named() -> None:
     program = measured(CASES["llama"], False, 2).program
     programs = [without_collective(program.rank_program(rank), "all_reduce_2") for rank in range(2)]

@@ -146,6 +146,8 @@ class Pt2:
         for name, row in self._json(CONFIGS[kind])["config"].items():
             layout = read_layout(row["tensor_meta"])
             entry = f"{folder}/{row['path_name']}"
+            if entry not in self._entries:
+                raise ValueError(f"it has no entry {entry}")
             if entry not in storages:
                 storages[entry] = self._mapped(entry) if mapped else self._storage(entry)
             if not storages[entry].nbytes() and 0 not in layout.sizes:
