@@ -83,6 +83,8 @@ REFUSED = {
         9**9**9
         Pow(9, Pow(9, 9))
         Pow(Pow(Pow(9, 64), 64), 64)
+        Pow(Pow(Pow(Pow(9, 9), 9), 9), 0)
+        Mul(Max(), Pow(Pow(9, 13), 13))
         LShift(Integer(1), Integer(9999999999))
         floor(Float('1e999999999', precision=53))
         Float('1.5', precision=999999999)
@@ -112,6 +114,7 @@ REFUSED = {
         L['x']['a'] + 'b' == 1
         9**9**9
         ((9**64)**64)**64 == 1
+        (((9**64)**64)**64)**0 == 1
         L['n'] ** L['n'] == 1
         1 << 9999999999
         1 << L['n']

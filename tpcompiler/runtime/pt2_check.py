@@ -47,7 +47,7 @@ NUMBERS = {"as_int", "as_sym_int", "as_float", "as_sym_float", "as_bool", "as_sy
 COUNTED = re.compile(r"(u|zuf)(?!\d{1,6}$)")  # torch counts from 0 to the number in the name of such a size
 VMAP = re.compile(r"torch\._functorch\.predispatch\.\w+")  # torch.vmap leaves these in a training program
 LONGEST = 4_000  # characters of a size or an input check
-MOST_TERMS = 10_000  # of one of these; real models have fewer than ten
+MOST_TERMS = 10_000  # of one of these, or of a part of it; real models have fewer than ten
 WORD = 64  # bits of an unknown size, the largest exponent, and the places of a shift
 MOST_BITS = 1 << 16  # of a number that nodes compute
 SYMPY = re.compile(
@@ -245,19 +245,15 @@ def _target(text: str) -> str | None:
 @functools.lru_cache(maxsize=4096)
 def _expression(text: str) -> str | None:
     # sympy reads 1e9999 as an integer, unlike Python; torch never writes 1_000.
-    fits = not re.search(r"[^\w ,.='+*/%<>!&|~()-]|[\d.]e[-+]?\d{3}|\d_", text, re.I) and _is_small(
-        text, _terms_of_size
-    )
-    return None if fits else "has a size that is not a plain expression"
+    is_odd = re.search(r"[^\w ,.='+*/%<>!&|~()-]|[\d.]e[-+]?\d{3}|\d_", text, re.I)
+    return None if not is_odd and _is_small(text, _terms_of_size) else "has a size that is not a plain expression"
 
 
 @functools.lru_cache(maxsize=4096)
 def _guard(text: str) -> str | None:
     # torch also writes it between double quotes, in the spelling of `ast.unparse`.
-    is_odd = re.search(r'["\\#\n\r]|\'\'', text)
-    return (
-        None if not is_odd and _is_small(text, _terms_of_guard) else "has an input check that is not a plain comparison"
-    )
+    fits = not re.search(r'["\\#\n\r]|\'\'', text) and _is_small(text, _terms_of_guard)
+    return None if fits else "has an input check that is not a plain comparison"
 
 
 # The terms of a part of a text. Raises ValueError for what torch never writes.
@@ -269,13 +265,24 @@ def _is_small(text: str, leaf: Terms) -> bool:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a number that is called, which is rejected below
             tree = ast.parse(text.strip(), mode="eval") if len(text) <= LONGEST else None
-        return tree is not None and _terms(tree.body, leaf) <= MOST_TERMS and '"' not in ast.unparse(tree)
+        return tree is not None and _terms(tree.body, leaf) > 0 and '"' not in ast.unparse(tree)
     except (SyntaxError, ValueError, OverflowError, MemoryError, RecursionError):
         return False
 
 
 def _terms(node: ast.expr, leaf: Terms) -> float:
-    """Count the terms of an expression if it is multiplied out, as sympy does; numbers grow no faster than these."""
+    """Count the terms of an expression if it is multiplied out, as sympy does; numbers grow no faster than these.
+
+    Raises:
+        ValueError: it, or a part of it, has too many, or is nothing that torch writes.
+    """
+    terms = max(1.0, _count(node, leaf))  # 1 also for a power of 0, whose base is computed all the same
+    if not terms <= MOST_TERMS:
+        raise ValueError
+    return terms
+
+
+def _count(node: ast.expr, leaf: Terms) -> float:
     match node:
         case ast.Constant(value=int() as value) if value.bit_length() <= WORD:  # includes bool
             return 1.0
