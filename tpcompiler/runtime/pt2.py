@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.export.pt2_archive.constants import ARCHIVE_VERSION_VALUE
 
 from tpcompiler._torch import build_program, quick_files, read_layout
 from tpcompiler.errors import ArtifactError, option, reason
@@ -110,6 +111,8 @@ class Pt2:
             if self.trust:
                 self.file.seek(0)
                 return torch.export.load(cast(Any, self.file))
+            if (version := self.text("archive_version").decode().strip()) != ARCHIVE_VERSION_VALUE:
+                raise ValueError(f"its format is version {version}, and this torch reads {ARCHIVE_VERSION_VALUE}")
             examples = self.text(EXAMPLES)
             given = torch.load(io.BytesIO(examples), weights_only=True) if examples else None
             data = self._json(MODEL)

@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,7 +51,7 @@ MOST_TERMS = 10_000  # of one of these, or of a part of it; real models have few
 WORD = 64  # bits of an unknown size, the largest exponent, and the places of a shift
 MOST_BITS = 1 << 16  # of a number that nodes compute
 SYMPY = re.compile(
-    "Mod|Abs|Max|Min|floor|ceiling|sqrt|Piecewise|ExprCondPair|PowByNatural"
+    "Mod|Abs|Max|Min|floor|ceiling|sqrt|Piecewise|ExprCondPair|PowByNatural|FloatPow"
     "|And|Or|Not|Xor|ITE|Eq|Ne|Lt|Le|Gt|Ge|Equality|Unequality|Relational|(Strict)?(LessThan|GreaterThan)"
     "|FloorDiv|Where|PythonMod|CleanDiv|(CeilTo|FloorTo|TruncTo|RoundTo)Int|CeilDiv|RShift"
     "|FloatTrueDiv|IntTrueDiv|IsNonOverlappingAndDenseIndicator|TruncToFloat|RoundDecimal|ToFloat|Identity"
@@ -96,24 +96,33 @@ def check_program(data: object) -> None:
     for name in (data.get("range_constraints") or {}) if isinstance(data, dict) else {}:
         if COUNTED.match(name):
             raise Unsafe(f"makes torch count up to a size's name: {_short(name)}")
-    inputs = WORD  # of a nested graph: they may be any number of the outer one
+    inputs = Number()
     for part in _dicts(data):
         if large := [each for each in part.values() if isinstance(each, int) and each.bit_length() > WORD]:
             raise Unsafe(f"has a number that is too large: {_short(str(large[0]))}")
         if isinstance(part.get("nodes"), list):
-            inputs = max(inputs, _bits_of_nodes(part["nodes"], inputs))
+            inputs = _bound_nodes(part["nodes"], inputs)
     computed = {each for key, text in seen if key == "guards_code" for each in _computed_inputs(text)}
     if others := sorted(computed - _numbers_taken(data)) if computed else ():
         raise Unsafe(f"has an input check that computes with something other than a number: {_short(others[0])}")
 
 
-def _bits_of_nodes(nodes: Sequence[Mapping[str, Any]], inputs: int) -> int:
-    """Return the bits of the largest number that a graph's nodes come to: torch evaluates them when it reads the graph.
+class Number(NamedTuple):
+    """Bounds of a number that a node takes or computes: its bits, and its value if unknown sizes are small."""
+
+    bits: float = WORD
+    value: float = WORD
+
+
+def _bound_nodes(nodes: Sequence[Mapping[str, Any]], inputs: Number) -> Number:
+    """Return the largest numbers that a graph's nodes compute: torch evaluates them when it reads the graph.
+
+    `inputs` bounds names that no node defines: in a nested graph they may be any number of the outer one.
 
     Raises:
-        Unsafe: they are too many, or a node computes with text or lists.
+        Unsafe: a number has too many bits, or a node computes with text or lists.
     """
-    bits: dict[str, int] = {}
+    known: dict[str, Number] = {}
     for node in nodes:
         target = str(node["target"])
         if not OPERATORS.fullmatch(target):
@@ -124,18 +133,28 @@ def _bits_of_nodes(nodes: Sequence[Mapping[str, Any]], inputs: int) -> int:
             raise Unsafe(f"computes with text: {_short(target)}")
         if target != "_operator.getitem" and any(isinstance(value, list) for part in parts for value in part.values()):
             raise Unsafe(f"computes with lists: {_short(target)}")
-        own = [bits.get(name, inputs) if isinstance(name := part.get("as_name"), str) else WORD for part in parts]
-        made: float = max(own, default=0) + 1
+        bits, value = zip(*(_bound(each, known, inputs) for each in given), strict=True) if given else ((0,), (0,))
+        made = Number(max(bits) + 1, sum(value))
         if target in POWERS:
-            literals = [abs(part.get("as_int", part.get("as_float", 0))) for part in given[-1]]
-            times = math.inf if any("as_name" in part for part in given[-1]) else max(literals, default=0)
-            made = made * times if target == POWERS[0] else made + times
+            times = max(value[-1], 1)
+            length = (bits[0] * times if target == POWERS[0] else bits[0] + times) + 1
+            made = Number(length, 2.0**length if length < 1_000 else math.inf)
         elif target == "_operator.mul" or target.startswith("math"):
-            made = sum(own)
-        if made > MOST_BITS:
+            made = Number(sum(bits), math.prod(value))
+        if made.bits > MOST_BITS:
             raise Unsafe(f"computes a number that is too large, by {_short(target)}")
-        bits |= {part["as_name"]: int(made) for part in _dicts(node["outputs"]) if isinstance(part.get("as_name"), str)}
-    return max(bits.values(), default=0)
+        known |= {part["as_name"]: made for part in _dicts(node["outputs"]) if isinstance(part.get("as_name"), str)}
+    every = [inputs, *known.values()]
+    return Number(max(each.bits for each in every), max(each.value for each in every))
+
+
+def _bound(argument: Sequence[Mapping[str, Any]], known: Mapping[str, Number], inputs: Number) -> Number:
+    for part in argument:
+        if isinstance(name := part.get("as_name"), str):
+            return known.get(name, inputs)
+        if isinstance(literal := part.get("as_int", part.get("as_float")), int | float):
+            return Number(WORD, abs(literal))
+    return Number(0, 0)
 
 
 def _numbers_taken(data: Any) -> set[str]:
@@ -351,7 +370,9 @@ def _terms_of_size(node: ast.expr) -> float:
                 return 1.0
         case ast.Call(ast.Name("Pow" | "LShift" as kind), [base, exponent], []):
             return _power(base, exponent, kind == "LShift", _terms_of_size)
-        case ast.Call(ast.Name("FloatPow"), [base, exponent], []):
+        case ast.Call(
+            ast.Name("FloatPow"), [base, ast.Call(ast.Name("Float" | "Integer" | "Rational")) as exponent], []
+        ):
             return _power(base, exponent, False, _terms_of_size)
         case ast.Call(ast.Name("Mul"), factors, []):
             return _product([_terms(factor, _terms_of_size) for factor in factors], _terms_of_size)
