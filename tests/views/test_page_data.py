@@ -71,7 +71,6 @@ def cached(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(tmp_path_factory.mktemp("cached") / "artifact", Cached(), one_step(), LAYERS)
 
 
-@pytest.mark.slow
 def test_caches_are_written_by_the_op_and_no_outputs(cached: Path) -> None:
     """They lie outside of the layers, whose numbers they have; so layers with a cache each are still told once."""
     data = page_data(cached)
