@@ -149,12 +149,15 @@ def _bound_nodes(nodes: Sequence[Mapping[str, Any]], inputs: Number) -> Number:
 
 
 def _bound(argument: Sequence[Mapping[str, Any]], known: Mapping[str, Number], inputs: Number) -> Number:
+    """Return the largest of all that an argument names or writes, whichever of these torch takes."""
+    every = [Number(0, 0)]
     for part in argument:
         if isinstance(name := part.get("as_name"), str):
-            return known.get(name, inputs)
-        if isinstance(literal := part.get("as_int", part.get("as_float")), int | float):
-            return Number(WORD, abs(literal))
-    return Number(0, 0)
+            every.append(known.get(name, inputs))
+        for literal in (part.get("as_int"), part.get("as_float")):
+            if isinstance(literal, int | float):
+                every.append(Number(WORD, abs(literal) if math.isfinite(literal) else math.inf))
+    return Number(max(each.bits for each in every), max(each.value for each in every))
 
 
 def _numbers_taken(data: Any) -> set[str]:
