@@ -22,7 +22,7 @@ from tests.test_control_flow import choose, choose_twice, program_of
 from tpcompiler.errors import InternalError
 from tpcompiler.ir.bodies import all_calls, has_bodies
 from tpcompiler.judge.sound.check import check_programs
-from tpcompiler.judge.sound.written import written
+from tpcompiler.judge.sound.written import read_ranks
 from tpcompiler.parallel.compared import layout_of
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.runtime.artifact import read_manifest
@@ -227,7 +227,7 @@ def test_check_compares_the_branch_that_no_input_chooses(tmp_path: Path) -> None
     made = tpcompiler.parallelize(program, 2, {**PLAN, "side": "colwise"})
     made.save(tmp_path / "out")
     manifest = read_manifest(tmp_path / "out")
-    ranks = [written(made.rank_program(rank)) for rank in range(2)]
+    ranks = read_ranks(made.only)
     assert check_programs(ranks, manifest, model=canonicalize(program)).findings == []
     other = canonicalize(program_of(choose_another_rarely))
     (finding,) = check_programs(ranks, manifest, model=other).findings

@@ -21,11 +21,12 @@ from tests.launch import fork_ranks
 from tests.long import some
 from tests.runtime.commands import call as run_command
 from tests.sound import findings
+from tests.trust.damage import Artifact
 from tpcompiler.errors import InputsError
 from tpcompiler.ir import edit
 from tpcompiler.judge.compare.simulate import simulate
 from tpcompiler.judge.sound.check import check_programs
-from tpcompiler.judge.sound.written import written
+from tpcompiler.judge.sound.written import read_ranks
 from tpcompiler.rules.index_range import ASSERT
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.program_files import open_program
@@ -189,7 +190,7 @@ def test_what_cannot_be_beyond_is_not_asserted(use: Any) -> None:
     assert "embedding" in str(made.rank_program(0).graph) or "masked_fill" in str(made.rank_program(0).graph)
     assert asserts(made.rank_program(0)) == 0
     assert made.verify((torch.tensor([1, 2]), torch.randn(4, ROWS))).ok
-    assert check_programs([written(made.rank_program(rank)) for rank in range(2)], made.manifest()).ok
+    assert check_programs(read_ranks(made.only), made.manifest()).ok
 
 
 def test_one_assert_for_one_index_and_the_wider_one_before_the_narrower() -> None:
@@ -206,7 +207,7 @@ def test_one_assert_for_one_index_and_the_wider_one_before_the_narrower() -> Non
     made = tpcompiler.parallelize(export(Model(), (torch.tensor([1, 2]),)), 2, dict.fromkeys(("*",), "S(0)"))
     found = made.rank_program(0).graph.find_nodes(op="call_function", target=ASSERT)
     assert [node.args[1].partition(", in")[0].rpartition("of ")[2] for node in found] == ["[0, 10]", "[0, 8]"]
-    assert check_programs([written(made.rank_program(rank)) for rank in range(2)], made.manifest()).ok
+    assert check_programs(read_ranks(made.only), made.manifest()).ok
 
 
 def exported_again(program: ExportedProgram) -> ExportedProgram:
@@ -245,13 +246,13 @@ def test_what_is_made_of_a_program_keeps_the_assert(change: Callable[[ExportedPr
 def test_check_notices_an_assert_that_is_gone() -> None:
     made = tpcompiler.parallelize(exported("gather"), 2, {"table": "S(0)"})
     programs = [made.rank_program(rank) for rank in range(2)]
-    assert check_programs([written(program) for program in programs], made.manifest()).ok
+    assert check_programs(Artifact(programs, made.manifest()).written(), made.manifest()).ok
     for program in {id(each.graph): each for each in programs}.values():
         (node,) = program.graph.find_nodes(op="call_function", target=ASSERT)
         edit.erase(node)
         program.graph.eliminate_dead_code()
         program.graph_module.recompile()
-    report = check_programs([written(program) for program in programs], made.manifest())
+    report = check_programs(Artifact(programs, made.manifest()).written(), made.manifest())
     assert "must assert that positions are in [0, 10]" in str(report)
 
 
@@ -262,7 +263,7 @@ def test_check_notices_an_assert_of_another_range() -> None:
         (node,) = program.graph.find_nodes(op="call_function", target=torch.ops.aten.le.Scalar)
         node.args = (node.args[0], ROWS)
         program.graph_module.recompile()
-    assert not check_programs([written(program) for program in programs], made.manifest()).ok
+    assert not check_programs(Artifact(programs, made.manifest()).written(), made.manifest()).ok
 
 
 @pytest.mark.slow
@@ -276,7 +277,7 @@ def test_check_notices_an_input_that_load_would_not_compare() -> None:
             return self.table(i)
 
     made = tpcompiler.parallelize(export(Model(), (torch.tensor([1, 2]),)), 2, {"table": "rowwise"})
-    programs = [written(made.rank_program(rank)) for rank in range(2)]
+    programs = read_ranks(made.only)
     manifest = made.manifest()
     assert check_programs(programs, manifest).ok
     assert manifest.inputs[0].values == [0, ROWS - 1]

@@ -16,13 +16,14 @@ from torch.export import export
 import tpcompiler
 import tpcompiler.passes._collectives
 from tests.launch import called
+from tests.trust.damage import Artifact
 from tpcompiler.cost.path import reshard_wire_bytes
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.ordered import decode, encode
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.judge.sound.check import check_programs
-from tpcompiler.judge.sound.written import written
+from tpcompiler.judge.sound.written import read_ranks
 
 NAN, INF = float("nan"), float("inf")
 ROWS, COLUMNS = 32, 9
@@ -149,7 +150,7 @@ def test_a_plain_reduction_loses_nan(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     report = made.verify(([x],))
     assert not report.ok
     assert "NaN" in str(report), str(report)
-    ranks = [written(made.rank_program(rank)) for rank in range(2)]
+    ranks = read_ranks(made.only)
     checked = check_programs(ranks, made.manifest(), made.only.original())
     assert "reduces floats by max, in which a backend may lose a rank's NaN" in str(checked)
     monkeypatch.setattr(tpcompiler.ParallelProgram, "inspect", lambda *_: None)
@@ -204,7 +205,7 @@ def test_an_encoding_that_is_damaged_is_found(name: str) -> None:
     for rank in ranks:
         node = next(node for node in edit.calls(rank.graph) if damage.target in str(node.target))
         node.update_arg(damage.at, damage.value)
-    report = check_programs([written(rank) for rank in ranks], made.manifest(), made.only.original())
+    report = check_programs(Artifact(ranks, made.manifest()).written(), made.manifest(), made.only.original())
     assert damage.words in str(report)
 
 

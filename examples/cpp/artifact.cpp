@@ -160,8 +160,8 @@ const Json& Artifact::groups() const {
 std::map<std::string, Program> Artifact::load(int rank, const at::Device& device) const {
   Tensors held;
   for (const auto& [name, manifest] : manifests_) {
-    if (manifest.at("programs").empty()) {
-      throw std::runtime_error("the weights lie in pickles: convert the model with --layout shared");
+    if (manifest.at("files").contains("rank_0.pt2")) {
+      throw std::runtime_error("the weights are in the programs' files: convert the model with --layout shared");
     }
     const auto file = folders_.at(name) / ("rank_" + std::to_string(rank) + ".safetensors");
     for (const auto& [each, value] : read_safetensors(file)) {

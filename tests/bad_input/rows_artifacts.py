@@ -144,7 +144,7 @@ ARTIFACTS = [
     Row(
         "the manifest of another artifact",
         "tpcompiler check one",
-        "one/rank_0.pt2 has SHA-256 <hash>.., the manifest says <hash>..",
+        "one/program.pt2 has SHA-256 <hash>.., the manifest says <hash>..",
         AGAIN,
         spoil=lambda patch: shutil.copy("out/manifest.json", "one/manifest.json"),
     ),

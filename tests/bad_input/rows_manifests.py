@@ -32,7 +32,7 @@ MANIFESTS = [
     Row(
         "symmetric memory that no program has",
         "tpcompiler check out",
-        "out/rank_0.pt2 has no symmetric memory 'x', and the manifest names it",
+        "out/program.pt2 has no symmetric memory 'x', and the manifest names it",
         AGAIN,
         spoil=manifest(lambda data: data["symm_mem"].update(x="tp=2:tp")),
     ),
@@ -200,7 +200,7 @@ MANIFESTS = [
     Row(
         "another degree",
         "tpcompiler inspect out",
-        "out/manifest.json names files ['model.pt2', 'rank_0.pt2', 'rank_1.pt2'] for 4 ranks",
+        "out/manifest.json is damaged: programs does not have each of 4 ranks once",
         CONVERT,
         spoil=fields(mesh={"tp": 4}, groups={"tp=4:tp": [[0, 1, 2, 3]]}),
     ),

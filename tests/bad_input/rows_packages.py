@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from tests.bad_input.row import Row, Spoil, loaded
 from tpcompiler._torch import inductor
 from tpcompiler.errors import ArtifactError
+from tpcompiler.runtime.artifact import sha256
 from tpcompiler.runtime.package import find_capability
 
 AGAIN = "package it again here: tpcompiler package one"
@@ -26,8 +28,9 @@ def packaged(**changed: Any) -> Spoil:
         manifest = json.loads(Path("one/manifest.json").read_text())
         for name in (files := ("compiled.pt2", "runner.so")):
             (Path("one") / name).write_bytes(b"code")
+        called = shutil.copy("one/program.pt2", "one/compiled_model_0.pt2")
         manifest["compiled"] = {
-            "files": dict.fromkeys(files, "0" * 64),
+            "files": {**dict.fromkeys(files, "0" * 64), "compiled_model_0.pt2": sha256(Path(called))},
             "models": {"model": {"model_0": [0]}},
             "device_type": "cpu",
             "torch": torch.__version__,

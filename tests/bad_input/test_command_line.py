@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 import torch
@@ -66,22 +67,22 @@ def test_a_size_that_does_not_divide(plan: dict[str, str]) -> None:
     assert f'\n  asked by: the plan ("{name}": "{style}")      used at: models.py:' in said
 
 
-def full_at_once(program: ExportedProgram, path: Path) -> None:
+def full_at_once(program: ExportedProgram, file: object, **more: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 save_whole = torch.export.save
 
 
-def full_half_way(program: ExportedProgram, path: Path) -> None:
-    path.write_bytes(b"PK\x03\x04 and then the disk is full")
+def full_half_way(program: ExportedProgram, file: IO[bytes], **more: object) -> None:
+    file.write(b"PK\x03\x04 and then the disk is full")
     raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0\nframe #0: more")
 
 
-def full_at_the_second(program: ExportedProgram, path: Path) -> None:
-    if path.name == "rank_1.pt2":
-        full_at_once(program, path)
-    save_whole(program, path)
+def full_at_the_second(program: ExportedProgram, file: Any, **more: Any) -> None:
+    if isinstance(file, Path) and file.name == "rank_1.pt2":
+        full_at_once(program, file)
+    save_whole(program, file, **more)
 
 
 @pytest.mark.sample(1)

@@ -15,7 +15,7 @@ from tests.passes.stages import cuts_are_kept
 from tpcompiler._torch import tree_flatten, tree_unflatten
 from tpcompiler.errors import InternalError, TpCompilerError
 from tpcompiler.judge.sound.check import check_programs
-from tpcompiler.judge.sound.written import written
+from tpcompiler.judge.sound.written import read_ranks
 from tpcompiler.passes._causes import ALSO_ASKED
 from tpcompiler.passes.canonicalize import canonicalize
 
@@ -104,7 +104,7 @@ def _outcome(exported: ExportedProgram, tensors: Any, inputs: Any, placed: str) 
         with cuts_are_kept():
             made = tpcompiler.parallelize(exported, WORLD, {}, inputs=inputs)
         report = made.verify(tensors)
-        ranks = [written(made.rank_program(rank)) for rank in range(WORLD)]
+        ranks = read_ranks(made.only)
         alarms = check_programs(ranks, made.manifest(), exported, model=canonicalize(made.only.original())).findings
         gathered = [c.reason for c in made.collectives() if c.why == "fallback" or ALSO_ASKED in c.reason]
     except InternalError as error:

@@ -30,7 +30,7 @@ from tpcompiler.ir.node_placement import PLACEMENT, placement_of
 from tpcompiler.ir.program import reshard
 from tpcompiler.ir.text import op_name
 from tpcompiler.judge.sound.check import check_programs
-from tpcompiler.judge.sound.written import written
+from tpcompiler.judge.sound.written import read_ranks
 from tpcompiler.passes.canonicalize import canonicalize
 
 REFUSALS = (
@@ -114,7 +114,7 @@ def judge(made: tpcompiler.ParallelProgram, args: tuple[torch.Tensor, ...]) -> t
         Undecided: the single device's own rounding is as large as what is looked for, or no sizes suit.
     """
     check_invariants(made.converted.resharded)
-    ranks = [written(made.rank_program(rank)) for rank in range(made.world_size)]
+    ranks = read_ranks(made.only)
     model = canonicalize(made.only.original())
     if not (report := check_programs(ranks, made.manifest(), made.only.original(), model=model)).ok:
         return 0, str(report)

@@ -55,7 +55,7 @@ def out(tmp_path: Path) -> Path:
 def test_what_is_written_is_read(out: Path) -> None:
     read = read_manifest(out)
     assert (read.mesh, read.tensors, read.world_size) == ({"tp": 2}, [ROW], 2)
-    assert [ProgramFiles(SINGLE, out, read).open_program(rank).path.read_text() for rank in range(2)] == [
+    assert [ProgramFiles(SINGLE, out, read).open_weights(rank).path.read_text() for rank in range(2)] == [
         "rank 0",
         "rank 1",
     ]
@@ -130,10 +130,10 @@ def test_the_old_artifact_comes_back_when_the_last_step_fails(out: Path, monkeyp
 def test_a_file_that_is_not_what_was_written(out: Path) -> None:
     read = read_manifest(out)
     with pytest.raises(ArtifactError, match=r"^rank 2 is outside the artifact's world of 2\n  help: use a rank from 0"):
-        ProgramFiles(SINGLE, out, read).open_program(2)
+        ProgramFiles(SINGLE, out, read).open_weights(2)
     (out / "rank_0.pt2").write_text("other")
     with pytest.raises(ArtifactError, match=r"rank_0.pt2 has SHA-256 [0-9a-f]{12}\.\., the manifest says [0-9a-f]{12}"):
-        ProgramFiles(SINGLE, out, read).open_program(0)
+        ProgramFiles(SINGLE, out, read).open_weights(0)
     (out / "rank_1.pt2").unlink()
     with pytest.raises(ArtifactError, match=r"rank_1.pt2 is missing"):
-        ProgramFiles(SINGLE, out, read).open_program(1)
+        ProgramFiles(SINGLE, out, read).open_weights(1)

@@ -157,14 +157,14 @@ def test_trust_on_the_command_line(poisoned: Path, tmp_path: Path) -> None:
     only_on_trust("convert", poisoned, "--tp", 2, "--plan", tmp_path / "plan.yaml", "-o", out)
     only_on_trust("verify", out, "--against", poisoned, "--inputs", tmp_path / "in")
     # Who can write the programs can write their hashes.
-    entries = entries_of(out / "rank_0.pt2")
+    entries = entries_of(out / "program.pt2")
     pickled_examples(entries, marker)
-    write_entries(out / "rank_0.pt2", entries)
+    write_entries(out / "program.pt2", entries)
     assert "has SHA-256" in refused("inspect", out, "--rank", 0)
     manifest = json.loads((out / MANIFEST).read_text())
-    manifest["files"]["rank_0.pt2"] = sha256(out / "rank_0.pt2")
+    manifest["files"]["program.pt2"] = sha256(out / "program.pt2")
     (out / MANIFEST).write_text(json.dumps(manifest))
-    said = said.replace(str(poisoned), str(out / "rank_0.pt2"))
+    said = said.replace(str(poisoned), str(out / "program.pt2"))
     only_on_trust("inspect", out, "--rank", 0, said=said)
     only_on_trust("verify", out, "--against", tmp_path / "mlp.pt2", said=said)
     assert "--trust" in call("run", "--help").stdout
@@ -174,11 +174,11 @@ def test_trust_on_the_command_line(poisoned: Path, tmp_path: Path) -> None:
 def test_load(poisoned: Path, tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     tpcompiler.parallelize(export_mlp(), 1, PLAN).save(tmp_path / "out")
-    entries = entries_of(tmp_path / "out" / "rank_0.pt2")
+    entries = entries_of(tmp_path / "out" / "program.pt2")
     pickled_examples(entries, marker)
-    write_entries(tmp_path / "out" / "rank_0.pt2", entries)
+    write_entries(tmp_path / "out" / "program.pt2", entries)
     manifest = json.loads((tmp_path / "out" / MANIFEST).read_text())
-    manifest["files"]["rank_0.pt2"] = sha256(tmp_path / "out" / "rank_0.pt2")
+    manifest["files"]["program.pt2"] = sha256(tmp_path / "out" / "program.pt2")
     (tmp_path / "out" / MANIFEST).write_text(json.dumps(manifest))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -232,15 +232,15 @@ def test_links_that_leave_the_artifact(tmp_path: Path) -> None:
     for directory in (other, out):
         tpcompiler.parallelize(export_mlp(), 1, PLAN).save(directory)
     manifest = read_manifest(out)
-    (out / "rank_0.pt2").rename(out / "kept.pt2")
-    (out / "rank_0.pt2").symlink_to(out / "kept.pt2")
+    (out / "program.pt2").rename(out / "kept.pt2")
+    (out / "program.pt2").symlink_to(out / "kept.pt2")
     ProgramFiles(SINGLE, out, manifest).open_program(0)  # a link to beside it
-    (out / "rank_0.pt2").unlink()
-    (out / "rank_0.pt2").symlink_to(other / "rank_0.pt2")
+    (out / "program.pt2").unlink()
+    (out / "program.pt2").symlink_to(other / "program.pt2")
     with pytest.raises(ArtifactError) as raised:
         ProgramFiles(SINGLE, out, manifest).open_program(0)
     assert str(raised.value) == (
-        f"{out / 'rank_0.pt2'} leads out of {out}\n  help: copy the files themselves, not links"
+        f"{out / 'program.pt2'} leads out of {out}\n  help: copy the files themselves, not links"
     )
     (out / MANIFEST).unlink()
     (out / MANIFEST).symlink_to(other / MANIFEST)

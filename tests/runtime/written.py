@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from tpcompiler.runtime import artifact
-from tpcompiler.runtime.artifact import SINGLE, Manifest, Write, Writer, write_program
+from tpcompiler.runtime.artifact import SINGLE, Manifest, Write, Writer, rank_file, write_program
 
 
 def write_artifact(
@@ -24,4 +26,9 @@ def write_set(directory: Path, programs: Mapping[str, tuple[Manifest, Write]], *
 
 
 def _program(manifest: Manifest, write_rank: Write) -> Callable[[Path], None]:
-    return partial(write_program, writer=Writer(manifest, write_rank))
+    """All files but those of ranks are what a rank 0 would have."""
+    manifest = replace(manifest, programs={"program.pt2": [*range(manifest.world_size)]})
+    return partial(
+        write_program,
+        writer=Writer(manifest, write_rank, write_rank, rank_file, model=lambda path: write_rank(0, path)),
+    )

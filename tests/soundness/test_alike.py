@@ -25,7 +25,7 @@ from tpcompiler.judge.sound.check import check_programs
 aten = torch.ops.aten
 X = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
 PLAN = {"l": "colwise", "m": "rowwise"}
-EQUAL = "ranks 0 and 1 hold equal shapes and run other graphs"
+EQUAL = "ranks 0 and 1 hold equal shapes, and run programs apart"
 
 
 class Strided(nn.Module):
@@ -235,4 +235,4 @@ def test_a_name_that_stands_for_two_tensors(tmp_path: Path) -> None:
         tmp_path / "out", artifact.manifest, lambda rank, path: torch.export.save(artifact.ranks[rank], path)
     )
     with pytest.raises(ArtifactError, match="'k' is in the state and in the constants"):
-        StoredProgram.open(tmp_path / "out").graph(len(artifact.ranks) - 1)
+        StoredProgram.open(tmp_path / "out").rank_program(len(artifact.ranks) - 1)

@@ -15,7 +15,7 @@ import tpcompiler
 from tests.passes.test_apply_plan import Tied
 from tests.trust.damage import Artifact
 from tpcompiler.judge.sound.check import CheckReport, check_programs
-from tpcompiler.judge.sound.written import written
+from tpcompiler.judge.sound.written import read_ranks
 
 
 class Attend(nn.Module):
@@ -156,7 +156,7 @@ def test_the_other_name_of_a_tied_weight() -> None:
     exported = export(Tied(), (torch.randint(8, (2, 3)),), strict=True)
     assert len(exported.state_dict) == 2
     made = tpcompiler.parallelize(exported, 2, {"embed": "embedding_rowwise"})
-    ranks = [written(made.rank_program(rank)) for rank in range(2)]
+    ranks = read_ranks(made.only)
     assert [{name: list(value.shape) for name, value in each.state.items()} for each in ranks] == [
         {"embed.weight": [4, 4], "rank_numbers": [1, 1]}
     ] * 2

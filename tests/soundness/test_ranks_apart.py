@@ -16,7 +16,6 @@ import tpcompiler
 from tests.trust.damage import Artifact, claim
 from tpcompiler.judge.compare.simulate import simulate
 from tpcompiler.judge.sound.check import check_programs
-from tpcompiler.judge.sound.written import written
 
 aten = torch.ops.aten
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
@@ -121,7 +120,7 @@ def test_operands_that_are_cut_otherwise(damage: Callable[[Artifact, bool], None
 def check(artifact: Artifact) -> list[str]:
     for program in artifact.ranks:
         program.graph.lint()
-    return check_programs([written(program) for program in artifact.ranks], artifact.manifest).findings
+    return check_programs(artifact.written(), artifact.manifest).findings
 
 
 def test_a_call_of_python_is_a_share_of_nothing_else(two: Artifact) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -39,7 +39,10 @@ class Artifact:
         return Artifact([_copied(program) for program in self.ranks], copy.deepcopy(self.manifest))
 
     def written(self) -> list[WrittenRank]:
-        return [written(program) for program in self.ranks]
+        """As the files would have them: ranks with equal graphs share a program."""
+        ranks = [written(program) for program in self.ranks]
+        first: dict[tuple[object, ...], WrittenRank] = {}
+        return [replace(first.setdefault(_text(each.program), each), state=each.state) for each in ranks]
 
     @property
     def mesh(self) -> Mesh:
@@ -64,6 +67,34 @@ class Artifact:
         held = program.state_dict if name in program.state_dict else program.constants
         value = value.detach().clone()
         held[name] = torch.nn.Parameter(value, False) if isinstance(held[name], torch.nn.Parameter) else value
+
+
+def _text(program: ExportedProgram) -> tuple[object, ...]:
+    """What a file says of a program: every node with its value and its claim, and the signature."""
+    told = [
+        (node.name, str(node.target), str((node.args, node.kwargs)), str(node.meta.get("custom")), *_layouts(node))
+        for node in program.graph.nodes
+    ]
+    bodies = [str(part.graph) for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
+    signature = program.graph_signature
+    rest = (
+        signature.input_specs,
+        signature.output_specs,
+        program.range_constraints,
+        program._guards_code,
+        program.module_call_graph,
+    )
+    return (*told, *bodies[1:], *map(str, rest))
+
+
+def _layouts(node: fx.Node) -> list[str]:
+    values = edit.outputs(node) or [node.meta.get("val")]
+    return [
+        f"{each.dtype}{list(each.shape)}{list(each.stride())}{each.storage_offset()}"
+        if torch.is_tensor(each)
+        else str(each)
+        for each in values
+    ]
 
 
 def _copied(program: ExportedProgram) -> ExportedProgram:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -15,6 +14,9 @@ from torch import nn
 
 import tpcompiler
 from tests.ir.drawn import GRID, Cut, cuts
+from tests.runtime.poisons import entries_of
+from tests.soundness.test_files_changed import put
+from tests.soundness.test_order import GRAPH
 from tests.views.artifacts import LAYERS, Cached, Mixed, Mlp, Tower, Unknown, ids, one_step, randomised, saved
 from tests.views.opened import advise_artifact, artifact_text, page_data
 from tpcompiler.cost.machine import Link, Machine
@@ -244,15 +246,12 @@ def test_what_is_not_known_is_said(tmp_path: Path) -> None:
 def test_a_claim_that_cannot_be_read_gives_no_global_shape(tower: Path, tmp_path: Path) -> None:
     assert page_data(tower)["unknown"] == []
     out = Path(shutil.copytree(tower, tmp_path / "out"))
-    manifest = json.loads((out / "manifest.json").read_text())
-    for name in ("rank_0.pt2", "rank_1.pt2"):
-        program = torch.export.load(out / name)
-        for node in program.graph.nodes:
-            if "relu" in node.name:
-                node.meta["custom"]["tpcompiler"]["sharding"] = ["S(2) or so"]
-        torch.export.save(program, out / name)
-        manifest["files"][name] = hashlib.sha256((out / name).read_bytes()).hexdigest()
-    (out / "manifest.json").write_text(json.dumps(manifest))
+    program = torch.export.load(out / "rank_0.pt2")
+    for node in program.graph.nodes:
+        if "relu" in node.name:
+            node.meta["custom"]["tpcompiler"]["sharding"] = ["S(2) or so"]
+    torch.export.save(program, tmp_path / "changed.pt2")
+    put(out, None, GRAPH, entries_of(tmp_path / "changed.pt2")[GRAPH])
     data = page_data(out)
     (row,) = data["unknown"]
     assert (row["what"], dict(row["ops"])) == ("global shape", {"relu": 3})

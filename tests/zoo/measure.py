@@ -30,7 +30,7 @@ from tpcompiler.judge.compare.judge import Difference
 from tpcompiler.judge.compare.reference import reference_of
 from tpcompiler.judge.compare.simulate import simulate
 from tpcompiler.judge.sound.check import check_programs
-from tpcompiler.judge.sound.written import written
+from tpcompiler.judge.sound.written import read_ranks
 from tpcompiler.parallel.compared import layout_of
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.runtime.inputs import flatten_inputs
@@ -116,7 +116,7 @@ class Measured:
         """What `tpcompiler check` says against the ranks' programs: as files, where these may differ, on one world."""
         if self.dynamic and self.world == WORLDS[0]:
             return self._refused_as_files()
-        ranks = [written(self.program.rank_program(rank)) for rank in range(self.world)]
+        ranks = read_ranks(self.program.only)
         model = canonicalize(self.program.only.original())
         return check_programs(ranks, self.program.manifest(), self.program.only.original(), model=model).findings
 

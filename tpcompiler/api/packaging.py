@@ -65,14 +65,13 @@ def package_programs(
     strides: dict[str, list[int]] = {}
     called: dict[str, ExportedProgram] = {}
     models: dict[str, dict[str, list[int]]] = {}
-    work = [(own, index, ranks) for own in programs for index, ranks in enumerate(_classes(own))]
+    work = [(own, *each) for own in programs for each in enumerate(own.manifest.programs.values())]
     for own, index, ranks in counted(work, "compiling", "models"):
         model = f"{own.name}_{index}"
         models.setdefault(own.name, {})[model] = ranks
         program = read_graph(own, ranks[0])
         strides |= _strides(program)
-        if own.manifest.programs:  # otherwise the program's own file has the weights and is read in any case
-            called[model] = _without_ops(program)
+        called[model] = _without_ops(program)
         path = own.folder / program_file(own.manifest, ranks[0])
         files[model] = _compile(program, path, own.manifest, ranks[0], threads)
         for file in files[model]:
@@ -104,19 +103,6 @@ def package_programs(
     finally:
         if check and not (report and report.ok):
             drop_package(folder)
-
-
-def _classes(files: ProgramFiles) -> list[list[int]]:
-    """Group the ranks that run one graph on values of equal shapes."""
-    if files.manifest.programs:
-        return list(files.manifest.programs.values())
-    groups: dict[str, list[int]] = {}
-    for rank in range(files.manifest.world_size):
-        program = read_graph(files, rank)
-        taken = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
-        shapes = [(value.shape, value.stride()) if isinstance(value, torch.Tensor) else value for value in taken]
-        groups.setdefault(f"{program.graph}{shapes}", []).append(rank)
-    return list(groups.values())
 
 
 def _strides(program: ExportedProgram) -> dict[str, list[int]]:

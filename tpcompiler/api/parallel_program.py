@@ -50,11 +50,12 @@ class ParallelProgram(Programs["ParallelProgram"]):
         keep_output_types: bool = False,
         layout: Layout | None = None,
     ) -> None:
-        """Write an artifact, all or nothing: `manifest.json` and one `rank_N.pt2` per rank, which torch alone can load.
+        """Write an artifact, all or nothing: `manifest.json`, a `program.pt2` for ranks with equal graphs, and weights.
 
-        With `layout="shared"` the program is written once for all ranks with the same graph, and the weights of
-        every rank as `rank_N.safetensors`, which `tpcompiler.load` maps into memory. A model that was exported
-        without weights always has this layout; cut its weights later with `cut`. Files that were opened are copied.
+        Each rank has a `rank_N.pt2` with the same program and its weights, which torch alone can load; with
+        `layout="shared"`, a `rank_N.safetensors` with the weights. `tpcompiler.load` maps either into memory. A model
+        that was exported without weights is always shared; cut its weights later with `cut`. Files that were opened
+        are copied.
 
         Several programs have a folder each. Tensors in an earlier program's files are left out of later ones: a rank
         loads them once, for all.

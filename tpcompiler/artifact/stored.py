@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
-import json
 import os
-import pickle
-import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,19 +11,15 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from tpcompiler._torch import tree_flatten
 from tpcompiler.artifact.program import ArtifactProgram, Layout, Stored, tensors_of
 from tpcompiler.checkpoint.fill import with_weights
 from tpcompiler.checkpoint.ranks import RankShares
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir.symm_mem import expand_collectives
-from tpcompiler.runtime.artifact import VALUES, WHOLE, Manifest, inside, lacks_weights, rank_file
+from tpcompiler.runtime.artifact import VALUES, WHOLE, Manifest, is_shared, lacks_weights
 from tpcompiler.runtime.program_files import ProgramFiles, open_program
-from tpcompiler.runtime.pt2 import CONFIGS, EXAMPLES, MODEL, TENSORS, Pt2
 from tpcompiler.runtime.rank_file import (
     Weights,
-    load_rank,
-    open_rank,
     put_state,
     read_graph,
     read_original,
@@ -92,17 +83,7 @@ class StoredProgram(ArtifactProgram):
         return expand_collectives(read_rank(self.files, rank, _numbers_only))
 
     def classes(self) -> Sequence[Sequence[int]]:
-        if self.manifest.programs:
-            return list(self.manifest.programs.values())
-        alike: dict[object, list[int]] = {}
-        try:
-            for rank in range(self.world_size):
-                with zipfile.ZipFile(inside(self.files.folder, rank_file(rank))) as archive:
-                    graph = [(e.CRC, e.file_size) for e in archive.infolist() if e.filename.endswith(f"/{MODEL}")]
-                alike.setdefault(tuple(graph), []).append(rank)
-        except (OSError, zipfile.BadZipFile):  # reported when the program is read
-            return [[rank] for rank in range(self.world_size)]
-        return list(alike.values())
+        return list(self.manifest.programs.values())
 
     @cached_property
     def tensors(self) -> RankShares:
@@ -118,7 +99,7 @@ class StoredProgram(ArtifactProgram):
     def writer(
         self, *, keep_output_types: bool = False, layout: Layout | None = None, elsewhere: Stored
     ) -> Callable[[Path], None]:
-        own: Layout = "shared" if self.manifest.programs else "ranks"
+        own: Layout = "shared" if is_shared(self.manifest) else "ranks"
         stored = {row.name: row.stored_in for row in self.manifest.tensors if row.stored_in is not None}
         if layout not in (None, own):
             raise ArtifactError(
@@ -133,9 +114,7 @@ class StoredProgram(ArtifactProgram):
         return self.files.copy
 
     def ranks(self) -> Iterator[tuple[ExportedProgram, Mapping[str, Any]]]:
-        """Yield every rank's program and tensors, after comparing hashes.
-
-        torch is slow to read a graph. If files have equal ones, that of the first is used for all.
+        """Yield every rank's program and tensors, after comparing hashes; ranks of one class share a program.
 
         Raises:
             ArtifactError: a file is missing, damaged, unreadable or, without trust, could run code.
@@ -143,54 +122,16 @@ class StoredProgram(ArtifactProgram):
         files, manifest = self.files, self.manifest
         if VALUES in manifest.files:
             files.open(VALUES).close()
-        if manifest.programs:
-            programs: dict[int, tuple[ExportedProgram, Mapping[str, Any]]] = {}
-            for ranks in counted(list(manifest.programs.values()), "reading programs", "programs"):
-                program = read_graph(files, ranks[0])
-                for rank in ranks:
-                    state = {} if lacks_weights(manifest) else read_state(files, rank, program)
-                    programs[rank] = program, {**tensors_of(program), **state}
-            yield from (programs[rank] for rank in range(manifest.world_size))
-            return
-        known: dict[str, tuple[Mapping[str, bool], ExportedProgram]] = {}
-        for rank in counted(range(manifest.world_size), "reading programs", "ranks"):
-            with open_rank(files, rank) as file:
-                name, parameters = _fingerprint(file) or (str(file.path), {})
-                others, alike = known.get(name, (parameters, None))
-                # A tensor that one of the files lacks is found where tensors are compared.
-                shared = others.keys() & parameters.keys()
-                if alike is not None and all(others[each] == parameters[each] for each in shared):
-                    yield alike, file.state()
-                    continue
-                program = load_rank(file, manifest)
-                known[name] = parameters, program
-            yield program, tensors_of(program)
+        programs: dict[int, tuple[ExportedProgram, Mapping[str, Any]]] = {}
+        for ranks in counted(self.classes(), "reading programs", "programs"):
+            program = read_graph(files, ranks[0])
+            for rank in ranks:
+                state = {} if lacks_weights(manifest) else read_state(files, rank, program)
+                programs[rank] = program, {**tensors_of(program), **state}
+        yield from (programs[rank] for rank in range(manifest.world_size))
 
 
 def _numbers_only(
     manifest: Manifest, values: Mapping[str, torch.Tensor], rank: int, program: ExportedProgram
 ) -> dict[str, torch.Tensor]:
     return {name: torch.tensor([rows[rank]]) for name, rows in manifest.rank_numbers.items()}
-
-
-def _fingerprint(file: Pt2) -> tuple[str, Mapping[str, bool]] | None:
-    """Return a hash of the program without its tensors, and which tensors are parameters; None for another form.
-
-    Of the examples only the structure is hashed; `.data/` has a hash of the whole file.
-    """
-    found, parameters = hashlib.sha256(), dict[str, bool]()
-    try:
-        for entry in sorted(file.names()):
-            if entry.startswith(".data/") or TENSORS.fullmatch(entry):
-                continue
-            content = file.text(entry)
-            if entry in CONFIGS.values():
-                rows = json.loads(content)["config"].items()
-                parameters.update({tensor: row["is_param"] for tensor, row in rows})
-                content = b""
-            elif entry == EXAMPLES and content:
-                content = str(tree_flatten(torch.load(io.BytesIO(content), weights_only=True))[1]).encode()
-            found.update(f"{entry} {len(content)} ".encode() + content)
-    except (zipfile.BadZipFile, pickle.UnpicklingError, ValueError, LookupError, TypeError, AttributeError, OSError):
-        return None
-    return found.hexdigest(), parameters

@@ -15,8 +15,9 @@ from tpcompiler.checkpoint.leaves import leaves_of, shardings_of
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import join_first, refuse_unlike
+from tpcompiler.runtime.artifact import is_shared
 from tpcompiler.runtime.program_files import ProgramFiles, open_programs
-from tpcompiler.runtime.rank_file import open_rank
+from tpcompiler.runtime.rank_file import map_weights
 from tpcompiler.runtime.target import MANIFEST, SET
 
 
@@ -103,13 +104,12 @@ class _Program:
         self.files: list[Path] = []
         self.mapped: dict[int, dict[str, torch.Tensor]] = {}
         for rank in range(manifest.world_size):
-            if manifest.programs:
+            if is_shared(manifest):
                 with files.open_weights(rank) as file:
                     self.files.append(file.path)
             else:
-                with open_rank(files, rank) as file:
-                    self.files.append(file.path)
-                    self.mapped[rank] = file.state()
+                path, self.mapped[rank] = map_weights(files, rank)
+                self.files.append(path)
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         sharding = self.shardings[name]
@@ -123,7 +123,7 @@ class _Program:
 
     def share(self, name: str, rank: int) -> torch.Tensor:
         if rank in self.mapped:
-            return self.mapped[rank][name].detach()
+            return self.mapped[rank][name]
         with safe_open(self.files[rank], "pt") as file:  # opened every time: its pages are freed with the tensor
             value: torch.Tensor = file.get_tensor(name)
         return value

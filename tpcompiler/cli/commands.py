@@ -211,7 +211,7 @@ def convert(
         Layout | None,
         typer.Option(
             "--layout",
-            help="ranks: one file per rank, which torch alone can read. shared: one program and separate weights.",
+            help="ranks: weights and program in a file per rank, for torch alone. shared: weights in safetensors.",
             show_default=False,
         ),
     ] = None,

@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from tpcompiler._torch import forget_index, guards_of, guards_on, save_program, set_guards, with_state
-from tpcompiler.artifact.program import Layout, Stored
+from tpcompiler.artifact.program import Layout, Stored, tensors_of
 from tpcompiler.errors import TpCompilerWarning, UnsupportedError, option
 from tpcompiler.frontend.refused import refuse_hollow, refuse_unwritable
 from tpcompiler.ir.calling import tree_text
@@ -25,7 +25,7 @@ from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.devices import values
 from tpcompiler.ir.plain_outputs import odd_keys, plain_outputs
 from tpcompiler.parallel.partition import Partition
-from tpcompiler.runtime.artifact import Manifest, Writer
+from tpcompiler.runtime.artifact import Manifest, Writer, rank_file, weights_file
 from tpcompiler.runtime.place import leave_out, memory_of, place_state
 from tpcompiler.runtime.pt2 import has_pickled_examples, why_not_read
 from tpcompiler.runtime.target import refuse_full_disk
@@ -84,18 +84,15 @@ def writer_of(
     manifest = structs.replace(manifest, output_type=replaced, tensors=tensors, calling=calling)
     own = [row.name for row in tensors if row.is_own]
     written = _WriterInput(original, partition, manifest, own, elsewhere, replaced is not None)
-    if layout == "ranks":
-        rank_writer = partial(_write_rank, written)
-        return Writer(manifest, rank_writer, model=_model_writer(written), whole=whole and partial(_write_whole, whole))
     count = len(partition.classes)
     names = [f"program_{i}.pt2" if count > 1 else "program.pt2" for i in range(count)]
-    manifest = structs.replace(manifest, programs=dict(zip(names, map(list, partition.classes), strict=True)))
     return Writer(
-        manifest,
-        lambda rank, path: _write_weights(written, rank, path),
-        lambda rank, path: _write_rank(written, rank, path, shared=True),
-        (lambda path: _write_values(written, hollow, path)) if hollow else None,
+        structs.replace(manifest, programs=dict(zip(names, map(list, partition.classes), strict=True))),
+        partial(_write_program, written),
+        partial(_write_rank if layout == "ranks" else _write_weights, written),
+        rank_file if layout == "ranks" else weights_file,
         _model_writer(written),
+        partial(_write_values, written, hollow) if hollow else None,
         whole and partial(_write_whole, whole),
     )
 
@@ -118,10 +115,30 @@ def _refuse_unwritable(original: ExportedProgram, partition: Partition) -> None:
             )
 
 
-def _write_rank(written: _WriterInput, rank: int, path: Path, *, shared: bool = False) -> None:
+def _write_program(written: _WriterInput, rank: int, path: Path) -> None:
+    """Write the program of a rank, which others run too, without weights."""
+    program = _program_of(written, rank, path, is_whole=False)
+    held = tensors_of(program)
+    _save_without_weights(program, path, [name for name, value in held.items() if _has_room(value)], held)
+    if rank == 0 and (reason := why_not_read(path)):
+        warnings.warn(
+            f"these files are only read with {option('--trust', 'trust=True')}: {reason}",
+            TpCompilerWarning,
+            stacklevel=2,
+        )
+
+
+def _write_rank(written: _WriterInput, rank: int, path: Path) -> None:
+    """Write the program of a rank with its weights."""
+    program = _program_of(written, rank, path, is_whole=True)
+    _save(lambda: save_program(program, path))
+
+
+def _program_of(written: _WriterInput, rank: int, path: Path, *, is_whole: bool) -> ExportedProgram:
+    """Return the program of a rank as a file has it, with its weights or without."""
     program = written.partition.rank_program(rank)
-    all_of = [name for name, v in {**program.constants, **program.state_dict}.items() if _has_room(v)]
-    for fqn in all_of if shared else (*written.elsewhere, *written.manifest.symm_mem):
+    room = [name for name, value in tensors_of(program).items() if _has_room(value)]
+    for fqn in (*written.elsewhere, *written.manifest.symm_mem) if is_whole else room:
         leave_out(program, fqn)
     place_state(program, "cpu")  # every rank would load a file with cuda:0 onto cuda:0
     graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
@@ -136,17 +153,7 @@ def _write_rank(written: _WriterInput, rank: int, path: Path, *, shared: bool = 
     if has_pickled_examples(program):
         program.example_inputs = None  # makes the file readable without trust
     refuse_full_disk(path, _bytes_in_file(program))
-    tensors = {**program.constants, **program.state_dict}
-    if shared:
-        _save_without_weights(program, path, all_of, tensors)
-    else:
-        _save(lambda: save_program(program, path))
-    if rank == 0 and (reason := why_not_read(path)):
-        warnings.warn(
-            f"these files are only read with {option('--trust', 'trust=True')}: {reason}",
-            TpCompilerWarning,
-            stacklevel=2,
-        )
+    return program
 
 
 def _write_weights(written: _WriterInput, rank: int, path: Path) -> str:
@@ -168,7 +175,7 @@ def _model_writer(written: _WriterInput) -> Callable[[Path], None]:
 
     def write(path: Path) -> None:
         original = written.original
-        held = {**original.constants, **original.state_dict}
+        held = tensors_of(original)
         tied = {row.name: row.holder for row in written.manifest.tensors}
         # torch keeps a tied weight under all its names, even those that no input takes.
         first = {memory_of(held[name]): taken for name, taken in tied.items()}
@@ -191,7 +198,7 @@ def _model_writer(written: _WriterInput) -> Callable[[Path], None]:
             graph,
             None if has_pickled_examples(original) else original.example_inputs,
         )
-        _save_without_weights(program, path, names, {**program.constants, **program.state_dict})
+        _save_without_weights(program, path, names, tensors_of(program))
 
     return write
 
@@ -199,7 +206,7 @@ def _model_writer(written: _WriterInput) -> Callable[[Path], None]:
 def _write_whole(whole: ExportedProgram, path: Path) -> None:
     """Write a program without its weights; small constants stay."""
     specs = {spec.target: spec for spec in whole.graph_signature.input_specs}
-    held = {**whole.constants, **whole.state_dict}
+    held = tensors_of(whole)
     literals = {name for name in held if name in specs and specs[name].kind is InputKind.CONSTANT_TENSOR}
     names = {name for name, v in held.items() if _has_room(v) and not (name in literals and v.numel() <= FEW)}
     made = {memory_of(held[name]): hollow_like(held[name]) for name in names}
@@ -213,7 +220,7 @@ def _write_whole(whole: ExportedProgram, path: Path) -> None:
     signature.out_spec = plain_outputs(signature.out_spec)[0]
     graph = [replace(graph[0], signature=signature), *graph[1:]]
     program = with_state(whole, state, constants, graph, None if has_pickled_examples(whole) else whole.example_inputs)
-    _save_without_weights(program, path, names, {**program.constants, **program.state_dict})
+    _save_without_weights(program, path, names, tensors_of(program))
 
 
 @collector_rests()  # not if it holds weights: other ranks' programs are garbage by then

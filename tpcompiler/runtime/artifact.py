@@ -1,6 +1,6 @@
-"""The artifact on disk: `manifest.json` and one `rank_N.pt2` per rank, which torch alone can read.
+"""The artifact on disk: `manifest.json`, a `program.pt2` for all ranks with equal graphs, and each rank's weights.
 
-In the shared layout, one `program.pt2` serves all ranks with equal graphs, and each rank's weights are in a
+The weights are in a `rank_N.pt2`, with the program, so that torch alone can run it; in the shared layout they are in a
 `rank_N.safetensors`.
 """
 
@@ -45,15 +45,20 @@ def weights_file(rank: int) -> str:
     return f"rank_{rank}.safetensors"
 
 
+def is_shared(manifest: Manifest) -> bool:
+    """Return True if the weights are apart from the programs."""
+    return rank_file(0) not in manifest.files
+
+
 def lacks_weights(manifest: Manifest) -> list[int]:
     """Return the ranks whose weights must still be cut from a checkpoint."""
-    ranks = range(manifest.world_size) if manifest.programs else ()
+    ranks = range(manifest.world_size) if manifest.files and is_shared(manifest) else ()
     return [rank for rank in ranks if weights_file(rank) not in manifest.files]
 
 
 def program_file(manifest: Manifest, rank: int) -> str:
     """Return the file with the program that a rank runs."""
-    return next((name for name, ranks in manifest.programs.items() if rank in ranks), rank_file(rank))
+    return next(name for name, ranks in manifest.programs.items() if rank in ranks)
 
 
 Inspect = Callable[[Path], None]
@@ -64,16 +69,17 @@ Write = Callable[[int, Path], str | None]  # of a rank; gives the file's SHA-256
 class Writer(NamedTuple):
     """The functions that write an artifact's files.
 
-    Each rank has a file from `rank`; `program` writes the programs that ranks share, if they share any. `values`: for a
-    model without weights, writes the tensors that do have values, whole, instead of `rank`. `model`: writes the program
-    that was converted; `whole`: the one that was cut into stages.
+    `program` writes the program of ranks with equal graphs, `rank` the weights of one rank. `values`: for a model
+    without weights, writes the tensors that do have values, whole, instead of `rank`. `model`: writes the program that
+    was converted; `whole`: the one that was cut into stages.
     """
 
     manifest: Manifest
+    program: Write
     rank: Write
-    program: Write | None = None
+    name_of: Callable[[int], str]  # the name of a rank's file
+    model: Callable[[Path], None]
     values: Callable[[Path], str] | None = None
-    model: Callable[[Path], None] | None = None
     whole: Callable[[Path], None] | None = None
 
 
@@ -113,11 +119,10 @@ def write_artifact(
 
 def write_program(directory: Path, writer: Writer) -> None:
     """Write the files of one program into a folder, the manifest last."""
-    manifest, write_rank, write_program, write_values, write_model, write_whole = writer
-    name_of = weights_file if manifest.programs else rank_file
-    work = [(name_of(rank), write_rank, rank) for rank in range(manifest.world_size)] if write_values is None else []
-    if write_program is not None:
-        work = [*((name, write_program, ranks[0]) for name, ranks in manifest.programs.items()), *work]
+    manifest, write_program, write_rank, name_of, write_model, write_values, write_whole = writer
+    work = [(name, write_program, ranks[0]) for name, ranks in manifest.programs.items()]
+    if write_values is None:
+        work += [(name_of(rank), write_rank, rank) for rank in range(manifest.world_size)]
     files = {
         name: write(rank, directory / name) or sha256(directory / name)
         for name, write, rank in counted(work, "writing files", "files")
@@ -167,10 +172,11 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         if os.path.isdir(directory):
             state = f"is not an artifact: it has no {MANIFEST}"
         raise ArtifactError(f"{directory} {state}", help="make one with tpcompiler convert") from error
-    name_of = weights_file if manifest.programs else rank_file
+    name_of = weights_file if is_shared(manifest) else rank_file
     every = {*manifest.programs, *map(name_of, range(manifest.world_size))}
     there = set(manifest.files) - {MODEL, WHOLE}
-    if there != every and not (manifest.programs and {*manifest.programs, VALUES} <= there <= {*every, VALUES}):
+    is_filled = is_shared(manifest) and {*manifest.programs, VALUES} <= there <= {*every, VALUES}
+    if not manifest.programs or not (there == every or is_filled):
         raise ArtifactError(
             f"{path} names files {sorted(manifest.files)} for {manifest.world_size} ranks",
             help="convert the model again",

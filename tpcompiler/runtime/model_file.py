@@ -215,15 +215,23 @@ def open_model(path: str | os.PathLike[str], *, trust: bool = False) -> Iterator
 
 
 @contextlib.contextmanager
-def looked_into(file: Opened, *, trust: bool) -> Iterator[Pt2]:
-    """Check a file that is already open, as `open_model` does."""
+def looked_into(file: Opened, *, trust: bool, known: Pt2 | None = None) -> Iterator[Pt2]:
+    """Check a file that is already open, as `open_model` does; it must have the program of `known`, which was checked.
+
+    Raises:
+        ArtifactError: as `open_model`; the file has another program.
+    """
     if problem := _other_than_pt2(file):
         raise ArtifactError(f"{file.path} {problem[0]}", help=problem[1])
     try:
         with quiet_torch() as errors, file.reporting():
             pt2 = Pt2(file, trust)
+            if known is not None and pt2.text(MODEL) != known.text(MODEL):
+                raise ArtifactError(
+                    f"{file.path} has another program than {known.path}", help="copy the artifact again"
+                )
             if not trust:
-                pt2.check()
+                pt2.check(known=[MODEL] if known is not None else ())
             yield pt2
     except ArtifactError:
         raise

@@ -14,10 +14,12 @@ from tpcompiler.runtime.artifact import (
     SINGLE,
     Manifest,
     inside,
+    is_shared,
     lacks_weights,
     open_known,
     program_file,
     programs_in,
+    rank_file,
     read_manifest,
     weights_file,
 )
@@ -55,7 +57,7 @@ class ProgramFiles:
         return self.open(program_file(self.manifest, rank))
 
     def open_weights(self, rank: int) -> Opened:
-        """Open the file with a rank's weights.
+        """Open the file with a rank's weights: with a program too, or without, in the shared layout.
 
         Raises:
             ArtifactError: as `open_program`; the weights are not cut yet.
@@ -70,7 +72,7 @@ class ProgramFiles:
                 help=f"cut them: tpcompiler cut {whole} --checkpoint DIR"
                 + option("", ", or pass checkpoint=DIR to load"),
             )
-        return self.open(weights_file(rank))
+        return self.open((weights_file if is_shared(self.manifest) else rank_file)(rank))
 
     def open_model(self) -> Opened:
         """Open the program that was converted, without its weights.

@@ -13,6 +13,7 @@ import pickletools
 import re
 import struct
 import zipfile
+from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -75,8 +76,8 @@ class Pt2:
             self._read[name] = self._archive.read(self._entries[name]) if name in self._entries else b""
         return self._read[name]
 
-    def check(self) -> None:
-        """Check everything that `program` gives to torch.
+    def check(self, known: Collection[str] = ()) -> None:
+        """Check everything that `program` gives to torch, except the entries in `known`, which were checked already.
 
         Raises:
             ArtifactError: an entry needs a pickle, could run code, or does not belong in an exported program.
@@ -86,6 +87,8 @@ class Pt2:
         try:
             self._check_entries()
             for entry in self._entries:
+                if entry in known:
+                    continue
                 if entry in CONFIGS.values():
                     _check_config(self._json(entry))
                 elif entry == EXAMPLES:
@@ -113,11 +116,18 @@ class Pt2:
                 return torch.export.load(cast(Any, self.file))
             if (version := self.text("archive_version").decode().strip()) != ARCHIVE_VERSION_VALUE:
                 raise ValueError(f"its format is version {version}, and this torch reads {ARCHIVE_VERSION_VALUE}")
-            examples = self.text(EXAMPLES)
-            given = torch.load(io.BytesIO(examples), weights_only=True) if examples else None
             data = self._json(MODEL)
             forget_origins(data)
-            return build_program(data, self.tensors("weight"), self.tensors("tensor"), given)
+            return build_program(data, self.tensors("weight"), self.tensors("tensor"), self.examples())
+
+    def examples(self) -> Any:
+        """Return the example inputs, or None.
+
+        Raises:
+            pickle.UnpicklingError, RuntimeError: torch's safe unpickler does not read them.
+        """
+        content = self.text(EXAMPLES)
+        return torch.load(io.BytesIO(content), weights_only=True) if content else None
 
     def state(self) -> dict[str, Tensor]:
         """Map the parameters, buffers and constants, by name, without the program: they take no memory until used.

@@ -15,12 +15,13 @@ from torch.export.graph_signature import InputKind, TensorArgument
 
 from tpcompiler._torch import RETURNED_KINDS, tree_flatten, tree_names
 from tpcompiler.errors import ArtifactError
-from tpcompiler.runtime.artifact import VALUES, WHOLE, Manifest, lacks_weights
+from tpcompiler.runtime.artifact import VALUES, WHOLE, Manifest, is_shared, lacks_weights
 from tpcompiler.runtime.model_file import load_opened, looked_into
+from tpcompiler.runtime.place import memory_of
 from tpcompiler.runtime.program_files import ProgramFiles
 from tpcompiler.runtime.pt2 import Pt2
 from tpcompiler.runtime.records import ON_AXIS, PLACEMENT
-from tpcompiler.runtime.weights import read_all, read_weights
+from tpcompiler.runtime.weights import laid_out, read_all, refuse_unlike
 
 Tensors = Mapping[str, torch.Tensor]
 # Reads the weights of a rank that are not cut yet: (manifest, tensors with values, rank, program) -> tensors by name.
@@ -47,16 +48,15 @@ def read_rank(files: ProgramFiles, rank: int, weights: Weights | None = None) ->
 def fill_rank(
     program: ExportedProgram, files: ProgramFiles, rank: int, path: Path, weights: Weights | None = None
 ) -> ExportedProgram:
-    """Put a rank's weights into a program, if they have a separate file, and compare it with the manifest.
+    """Put a rank's weights into a program, and compare it with the manifest.
 
     Raises:
         ArtifactError: as `read_rank`; `path` is the program's file.
     """
-    if files.manifest.programs:
-        if weights is not None and rank in lacks_weights(files.manifest):
-            put_state(program, weights(files.manifest, read_values(files), rank, program))
-        else:
-            put_state(program, read_state(files, rank, program))
+    if weights is not None and rank in lacks_weights(files.manifest):
+        put_state(program, weights(files.manifest, read_values(files), rank, program))
+    else:
+        put_state(program, read_state(files, rank, program))
     _check_tensors(program, files.manifest, rank, path)
     _check_boundary(program, files.manifest, path)
     return program
@@ -132,18 +132,48 @@ def load_rank(file: Pt2, manifest: Manifest) -> ExportedProgram:
 
 
 def read_state(files: ProgramFiles, rank: int, program: ExportedProgram) -> dict[str, torch.Tensor]:
-    """Map the tensors of a rank from its weights file, by name.
+    """Map the tensors of a rank from the file with its weights, by name.
 
     Raises:
-        ArtifactError: as `ProgramFiles.open_weights` and `read_weights`.
+        ArtifactError: as `map_weights`; the file has other tensors than the program takes.
     """
     manifest = files.manifest
     here = [row.name for row in manifest.tensors if row.is_own]
     taken = taken_by(program)
-    with files.open_weights(rank) as file:
-        wanted = {name: value for name in (*here, *manifest.rank_numbers) if (value := taken.get(name)) is not None}
-        state = read_weights(file, wanted)
+    wanted = {name: value for name in (*here, *manifest.rank_numbers) if (value := taken.get(name)) is not None}
+    path, state = map_weights(files, rank)
+    refuse_unlike(path, state, wanted)
+    if is_shared(manifest):
+        state = {name: laid_out(value, wanted[name]) for name, value in state.items()}
     return with_tied(state, manifest)
+
+
+def map_weights(files: ProgramFiles, rank: int) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Map the tensors in the file with a rank's weights; return its path, too.
+
+    Raises:
+        ArtifactError: as `ProgramFiles.open_weights`; the file is damaged, or has another program than the ranks run.
+    """
+    manifest = files.manifest
+    with files.open_weights(rank) as file:
+        if is_shared(manifest):
+            return file.path, read_all(file)
+        with files.open_program(rank) as other, looked_into(file, trust=files.trust, known=Pt2(other)) as whole:
+            tensors = whole.state()
+            trees = () if files.trust else (tree_flatten(each.examples())[1] for each in (whole, Pt2(other)))
+            if len(set(map(str, trees))) > 1:  # torch's own checks of inputs are made from them
+                raise ArtifactError(f"{file.path} has examples of other arguments than {other.path}", help=AGAIN)
+    for row in (row for row in manifest.tensors if row.name in tensors):
+        if isinstance(tensors[row.name], torch.nn.Parameter) != (row.kind == "parameter"):
+            raise ArtifactError(f"{file.path}: {row.name!r} is no {row.kind}, as the manifest calls it", help=AGAIN)
+    tensors = {name: value.detach() for name, value in tensors.items()}
+    for name, first in ((row.name, row.tied_to) for row in manifest.tensors if row.stored_in is None):
+        both = [tensors[each] for each in (name, first) if each in tensors and tensors[each].numel()]
+        # torch's file has a tensor twice that is both in the state and a constant.
+        if len(set(map(memory_of, both))) > 1 and not torch.equal(*(each.flatten().view(torch.uint8) for each in both)):
+            raise ArtifactError(f"{file.path}: {name!r} is not {first!r}, to which it is tied", help=AGAIN)
+    apart = {row.name for row in manifest.tensors if not row.is_own} | manifest.symm_mem.keys()
+    return file.path, {name: value for name, value in tensors.items() if name not in apart}
 
 
 def read_values(files: ProgramFiles) -> dict[str, torch.Tensor]:

@@ -258,8 +258,7 @@ class Manifest(Record, frozen=True, kw_only=True):
     # the constants that are memory which the GPUs of a group map from each other, and the group of each. No file has
     # them: `tpcompiler.load` allocates them
     symm_mem: dict[str, str]
-    # file name -> the ranks that run it, each with weights in a separate file. Empty where every rank has a file with
-    # both
+    # file name -> the ranks that run it: those with equal graphs. Empty in memory
     programs: dict[ProgramFile, list[Count]]
     asked: Asked  # how it was converted
     # the first of the programs that share tensors by name; null for an artifact's only program

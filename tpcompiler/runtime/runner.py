@@ -20,7 +20,7 @@ from tpcompiler.runtime.inputs import check_tensor
 from tpcompiler.runtime.model_file import looked_into
 from tpcompiler.runtime.package import AGAIN, Package, called_file
 from tpcompiler.runtime.program_files import ProgramFiles
-from tpcompiler.runtime.rank_file import Weights, fill_rank, load_rank, read_rank
+from tpcompiler.runtime.rank_file import Weights, fill_rank, load_rank
 from tpcompiler.runtime.target import COMPILED, RUNNER
 
 _loaded: list[Path] = []
@@ -34,8 +34,6 @@ def read_called(
     Raises:
         ArtifactError: as `read_rank`.
     """
-    if not files.manifest.programs:  # the weights are in the program's own file
-        return read_rank(files, rank)
     model = _model_of(directory, package, files.name, rank)
     again = AGAIN.format(directory)
     with (

@@ -37,6 +37,7 @@ NAMES = {
     torch.float8_e5m2: "F8_E5M2",
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
+WRITE_AGAIN = "copy the artifact again, or convert the model again"
 AGAIN = "cut the weights again, or copy the artifact again"
 PIECE = 1 << 26  # bytes that are hashed and written at once
 
@@ -162,7 +163,7 @@ def _header(entries: Sequence[TensorEntry]) -> bytes:
 
 
 def read_all(file: Opened) -> dict[str, torch.Tensor]:
-    """Map all tensors of a file.
+    """Map all tensors of a file: read at first use, private to this process when written to.
 
     Raises:
         ArtifactError: it is not a safetensors file.
@@ -176,30 +177,20 @@ def read_all(file: Opened) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def read_weights(file: Opened, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Map all tensors of a file: read at first use, private to this process when written to.
-
-    Args:
-        wanted: name -> a (fake) tensor with the required dtype, shape and strides.
-
-    Raises:
-        ArtifactError: it is not a safetensors file, or has other tensors than these.
-    """
-    tensors = read_all(file)
+def refuse_unlike(path: Path, tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+    """Raise ArtifactError if the tensors of a file are not those that a program takes: names, dtypes, shapes."""
     if differ := sorted(tensors.keys() ^ wanted.keys()):
         lacks = "has no tensor" if differ[0] in wanted else "holds the tensor"
         but = "which its program takes" if differ[0] in wanted else "which its program does not take"
-        raise ArtifactError(f"{file.path} {lacks} {differ[0]!r}, {but}", help=AGAIN)
+        raise ArtifactError(f"{path} {lacks} {differ[0]!r}, {but}", help=WRITE_AGAIN)
     for name, want in wanted.items():
         value = tensors[name]
         if (value.dtype, value.shape) != (want.dtype, want.shape):
             raise ArtifactError(
-                f"{file.path}: {name!r} is {value.dtype} {list(value.shape)}, its program takes {want.dtype} "
+                f"{path}: {name!r} is {value.dtype} {list(value.shape)}, its program takes {want.dtype} "
                 f"{list(want.shape)}",
-                help=AGAIN,
+                help=WRITE_AGAIN,
             )
-        tensors[name] = laid_out(value, want)
-    return tensors
 
 
 def laid_out(value: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
