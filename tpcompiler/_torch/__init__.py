@@ -80,6 +80,7 @@ from tpcompiler._torch.programs import (
     input_values,
     mode_of_parameters,
     module_inputs,
+    names_in_python,
     passes_guards,
     set_guards,
     tree_names,

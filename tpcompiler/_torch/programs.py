@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.export import ExportedProgram
 from torch.export.exported_program import _convert_guards_to_code
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 from torch.fx._lazy_graph_module import _LazyGraphModule
-from torch.fx.graph import CodeGen
+from torch.fx.graph import CodeGen, _Namespace
 from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 
 LEAF_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -52,6 +52,12 @@ def all_tensors(program: ExportedProgram) -> dict[str, Any]:
 def graph_modules(module: fx.GraphModule) -> list[fx.GraphModule]:
     """Return the module and the bodies in it."""
     return [each for each in module.modules() if isinstance(each, fx.GraphModule)]
+
+
+def names_in_python(names: Iterable[str]) -> list[str]:
+    """Return the names that torch gives to the inputs of a function of these names: Python's own words get a number."""
+    space = _Namespace()
+    return [space.create_name(name, None) for name in names]
 
 
 GUARDED = re.compile(r"\bL\['(\w+)'\]")  # an input, as a guard names it
