@@ -30,6 +30,7 @@ from tpcompiler.ir.optimizer import read_optimizer
 from tpcompiler.ir.placements import PlacementSpec, parse_placement
 from tpcompiler.parallel.conversion import Conversion, share_conversions
 from tpcompiler.parallel.converted import ConvertedProgram
+from tpcompiler.parallel.cut_batch import cut_batch
 from tpcompiler.parallel.families import find_families
 from tpcompiler.parallel.pipeline import convert_programs, find_placements
 from tpcompiler.parallel.stages import StageProgram, mesh_of_stage, stage_programs
@@ -46,7 +47,8 @@ from tpcompiler.solver.task import Aim, Goal
 SEVERAL = (Mapping, list, tuple)  # types that hold several programs
 DEGREES = '{"draft": 1}'
 WEIGHTS = '{"prefill": 1, "decode": 256}'
-Given = Mapping[str, Any] | Sequence[Any] | None
+Given = Mapping[str, Any] | Sequence[Any] | None  # or "auto", for inputs
+AUTO = "auto"
 Programs = Mapping[str, ExportedProgram] | Sequence[tuple[str, ExportedProgram]]
 
 
@@ -88,7 +90,8 @@ def parallelize(
             cheapest placements that the search finds (docs/auto.md); "auto:free" may also gather weights, and cut the
             batch. With `"**": "auto"` in a mapping, the search places everything that its other entries do not name.
         inputs: placements of the user's tensors, by name or in order: "R" (the default), "S(0)", torch placements; for
-            several programs, {program's name: these}.
+            several programs, {program's name: these}. With "auto" the batch, dim 0 of inputs and outputs, is cut over
+            each axis of the mesh over which calls are predicted to be faster so; callers then pass shards.
         outputs: placements of the returned tensors, in the same form.
         device_type: "cpu" or "cuda", even without such a device; by default that of the program's tensors.
         collectives: the backend: "nccl" (gloo on a CPU); "symm_mem", for an all_reduce torch's op over memory that
@@ -136,7 +139,7 @@ def parallelize(
     made = dict[str, ConvertedProgram]()
     for family in families(conversions, lambda own: own.family):
         aim = _aim(machine, limit, optimize, optimizer, calls, family, read.searches, collectives)
-        made |= convert_programs(family, aim)[1]
+        made |= convert_programs(cut_batch(family, aim), aim)[1]
     return ParallelProgram({name: made[name] for name in conversions})
 
 
@@ -171,8 +174,9 @@ def find_plan(
     calls, plans = _calls_of(weights, conversions), []
     for family in families(conversions, lambda own: own.family):
         aim = _aim(machine, limit, optimize, optimizer, calls, family, searches=True)
-        found = find_placements([*family.values()], aim)
-        formed = [own.with_styles(*found.forms) for own in family.values()]
+        cut = cut_batch(family, aim)
+        found = find_placements([*cut.values()], aim)
+        formed = [own.with_styles(*found.forms) for own in cut.values()]
         names = [name for own in formed for name in names_of(own.program)]
         plans.append(join_plans([own.plan for own in formed]).completed(found.styles, names))
     return join_plans(plans)
@@ -225,18 +229,22 @@ def conversions_of(
         boundary = _specs(inputs, "input"), _specs(outputs, "output")
         one: Any = exported_program  # the first pass rejects anything that is not a program
         ways = collectives, check_indices, keep_repeats
-        return {SINGLE: Conversion.of(one, mesh, plan, boundary, device_type, dump, *ways)}
+        own = Conversion.of(one, mesh, plan, boundary, device_type, dump, *ways)
+        return {SINGLE: replace(own, cuts_batch=inputs == AUTO)}
     conversions = {
-        name: Conversion.of(
-            program,
-            meshes[name],
-            plan,
-            (_specs(_of(inputs, name), "input"), _specs(_of(outputs, name), "output")),
-            device_type,
-            dump and Path(dump) / name,
-            collectives,
-            check_indices,
-            keep_repeats,
+        name: replace(
+            Conversion.of(
+                program,
+                meshes[name],
+                plan,
+                (_specs(_of(inputs, name), "input"), _specs(_of(outputs, name), "output")),
+                device_type,
+                dump and Path(dump) / name,
+                collectives,
+                check_indices,
+                keep_repeats,
+            ),
+            cuts_batch=_of(inputs, name) == AUTO,
         )
         for name, program in several.items()
     }
@@ -245,6 +253,8 @@ def conversions_of(
 
 def _of_stage(given: Given, stage: StageProgram, several: Collection[str], what: str) -> dict[str, PlacementSpec]:
     """Return the placements of the inputs or outputs that a stage has, by name."""
+    if AUTO in (given, _of(given, stage.record.of) if several else given):
+        raise PlanError(f"{what}s={AUTO!r} on a mesh with the axis {PIPELINE}", help="place the batch by hand")
     specs = _specs(_of(given, stage.record.of) if several else given, what)
     names = stage.record.inputs if what == "input" else stage.record.returns
     named = specs if isinstance(specs, dict) else dict(zip(names, specs or [], strict=False))
@@ -336,8 +346,8 @@ def _named(programs: Programs) -> dict[str, ExportedProgram]:
 
 def _of(given: Given, name: str) -> Given:
     """Return the placements for one of several programs."""
-    if given is None:
-        return None
+    if given is None or given == AUTO:
+        return given
     if not isinstance(given, Mapping):
         raise PlanError(
             f"placements {given!r} do not say of which program they are", help="write {program's name: {...}}"
@@ -384,7 +394,7 @@ def tensor_parallel_transformation(
 
 def _specs(given: Given, what: str) -> dict[str, PlacementSpec] | list[PlacementSpec | None] | None:
     asked_by = option(f"--{what}", f"{what}s=")
-    if given is None:
+    if given is None or (given == AUTO and what == "input"):
         return None
     if isinstance(given, Mapping):
         return {name: read_placement(spec, asked_by) for name, spec in given.items() if spec is not None}

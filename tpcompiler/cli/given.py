@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 
@@ -16,8 +16,9 @@ Inputs = Annotated[
     list[str] | None,
     typer.Option(
         "--input",
-        metavar="NAME=PLACEMENT",
-        help="Sharding of an input: x=S(0), or by axis x=dp:S(0); with several models prefill.x=S(0).",
+        metavar="NAME=PLACEMENT|auto",
+        help="Sharding of an input: x=S(0), or by axis x=dp:S(0); with several models prefill.x=S(0). "
+        "auto: the batch is cut over each axis where that pays.",
     ),
 ]
 Outputs = Annotated[
@@ -36,12 +37,14 @@ class GivenPrograms(NamedTuple):
     def first(self) -> Any:
         return self.programs[self.names[0]] if self.names else self.programs
 
-    def placements(self, texts: list[str] | None, option: str) -> dict[str, Any] | None:
+    def placements(self, texts: list[str] | None, option: str) -> dict[str, Any] | Literal["auto"] | None:
         """Read placements for `parallelize`; with several programs `prefill.x` is the x of prefill.
 
         Raises:
             PlanError: a text that has another form, or names no program.
         """
+        if texts == ["auto"] and option == "--input":
+            return "auto"
         placements = _read_placements(texts, option)
         if placements is None or not self.names:
             return placements

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, InputSpec
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 
-from tpcompiler._torch import LEAF_KINDS, FakeTensor, HigherOrderOperator, OpOverload, user_inputs
+from tpcompiler._torch import LEAF_KINDS, WRITTEN_KINDS, FakeTensor, HigherOrderOperator, OpOverload, user_inputs
 from tpcompiler.errors import ProgramError, UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import all_calls, has_bodies
@@ -138,6 +138,15 @@ def refuse_calls(program: ExportedProgram, graph: fx.Graph) -> None:
             raise UnsupportedError(
                 f"input {spec.arg} is a {spec.kind.name.lower()}, which cannot be sharded yet",
                 help="export the model without custom classes and side effects",
+            )
+    state = {*program.state_dict, *program.constants}
+    inputs = {spec.arg.name for spec in user_inputs(program)}
+    for written in program.graph_signature.output_specs:
+        others = state if written.kind is OutputKind.USER_INPUT_MUTATION else inputs
+        if written.kind in WRITTEN_KINDS and written.target in others:
+            raise ProgramError(
+                f"{written.target!r} is written, and names both an input and a buffer: torch knows them by name only",
+                help="give one of them another name in the model, and export again",
             )
     for node in all_calls(graph):
         where = edit.source_line(node)

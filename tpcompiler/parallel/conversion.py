@@ -48,7 +48,7 @@ class Conversion:
     """An exported program in canonical form, and how it is to be converted.
 
     `family`: the name of the first of several programs that share their tensors by name. `stage`: which part of the
-    program `whole` it is.
+    program `whole` it is. `cuts_batch`: the search places the inputs, and outputs that the boundary does not.
     """
 
     exported: ExportedProgram
@@ -65,6 +65,7 @@ class Conversion:
     family: str = ""
     stage: StageRecord | None = None
     whole: ExportedProgram | None = None
+    cuts_batch: bool = False
 
     @classmethod
     def of(

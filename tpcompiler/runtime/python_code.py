@@ -22,7 +22,6 @@ from torch.export import ExportedProgram
 from tpcompiler._torch import (
     LEAF_KINDS,
     NAMED_BY_TORCH,
-    WRITTEN_KINDS,
     OpOverload,
     graph_modules,
     names_in_python,
@@ -63,9 +62,6 @@ def _differences(program: ExportedProgram) -> Iterator[str]:
         yield f"{both[0]!r} is in the state and in the constants"
     inputs = [spec.arg.name for spec in user_inputs(program)]
     leaves = [str(spec.target) for spec in signature.input_specs if spec.kind in LEAF_KINDS]
-    for spec in signature.output_specs:
-        if spec.kind in WRITTEN_KINDS and spec.target in {*inputs} & {*leaves}:
-            yield f"{spec.target!r} is written, and names both an input and a buffer: torch knows them by name only"
     owners = {fqn.rpartition(".")[0] for fqn in leaves}
     words = {word for fqn in leaves for word in fqn.split(".")}
     if odd := sorted(word for word in words if not unicodedata.is_normalized("NFKC", word)):
