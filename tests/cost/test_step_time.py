@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from tpcompiler.api import conversions_of, read_plan
 from tpcompiler.cost.machine import Machine
+from tpcompiler.cost.timeline import duration
 from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.solver.step_time import StepTime, collectives_of, measure_step_time
 from tpcompiler.solver.task import Aim
@@ -154,3 +155,10 @@ def test_experts_that_are_chosen(tokens: int) -> None:
     weights = 2 * 8 * (1 - (6 / 8) ** tokens) * 64 * 128
     assert weights == pytest.approx({1: 2 * 2, 16: 2 * 8}[tokens] * 64 * 128, rel=0.011)
     assert weights * BYTE < took.work < (weights + tokens * 4000) * BYTE
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.0, "0 ns"), (999.6e-6, "1 ms"), (0.9996, "1 s"), (1.25e-7, "125 ns"), (75.0, "75 s")]
+)
+def test_a_duration_has_three_digits(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

@@ -45,14 +45,17 @@ def test_four_linears() -> None:
     with weightless():
         model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(4)))
         exported = export(model, (torch.zeros(8192, 4096),))
-    mesh = {"dp": 2, "tp": 2}
+    mesh = {"dp": 2, "tp": 2}  # over both: weights are whole then, and nothing is sent
     whole, cut = (tpcompiler.parallelize(exported, mesh, inputs=inputs, machine="h100") for inputs in (None, "auto"))
-    assert seconds(cut) < 0.55 * seconds(whole)
+    assert seconds(cut) < 0.27 * seconds(whole)
     (output,) = (row.name for row in cut.manifest().outputs)
-    placed: dict[str, Any] = {"inputs": {"input": {"dp": "S(0)"}}, "outputs": {output: {"dp": "S(0)"}}}
+    both = {"dp": "S(0)", "tp": "S(0)"}
+    placed: dict[str, Any] = {"inputs": {"input": both}, "outputs": {output: both}}
     by_hand = tpcompiler.parallelize(exported, mesh, **placed, machine="h100")
     assert seconds(cut) == seconds(by_hand)
-    assert "the batch is cut over dp: " in str(cut.report())
+    assert "the batch is cut over dp and tp: " in str(cut.report())
+    over_one = tpcompiler.parallelize(exported, 4, inputs="auto", machine="h100")  # as the caller has no other axis
+    assert seconds(over_one) == seconds(cut)
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

@@ -174,7 +174,8 @@ def _exposed_seconds(graph: fx.Graph, seconds: Mapping[fx.Node, float], links: M
 
 def duration(seconds: float) -> str:
     """Format seconds for people: `2.9 ms`."""
-    unit, name = next((pair for pair in UNITS_OF_TIME if seconds >= pair[0]), UNITS_OF_TIME[-1])
+    rounded = float(f"{seconds:.3g}")
+    unit, name = next((pair for pair in UNITS_OF_TIME if rounded >= pair[0]), UNITS_OF_TIME[-1])
     return f"{seconds / unit:.3g} {name}"
 
 

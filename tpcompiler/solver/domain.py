@@ -167,12 +167,16 @@ def _read_calls(graph: fx.Graph) -> tuple[dict[fx.Node, list[fx.Node]], dict[fx.
 
 
 def _find_tokens(domain: Domain) -> dict[fx.Node, dict[str, bool]]:
-    """Return the factors that are samples or tokens of the inputs; False for the outermost in a dim of several."""
+    """Return the factors that are samples or tokens of the inputs; False for the outermost in a dim of several.
+
+    Not those that the caller cuts over the axis.
+    """
     found_in: dict[fx.Node, dict[str, bool]] = {}
     tokens: dict[fx.Node, dict[int, bool]] = {}
     for node in domain.program.user_inputs():
-        value = edit.fake(node)
-        tokens[node] = dict.fromkeys(range(value.ndim)[: 1 if value.is_floating_point() else None], True)
+        value, cut = edit.fake(node), domain.program.constraints[node.name].sharding
+        dims = range(value.ndim)[: 1 if value.is_floating_point() else None]
+        tokens[node] = {dim: True for dim in dims if domain.stage.axis not in cut.dims[dim].axes}
     for node, operands in domain.operands.items():
         if node.target is pin and operands[0] in tokens:
             tokens[node] = tokens[operands[0]]
