@@ -13,7 +13,7 @@ from tpcompiler.api import conversions_of, read_plan
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.timeline import duration
 from tpcompiler.parallel.pipeline import find_placements
-from tpcompiler.solver.step_time import StepTime, collectives_of, measure_step_time
+from tpcompiler.solver.step_time import StepTime, measure_step_time, sent_by
 from tpcompiler.solver.task import Aim
 
 BF16 = torch.bfloat16
@@ -33,7 +33,7 @@ def step(model: nn.Module, *inputs: torch.Tensor, **how: Any) -> StepTime:
     """One call on one rank."""
     exported = torch.export.export(model, inputs)
     found = find_placements([*conversions_of(exported, 1, read_plan({}), **how).values()], Aim(MACHINE))
-    assert not list(collectives_of(found))
+    assert not list(sent_by(found))
     return measure_step_time(found, MACHINE)
 
 

@@ -17,7 +17,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.node_placement import read_claim
 from tpcompiler.judge.sound.check import check_programs
 from tpcompiler.parallel.pipeline import find_placements
-from tpcompiler.solver.step_time import collectives_of
+from tpcompiler.solver.step_time import sent_by
 from tpcompiler.solver.task import Aim
 
 MESH = {"dp": 2, "tp": 2}
@@ -47,7 +47,7 @@ def converted(folder: Path, machine: str, shape: tuple[int, ...], *placed: str) 
     asked = {"inputs": {"x": inputs}, "outputs": [outputs]}
     made = tpcompiler.parallelize(program, MESH, {}, **asked, machine=folder / "m.yaml")
     (conversion,) = conversions_of(program, MESH, read_plan({}), **asked).values()
-    priced = collectives_of(find_placements([conversion], Aim(read_machine(folder / "m.yaml"))))
+    priced = sent_by(find_placements([conversion], Aim(read_machine(folder / "m.yaml"))))
     sent = [(each.kind, tuple(each.axis.split("."))) for each in made.collectives()]
     assert [each[:2] for each in priced] == sent  # the search has priced what was inserted
     assert made.verify((torch.randn(shape),)).ok

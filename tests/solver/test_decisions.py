@@ -24,7 +24,7 @@ from tpcompiler.errors import PlanError
 from tpcompiler.ir import edit
 from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.solver.solution import Solution
-from tpcompiler.solver.step_time import collectives_of, measure_step_time
+from tpcompiler.solver.step_time import measure_step_time, sent_by
 from tpcompiler.solver.task import Aim
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
@@ -59,7 +59,7 @@ def test_never_slower_than_megatron(dims: Dims, name: str, tp: int, call: tuple[
     _, theirs = solved(dims, call, tp, megatron_plan(dims, whole_head=False), machine)
     assert ours <= theirs * 1.0001  # ties
     if call == DECODE:
-        assert len(list(collectives_of(auto))) <= 2 * LAYERS + 1
+        assert len(list(sent_by(auto))) <= 2 * LAYERS + 1
 
 
 @in_long_runs
@@ -77,7 +77,7 @@ def test_the_table_of_decisions() -> None:
 def test_a_decode_is_megatrons() -> None:
     """Two all_reduce a layer, where links without latency gave six collectives."""
     found, _ = solved(LLAMA, DECODE, 8, "auto", read_machine("h100"))
-    assert Counter(kind for kind, _, _ in collectives_of(found)) == {"all_reduce": 2 * LAYERS, "all_gather": 1}
+    assert Counter(kind for kind, _, _ in sent_by(found)) == {"all_reduce": 2 * LAYERS, "all_gather": 1}
     assert found.styles["layers.1.attention.o"] == found.styles["layers.1.mlp.down"] == "rowwise"
 
 

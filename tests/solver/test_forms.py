@@ -28,7 +28,7 @@ from tpcompiler.passes._forms import find_forms
 from tpcompiler.rules.experts import BY_BLOCK
 from tpcompiler.solver import retries
 from tpcompiler.solver.solution import Solution
-from tpcompiler.solver.step_time import collectives_of, measure_step_time, seconds_of_ops
+from tpcompiler.solver.step_time import measure_step_time, seconds_of_ops, sent_by
 from tpcompiler.solver.task import Aim
 
 MACHINE = str(Path(__file__).with_name("waits.yaml"))
@@ -210,7 +210,7 @@ def test_no_form_is_tried_where_ranks_send_nothing(steps: int, monkeypatch: pyte
     case, aim = Case(Blocks(), ids(steps)), Aim(read_machine("h100"))
     conversions = [*conversions_of(case.exported(), 2, read_plan("auto")).values()]
     found = find_placements(conversions, aim)
-    assert not [*collectives_of(found)]
+    assert not [*sent_by(found)]
     assert "in other forms" not in found.searches
     monkeypatch.setattr(retries, "_could_gain", lambda *_: True)
     tried = find_placements(conversions, aim)
@@ -251,7 +251,7 @@ def test_turns_by_hand(ranks: int) -> None:
     q, k = 256 // ranks * 63 * 4, 1024 // ranks * 63 * 4
     turns = [own for node, own in seconds_of_ops(found, machine) if "scaled_dot" in op_name(node)]
     assert turns == pytest.approx([(q + 2 * k + q + 256 // ranks * 4) / BANDWIDTH] * ranks)
-    assert Counter(collectives_of(found)) == {("all_gather", ("cp",), 2 * k * (ranks - 1) // ranks): ranks}
+    assert Counter(sent_by(found)) == {("all_gather", ("cp",), 2 * k * (ranks - 1) // ranks): ranks}
     assert measure_step_time(found, machine).kernels == pytest.approx(ranks * 1e-5)
 
 
@@ -261,7 +261,7 @@ def test_norms_by_hand(ranks: int) -> None:
     found, machine = LONG.placed(ranks), read_machine()
     share = 2 * 512 * 64 * 4 * (ranks - 1) // ranks
     sent = {("reduce_scatter", ("tp",), share): 3, ("all_gather", ("tp",), share): 4}
-    assert Counter(collectives_of(found)) == sent
+    assert Counter(sent_by(found)) == sent
     assert {found.styles[f"layers.{at}.{name}"] for at in range(3) for name in ("up", "down")} == {"colwise", "rowwise"}
     products = 6 * 2 * 2 * 512 * 64 * 256 / ranks / 1e12
     moved = 6 * 64 * 256 * 4 / ranks + 6 * 2 * 512 * (64 + 256 / ranks) * 4

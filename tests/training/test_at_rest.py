@@ -26,7 +26,7 @@ from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.plan.plan import Plan
 from tpcompiler.runtime.artifact import SINGLE
 from tpcompiler.solver.memory import measure_memory
-from tpcompiler.solver.step_time import collectives_of as collectives_found
+from tpcompiler.solver.step_time import sent_by
 from tpcompiler.solver.task import Aim
 from tpcompiler.terminal.tables import Table
 
@@ -188,7 +188,7 @@ def test_gathers_are_priced() -> None:
         find_placements(list(conversions_of(program, {"dp": 2}, plan, **MLP).values()), Aim(machine))
         for plan in (resting, Plan())
     )
-    kinds = Counter(kind for kind, _, _ in collectives_found(sharded))
+    kinds = Counter(kind for kind, _, _ in sent_by(sharded))
     assert (kinds["all_gather"], kinds["reduce_scatter"]) == (6 + 1, 6)  # of weights, the backward needs down's alone
     again = machine.collective_seconds("all_gather", ("dp",), 8 * 8 * 4 / 2, sharded.mesh)
     assert sharded.seconds - whole.seconds == pytest.approx(again, rel=0.01)

@@ -222,7 +222,7 @@ def _training_bytes(manifest: Manifest, tensors: Sequence[HeldTensor]) -> Traini
 
 
 def _by_cause(collectives: Iterable[Collective]) -> list[TrafficTotal]:
-    """Add up collectives; a field that is not summed is part of the key."""
+    """Add up collectives to the rows of the report; a field that is not summed is part of the key."""
     alike: dict[tuple[str, str], list[Collective]] = {}
     for each in collectives:
         alike.setdefault((each.kind, each.why), []).append(each)

@@ -164,7 +164,7 @@ def read_model(path: str | os.PathLike[str], imports: Sequence[str] = (), *, tru
     """
     import_modules(imports)
     with open_model(path, trust=trust) as file:
-        program = load_opened(file)
+        program = load_program(file)
         _refuse_repeated(program, file)
         return program
 
@@ -181,7 +181,7 @@ def _refuse_repeated(program: ExportedProgram, file: Pt2) -> None:
                 )
 
 
-def load_opened(file: Pt2) -> ExportedProgram:
+def load_program(file: Pt2) -> ExportedProgram:
     """Load the program from a file that `open_model` opened."""
     import_known_modules(file.text(MODEL))
     program = file.program()
@@ -210,12 +210,12 @@ def open_model(path: str | os.PathLike[str], *, trust: bool = False) -> Iterator
         raise ArtifactError(
             f"{file} cannot be read: {reason(error)}", help="check the path and the permissions"
         ) from error
-    with opened, looked_into(opened, trust=trust) as pt2:
+    with opened, check_pt2(opened, trust=trust) as pt2:
         yield pt2
 
 
 @contextlib.contextmanager
-def looked_into(file: Opened, *, trust: bool, known: Pt2 | None = None) -> Iterator[Pt2]:
+def check_pt2(file: Opened, *, trust: bool, known: Pt2 | None = None) -> Iterator[Pt2]:
     """Check a file that is already open, as `open_model` does; it must have the program of `known`, which was checked.
 
     Raises:

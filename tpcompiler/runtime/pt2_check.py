@@ -2,7 +2,8 @@
 
 Names are identifiers, targets are ops, trees are of classes that are registered, and sizes and input checks are
 sentences of one small grammar: arithmetic on numbers, symbols and inputs, with caps on its length and its numbers.
-docs/security.md lists every text, and what torch makes of it.
+`Pt2.check` calls this, and checks the entries and pickles itself. docs/security.md lists every text, and what torch
+makes of it.
 """
 
 from __future__ import annotations

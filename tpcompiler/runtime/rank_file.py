@@ -16,7 +16,7 @@ from torch.export.graph_signature import InputKind, TensorArgument
 from tpcompiler._torch import RETURNED_KINDS, tree_flatten, tree_names
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.artifact import VALUES, WHOLE, Manifest, is_shared, lacks_weights
-from tpcompiler.runtime.model_file import load_opened, looked_into
+from tpcompiler.runtime.model_file import check_pt2, load_program
 from tpcompiler.runtime.place import memory_of
 from tpcompiler.runtime.program_files import ProgramFiles
 from tpcompiler.runtime.pt2 import Pt2
@@ -69,7 +69,7 @@ def open_rank(files: ProgramFiles, rank: int) -> Iterator[Pt2]:
     Raises:
         ArtifactError: as `ProgramFiles.open_program` and `open_model`.
     """
-    with files.open_program(rank) as file, looked_into(file, trust=files.trust) as pt2:
+    with files.open_program(rank) as file, check_pt2(file, trust=files.trust) as pt2:
         yield pt2
 
 
@@ -89,8 +89,8 @@ def read_original(files: ProgramFiles) -> ExportedProgram:
     Raises:
         ArtifactError: the artifact has none, the file has changed or, without trust, could run code.
     """
-    with files.open_model() as file, looked_into(file, trust=files.trust) as pt2:
-        return load_opened(pt2)
+    with files.open_model() as file, check_pt2(file, trust=files.trust) as pt2:
+        return load_program(pt2)
 
 
 def read_whole(files: ProgramFiles) -> ExportedProgram:
@@ -99,17 +99,17 @@ def read_whole(files: ProgramFiles) -> ExportedProgram:
     Raises:
         ArtifactError: as `read_original`.
     """
-    with files.open(WHOLE) as file, looked_into(file, trust=files.trust) as pt2:
-        return load_opened(pt2)
+    with files.open(WHOLE) as file, check_pt2(file, trust=files.trust) as pt2:
+        return load_program(pt2)
 
 
 def load_rank(file: Pt2, manifest: Manifest) -> ExportedProgram:
     """Load the program from a file that `open_rank` opened.
 
     Raises:
-        ArtifactError: as `load_opened`; the program names another device than the manifest.
+        ArtifactError: as `load_program`; the program names another device than the manifest.
     """
-    program = load_opened(file)
+    program = load_program(file)
     devices: set[str] = set()
     for part in program.graph_module.modules():
         if isinstance(part, fx.GraphModule):
@@ -158,7 +158,7 @@ def map_weights(files: ProgramFiles, rank: int) -> tuple[Path, dict[str, torch.T
     with files.open_weights(rank) as file:
         if is_shared(manifest):
             return file.path, read_all(file)
-        with files.open_program(rank) as other, looked_into(file, trust=files.trust, known=Pt2(other)) as whole:
+        with files.open_program(rank) as other, check_pt2(file, trust=files.trust, known=Pt2(other)) as whole:
             tensors = whole.state()
             trees = () if files.trust else (tree_flatten(each.examples())[1] for each in (whole, Pt2(other)))
             if len(set(map(str, trees))) > 1:  # torch's own checks of inputs are made from them

@@ -17,7 +17,7 @@ from tpcompiler._torch import module_inputs, user_inputs
 from tpcompiler.errors import ArtifactError, reason
 from tpcompiler.runtime.artifact import SINGLE, open_known
 from tpcompiler.runtime.inputs import check_tensor
-from tpcompiler.runtime.model_file import looked_into
+from tpcompiler.runtime.model_file import check_pt2
 from tpcompiler.runtime.package import AGAIN, Package, called_file
 from tpcompiler.runtime.program_files import ProgramFiles
 from tpcompiler.runtime.rank_file import Weights, fill_rank, load_rank
@@ -38,7 +38,7 @@ def read_called(
     again = AGAIN.format(directory)
     with (
         open_known(directory, package.files, called_file(model), again) as file,
-        looked_into(file, trust=files.trust) as pt2,
+        check_pt2(file, trust=files.trust) as pt2,
     ):
         program = load_rank(pt2, files.manifest)
     return fill_rank(program, files, rank, file.path, weights)

@@ -66,7 +66,7 @@ def _refuse_gathers(manifest: Manifest) -> None:
 def join_world(
     manifest: Manifest, world: int, timeout: timedelta, backend: str | None = None, rank: int | None = None
 ) -> torch.device:
-    """Join the world that the artifact is for, and return the device of this process.
+    """Check that this process's world is the one that the artifact is for, join it, and return the device.
 
     Args:
         world: the number of ranks of the artifact.

@@ -32,7 +32,7 @@ def measure_step_time(found: Solution, machine: Machine) -> StepTime:
         work[part_of(node, kernels[node])] += seconds
     for value, steps in changes_of(found):
         work["copies"] += objective.copy_seconds(steps, edit.fake(value), found.mesh)
-    sent = [machine.collective_seconds(kind, axes, count, found.mesh) for kind, axes, count in collectives_of(found)]
+    sent = [machine.collective_seconds(kind, axes, count, found.mesh) for kind, axes, count in sent_by(found)]
     host = len(kernels) * machine.host.operation + len(sent) * machine.host.collective
     return StepTime.of(work, floors, sum(sent), host)
 
@@ -49,7 +49,7 @@ def seconds_of_ops(found: Solution, machine: Machine) -> Iterator[tuple[fx.Node,
                 yield node, objective.work_seconds(kernel, own, values, found.mesh)
 
 
-def collectives_of(found: Solution) -> Iterator[Sent]:
+def sent_by(found: Solution) -> Iterator[Sent]:
     """The collectives that a solution needs: each value once for each sharding that it is turned into."""
     return (sent for _, sent in sends_of(found))
 
