@@ -146,6 +146,7 @@ def test_convert_reports_what_it_made(model: Path, plan: Path, tmp_path: Path) -
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
         "manifest.json",
         "model.pt2",
+        "program.pt2",
         "rank_0.pt2",
         "rank_1.pt2",
     ]
@@ -182,7 +183,7 @@ def test_force_replaces_an_artifact(model: Path, plan: Path, tmp_path: Path) -> 
     right(*words, "--tp", 2)
     right(*words, "--tp", 4, "--force")
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["mesh"] == {"tp": 4}
-    assert len(list((tmp_path / "out").iterdir())) == 6
+    assert len(list((tmp_path / "out").iterdir())) == 7
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
@@ -289,8 +290,8 @@ def press_half(*_, **__):  # as torch does where numpy is half imported
     except KeyboardInterrupt:
         raise ImportError("cannot load module more than once per process") from None
 
-def press_later(*given, save=torch.export.save, done=[]):
-    save(*given)
+def press_later(*given, save=torch.export.save, done=[], **more):
+    save(*given, **more)
     done.append(0)
     if len(done) == 2:
         press()

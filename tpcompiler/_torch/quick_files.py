@@ -19,8 +19,10 @@ _LOCK = threading.RLock()
 
 
 @contextlib.contextmanager
-def quick_files() -> Iterator[None]:
+def quick_files(text: bytes = b"") -> Iterator[None]:
     """Speed up reading and writing of programs in this block, and read programs that torch writes and does not read.
+
+    With `text`, graphs are not written: this is their JSON.
 
     Of the time of a load, torch spends a sixth on the type hints of each node's class, a sixth on looking for the class
     of each number and text and, with dynamic sizes, half on parsing each of them and on an op for each value. Half of a
@@ -29,6 +31,7 @@ def quick_files() -> Iterator[None]:
     Threads take turns: what one replaced, another would put back for good.
     """
     from torch._export.serde import schema, serialize
+    from torch.export.pt2_archive import _package
 
     reader = serialize.GraphModuleDeserializer
     hints = functools.cache(functools.partial(typing.get_type_hints, globalns=vars(schema)))
@@ -41,6 +44,7 @@ def quick_files() -> Iterator[None]:
         (reader, "deserialize_sym_int", _reading_sizes_once),
         (reader, "deserialize_tensor_meta", _reading_layouts),
     ]
+    quick += [(_package, "serialize", functools.partial(_writing_text, text))] if text else []
     quick = [each for each in quick if each[1] in vars(each[0])]  # these names are torch's own
     with _LOCK:
         before = [(owner, name, vars(owner)[name]) for owner, name, _ in quick]
@@ -51,6 +55,16 @@ def quick_files() -> Iterator[None]:
         finally:
             for owner, name, value in before:
                 setattr(owner, name, value)
+
+
+def _writing_text(text: bytes, write: Callable[..., Any]) -> Callable[..., Any]:
+    from torch._export.serde import serialize
+
+    def write_examples(program: Any, *_: Any, **__: Any) -> Any:
+        examples = serialize.serialize_torch_artifact(program.example_inputs)
+        return serialize.SerializedArtifact(text, b"", b"", examples)
+
+    return write_examples
 
 
 def _reading_plain_data(read: Callable[..., Any]) -> Callable[..., Any]:

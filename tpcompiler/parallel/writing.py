@@ -25,9 +25,10 @@ from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.devices import values
 from tpcompiler.ir.plain_outputs import odd_keys, plain_outputs
 from tpcompiler.parallel.partition import Partition
-from tpcompiler.runtime.artifact import Manifest, Writer, rank_file, weights_file
+from tpcompiler.runtime.artifact import Manifest, Writer, program_file, rank_file, weights_file
+from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.place import leave_out, memory_of, place_state
-from tpcompiler.runtime.pt2 import has_pickled_examples, why_not_read
+from tpcompiler.runtime.pt2 import MODEL, Pt2, has_pickled_examples, why_not_read
 from tpcompiler.runtime.target import refuse_full_disk
 from tpcompiler.runtime.weightless import hollow_like, save_marked, weightless_names
 from tpcompiler.runtime.weights import TensorEntry, lay_out, write_weights
@@ -86,8 +87,10 @@ def writer_of(
     written = _WriterInput(original, partition, manifest, own, elsewhere, replaced is not None)
     count = len(partition.classes)
     names = [f"program_{i}.pt2" if count > 1 else "program.pt2" for i in range(count)]
+    manifest = structs.replace(manifest, programs=dict(zip(names, map(list, partition.classes), strict=True)))
+    written = written._replace(manifest=manifest)
     return Writer(
-        structs.replace(manifest, programs=dict(zip(names, map(list, partition.classes), strict=True))),
+        manifest,
         partial(_write_program, written),
         partial(_write_rank if layout == "ranks" else _write_weights, written),
         rank_file if layout == "ranks" else weights_file,
@@ -129,9 +132,11 @@ def _write_program(written: _WriterInput, rank: int, path: Path) -> None:
 
 
 def _write_rank(written: _WriterInput, rank: int, path: Path) -> None:
-    """Write the program of a rank with its weights."""
+    """Write the program of a rank with its weights, next to that of its class, which has the same graph."""
     program = _program_of(written, rank, path, is_whole=True)
-    _save(lambda: save_program(program, path))
+    with Opened(path.with_name(program_file(written.manifest, rank))) as file:
+        text = Pt2(file).text(MODEL)
+    _save(lambda: save_program(program, path, text=text))
 
 
 def _program_of(written: _WriterInput, rank: int, path: Path, *, is_whole: bool) -> ExportedProgram:

@@ -175,8 +175,8 @@ def _find_tokens(domain: Domain) -> dict[fx.Node, dict[str, bool]]:
     tokens: dict[fx.Node, dict[int, bool]] = {}
     for node in domain.program.user_inputs():
         value, cut = edit.fake(node), domain.program.constraints[node.name].sharding
-        dims = range(value.ndim)[: 1 if value.is_floating_point() else None]
-        tokens[node] = {dim: True for dim in dims if domain.stage.axis not in cut.dims[dim].axes}
+        own = range(value.ndim)[: 1 if value.is_floating_point() else None]
+        tokens[node] = {dim: True for dim in own if domain.stage.axis not in cut.dims[dim].axes}
     for node, operands in domain.operands.items():
         if node.target is pin and operands[0] in tokens:
             tokens[node] = tokens[operands[0]]
