@@ -282,7 +282,7 @@ def test_what_an_interrupted_cut_leaves_does_not_bar_the_way(tmp_path: Path) -> 
     out, checkpoint = converted(tmp_path / "out"), write_checkpoint(tmp_path / "c")
     cut_until(out, checkpoint, 0.5)
     tpcompiler.parallelize(exported(), 2, PLAN).save(out, force=True)
-    names = ["manifest.json", "model.pt2", "program.pt2", "rank_0.pt2", "rank_1.pt2"]
+    names = ["manifest.json", "model.pt2", "program_0.pt2", "program_1.pt2", "rank_0.pt2", "rank_1.pt2"]
     assert sorted(path.name for path in out.iterdir()) == names
 
 
