@@ -121,7 +121,7 @@ def test_every_axis_has_its_choices(tmp_path: Path) -> None:
     assert_expected_inline(
         text[text.index("alternatives") :],
         """\
-alternatives (us above the least; a call of the artifact takes 34.8 ns on ideal)
+alternatives (us above the least of these; a call of the artifact takes 34.8 ns on ideal)
 axis  makes         needs             us  wire bytes  held bytes  sends
 tp    [R, S(2)]     [R, S(2)]     +0.000        +0 B        +0 B                the artifact's
 tp    [R, S(1)]     [R, S(1)]     +0.012    +1.02 kB    +32.8 kB  1 all_to_all
@@ -192,7 +192,7 @@ collectives
 name        kind        bytes  wire bytes  why
 all_reduce  all_reduce   96 B        96 B  inherent: each rank has a partial sum of 'linear_1'
 
-alternatives (us above the least; a call of the artifact takes 1.41 ns on ideal)
+alternatives (us above the least of these; a call of the artifact takes 1.41 ns on ideal)
 makes   needs                   us  wire bytes  held bytes  sends
 P(sum)  S(1), S(1), P(sum)  +0.000        +0 B        +0 B  1 all_reduce  the artifact's
 S(1)    R, S(0), S(0)       +0.000       +48 B       -16 B  1 all_gather
@@ -219,7 +219,7 @@ collectives
 name        kind        bytes  wire bytes  why
 all_reduce  all_reduce   96 B        96 B  inherent: each rank has a partial sum of 'linear_1'
 
-alternatives (us above the least; a call of the artifact takes 1.41 ns on ideal)
+alternatives (us above the least of these; a call of the artifact takes 1.41 ns on ideal)
 sharding  needs      us  wire bytes  held bytes
 P(sum)           +0.000        +0 B        +0 B  the artifact's
 S(0)             +0.000       +48 B       -16 B

@@ -130,6 +130,36 @@ def test_a_free_leaf_that_two_programs_want_otherwise_is_placed_alike() -> None:
     assert together.verify([("one", (x,)), ("two", (x,))]).ok
 
 
+class Chain(nn.Module):
+    """Buffers of which each program writes one from the next."""
+
+    def __init__(self, part: int) -> None:
+        super().__init__()
+        self.part, self.up = part, nn.Linear(8, 16, bias=False)
+        for name in ("k0", "k1", "k2"):
+            self.register_buffer(name, torch.zeros(8, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.up(x).view(2, 4, 4).reshape(8, 4)
+        source = (self.k1 * 2, self.k2 * 2, made)[self.part]
+        (self.k0, self.k1, self.k2)[self.part].copy_(source)
+        return x * 1
+
+
+def test_a_sharding_reaches_all_programs_of_a_chain() -> None:
+    """The last program writes rows in blocks, and only through the second does the first one know them."""
+    models = [Chain(part) for part in range(3)]
+    for model in models:
+        model.load_state_dict(models[0].state_dict())
+    x = torch.randn(2, 8)
+    programs = {f"p{model.part}": export(model, (x,)) for model in models}
+    made = tpcompiler.parallelize(programs, 2, {"up": "colwise"}, machine="ideal")
+    rows = {row.name: row.sharding for row in made["p0"].manifest().tensors}
+    assert {rows[name] for name in ("k0", "k1", "k2")} == {"S(0, block 4)"}
+    assert not made["p0"].collectives()
+    assert made.verify([(name, (x,)) for name in ("p2", "p1", "p0")]).ok
+
+
 def test_what_is_refused() -> None:
     programs = exported()
     with pytest.raises(ProgramError, match="several programs need a name each, got \\['a', 'a'\\]"):

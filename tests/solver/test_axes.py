@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -193,3 +194,49 @@ def test_the_plan_that_was_found_gives_the_same_files(
         made.save(tmp_path / name)
     files = [{file.name: file.read_bytes() for file in (tmp_path / name).glob("*.pt2")} for name in ("auto", "plan")]
     assert files[0] == files[1]
+
+
+class SharedHeads(nn.Module):
+    """Attention with 2 heads of keys, whose matrices are worth cutting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(64, width, bias=False) for width in (64, 32, 32, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (own(x).view(1, 2, -1, 16).transpose(1, 2) for own in (self.q, self.k, self.v))
+        made = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        result: torch.Tensor = self.o(made.transpose(1, 2).reshape(1, 2, 64))
+        return result
+
+
+def test_halves_of_an_axis_are_searched_in_turns_and_no_bound_is_claimed() -> None:
+    exported = export(SharedHeads(), (torch.randn(1, 2, 64),))
+    made = tpcompiler.parallelize(exported, {"dp": 2, "tp": 4}, "auto", machine="ideal", outputs=[{"dp": "S(0)"}])
+    texts = [own.text for own in made.converted.notes if own.kind == "search"]
+    order = "one axis after the other: tp[::2], then tp[:2]"
+    assert f"that is the least found, {order}; how far above the least of all choices it may be is not known" in texts
+    assert "over dp nothing was compared: no input is placed there" in texts  # and yet the output is cut there
+    assert not any(text.startswith("over tp") for text in texts)
+
+
+def test_the_report_names_what_the_plan_fixed_and_what_freedom_was_used_for() -> None:
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    exported = export(layers, (torch.randn(4096, 8),))
+
+    def texts(plan: Any) -> list[str]:
+        made = tpcompiler.parallelize(exported, {"dp": 2, "tp": 2}, plan, machine="ideal")
+        return [own.text for own in made.converted.notes if own.kind == "search"]
+
+    fixed = [text for text in texts({"0": "colwise", "**": "auto"}) if text.startswith("the plan places")]
+    assert len(fixed) == 1
+    assert re.fullmatch(r"the plan places 0; without its entries a call would take [\d.]+ ns less", fixed[0])
+    same = texts({"0": "replicate", "**": "auto"})  # as the search would have it
+    assert same == texts("auto")
+    assert not any(text.startswith("the plan places") for text in same)
+    free = texts("auto:free")
+    assert "the batch is not cut, and no weight is gathered for use" in free  # its output is whole on every rank
+    assert "over dp nothing was compared: no input is placed there, so these ranks do equal work" in free
+    made = tpcompiler.parallelize(exported, {"tp": 2}, "auto:free", machine="ideal", outputs=["S(0)"])
+    assert "the batch is cut over tp" in made.report()
+    assert made.verify((torch.randn(4096, 8),)).ok

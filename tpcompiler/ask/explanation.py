@@ -47,7 +47,7 @@ class Slice(Record, frozen=True):
 
 
 class Alternative(Record, frozen=True):
-    """A choice and its price: the least that the whole program comes to with it, above the least of all choices."""
+    """A choice and its price: the least found of the whole program with it, above the least of these."""
 
     axis: str  # of the mesh, over which it is a choice; those over earlier axes are fixed
     needs: tuple[str, ...]  # of an op, the shardings of its operands
@@ -129,7 +129,7 @@ class Explanation(Record, Shown, frozen=True, kw_only=True):
         headers = (axis, makes, "needs", "us", "wire bytes", "held bytes", sends, "")
         call = f"a call of the artifact takes {duration(self.seconds)} on {self.machine}"
         yield Table(
-            f"alternatives (us above the least; {call})",
+            f"alternatives (us above the least of these; {call})",
             headers,
             [(axis and each.axis, *each.row()) for each in self.alternatives],
         )
@@ -150,7 +150,7 @@ def explain(program: ArtifactProgram, name: str, machine: str | os.PathLike[str]
     Facts are read from the program. Prices come from the search, repeated from the single-device program with every
     choice of this op or parameter in turn, and everything else free to follow. Pins of a plan hold, except on the layer
     whose weights are asked about (directly or by their op). A price is the least total with that choice minus the least
-    of all; the artifact's own is above 0 if a plan, another machine or a memory limit decided. Every axis of a mesh has
+    of those listed; the artifact's own is above 0 if a plan, another machine or a memory limit decided. Every axis of a mesh has
     its own choices, in the order of solving: axes before it keep their solution, axes after it follow.
 
     Raises:

@@ -22,7 +22,7 @@ class OtherDim(Record, frozen=True):
     axis: str  # of the mesh, over which it is gathered
     dim: int  # of the operand, that an all_to_all could shard instead
     size: str  # of that dim
-    seconds: float | None  # of the whole program with it, above the least of all choices; None if it is no choice
+    seconds: float | None  # of the whole program with it, above the least of the op's choices; None if it is no choice
     sends: tuple[str, ...]  # the collectives of what the op reads or makes then, such as `4 all_to_all`
     reason: str  # for which it is no choice; empty if it is one
 

@@ -49,6 +49,7 @@ class Domain:
         weight: of a call of the program among those of others.
         comes_of: value -> the groups of the leaves with a style that its shards come from.
         samples: the values of samples.
+        growing: leaves for which the programs still found new shardings as the search stopped looking.
     """
 
     program: PlannedProgram
@@ -61,6 +62,7 @@ class Domain:
     weight: float = 1.0
     comes_of: dict[fx.Node, frozenset[str]] = field(default_factory=dict)
     samples: Samples = NO_SAMPLES
+    growing: int = 0
 
 
 def find_domain(
@@ -85,7 +87,7 @@ def _find_all_ways(domain: Domain) -> None:
     What lies within each token may be cut, such as heads that are merged with samples. Where the neighbours of an op
     are cut along tokens it may follow, unless it multiplies with weights: these would be whole.
     """
-    stage, tokens = domain.stage, _find_tokens(domain)
+    stage, tokens = domain.stage, find_tokens(domain)
     pieces = find_pieces(domain.operands, domain.rules, MOST_CHOICES)
     for node, rule in domain.rules.items():
         if rule is not None:
@@ -166,7 +168,7 @@ def _read_calls(graph: fx.Graph) -> tuple[dict[fx.Node, list[fx.Node]], dict[fx.
     return {node: edit.operands(node) for node in calls}, rules
 
 
-def _find_tokens(domain: Domain) -> dict[fx.Node, dict[str, bool]]:
+def find_tokens(domain: Domain) -> dict[fx.Node, dict[str, bool]]:
     """Return the factors that are samples or tokens of the inputs; False for the outermost in a dim of several.
 
     Not those that the caller cuts over the axis.

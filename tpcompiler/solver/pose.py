@@ -27,6 +27,7 @@ from tpcompiler.ir.static import computed_from_leaves
 from tpcompiler.solver.changes import UNIT, find_common, in_units, price_changes
 from tpcompiler.solver.domain import Domain, find_domain, shardings_of_pin
 from tpcompiler.solver.eliminate import check_size
+from tpcompiler.solver.leaf import Leaf
 from tpcompiler.solver.problem import NEVER, Choices, Gathers, Problem, Values
 from tpcompiler.solver.samples import Part, find_samples
 from tpcompiler.solver.stage import Choice, Known, Stage
@@ -36,6 +37,7 @@ from tpcompiler.solver.weights import add_layers, add_leaf, find_groups, find_le
 from tpcompiler.terminal.progress import counted
 
 MANY, FEW = 4, 3  # users, from which these are fewer, for tables over such values grow with every one of them
+MOST_SWEEPS = 8  # over programs that share leaves, until none has a new choice
 MOST_CHANGES = 4_000  # of one sharding into another, over all axes at once: each takes milliseconds to price
 FREE = aten.sym_size.int  # it takes a value as it is
 
@@ -109,11 +111,20 @@ def find_program_kernels(graph: fx.Graph, objective: Objective, known: Known) ->
 def _find_domains(problem: Problem, stage: Stage, before: Mapping[str, Sharding]) -> list[Domain]:
     leaves = find_leaves(problem, stage, before)
     found: list[Domain] = []
-    for _ in range(min(len(problem.programs), 2)):  # what one program makes of a leaf is a choice of the others
+    for _ in range(MOST_SWEEPS if len(problem.programs) > 1 else 1):
+        known = _sizes_of(leaves)
         found = [
             find_domain(program, stage, leaves[at], problem.samples) for at, program in enumerate(problem.programs)
         ]
+        growing = sum(map(operator.ne, known, _sizes_of(leaves)))
+        if not growing:  # what one program makes of a leaf is a choice of the others
+            break
+        found[0].growing = growing if len(problem.programs) > 1 else 0
     return found
+
+
+def _sizes_of(leaves: Sequence[Mapping[str, Leaf]]) -> list[int]:
+    return [len(leaf.shardings) for leaf in {id(leaf): leaf for own in leaves for leaf in own.values()}.values()]
 
 
 def _state(problem: Problem, domain: Domain) -> None:
@@ -123,7 +134,7 @@ def _state(problem: Problem, domain: Domain) -> None:
     static = computed_from_leaves(program.graph, leaves.keys())
     unmoved = _find_unmoved(domain, static)
     uses: dict[fx.Node, list[Values]] = {}
-    problem.capped += sum(ways.is_capped for ways in domain.ways.values())
+    problem.capped += sum(ways.is_capped for ways in domain.ways.values()) + domain.growing
     for node in leaves:
         if (request := program.resting.get(node.name)) is not None:
             times = len({is_backward(user) for user in node.users})

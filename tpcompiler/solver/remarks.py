@@ -7,18 +7,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from tpcompiler.cost.objective import Objective
+from tpcompiler.cost.objective import LEAST, Objective
 from tpcompiler.cost.timeline import StepTime, duration
+from tpcompiler.ir.constraints import AnyStyle
 from tpcompiler.ir.local import no_new_guards
+from tpcompiler.ir.names import fold_layers, layer_of
 from tpcompiler.ir.program import Note, PlannedProgram
+from tpcompiler.ir.static import computed_from_leaves
 from tpcompiler.solver.drive import PLACING, solve
 from tpcompiler.solver.memory import measure_memory
 from tpcompiler.solver.solution import Solution
-from tpcompiler.solver.step_time import measure_step_time
+from tpcompiler.solver.step_time import measure_step_time, sends_of
 from tpcompiler.solver.task import Aim, Task
 from tpcompiler.solver.uncut import Uncut, find_uncut
 
 FEWEST = 'for the fewest bytes on a rank instead of the fastest call: --optimize memory (optimize="memory")'
+MOST_NAMES = 4  # of layers that the plan places
 NO_LATENCY = 'for the cuts that would pay without latencies: --machine ideal (machine="ideal")'
 
 
@@ -26,10 +30,8 @@ def note_search(task: Task, found: Solution) -> list[str]:
     """Report how good a solution is, and what was given up for it."""
     notes = []
     if task.is_searched:
-        proof = f"at most {math.ceil(found.above * 1e3) / 1e3:.1%} above the least" if found.above else "the least"
-        call = "that" if len(found.programs) == 1 else "that, with a call of each other program,"
-        notes.append(f"{call} is {proof} of all choices that were compared{_order_text(found)}")
-        notes += _unsearched(task, found)
+        notes += [_proof(task, found), *_unsearched(task, found), *_fixed(task, found)]
+        notes += _freedom(found) if _gathers(task) else ()
     if task.is_searched or task.limit is not None:
         notes.append(f"a rank holds about {measure_memory(found).text}")
     if found.simpler:
@@ -53,19 +55,68 @@ def with_notes(program: PlannedProgram, notes: Sequence[str]) -> PlannedProgram:
     return replace(program, notes=(*kept, *(Note("search", text) for text in notes)))
 
 
-def _order_text(found: Solution) -> str:
-    """Return the order in which several axes were solved; empty for one axis."""
-    if len(found.turns) > 1:
-        return f", one axis after the other: {', then '.join(axis for (axis,) in found.turns)}"
+def _proof(task: Task, found: Solution) -> str:
+    """Return how near the least of all choices a solution is, and the order in which several axes were solved."""
+    call = "that" if len(found.programs) == 1 else "that, with a call of each other program,"
+    if len(set(map(task.objective.weight, range(len(found.programs))))) > 1:
+        call = "that, with the calls of all programs weighted as asked,"
     axes = found.turns[0] if found.turns else ()
-    return f", over {' and '.join(axes)} at once" if len(axes) > 1 else ""
+    order = f", over {' and '.join(axes)} at once" if len(axes) > 1 else ""
+    if len(found.turns) > 1:
+        order = f", one axis after the other: {', then '.join(axis for (axis,) in found.turns)}"
+    if found.above is None:
+        return f"{call} is the least found{order}; how far above the least of all choices it may be is not known"
+    proof = f"at most {math.ceil(found.above * 1e3) / 1e3:.1%} above the least" if found.above else "the least"
+    return f"{call} is {proof} of all choices that were compared{order}"
 
 
 def _unsearched(task: Task, found: Solution) -> Iterator[str]:
-    """Yield a note on the axes over which no choice was compared."""
-    searched = {axis for turn in found.turns for axis in turn} | {*found.model}
-    if axes := [axis for axis, degree in task.programs[0].mesh.axes if degree > 1 and axis not in searched]:
-        yield f"over {' and '.join(axes)} nothing was compared: no input is placed there, so these ranks do equal work"
+    """Yield a note on each axis over which no choice was compared."""
+    searched, mesh = {axis for turn in found.turns for axis in turn}, task.programs[0].mesh
+    placed = [*found.leaves.values(), *found.settled.values()]
+    placed += [each for choice in found.choices.values() for each in (*choice.wants, *choice.made)]
+    used = {axis for sharding in placed for axis in sharding.axes}
+    taken = {axis for program in found.programs for node in program.user_inputs() for axis in found.leaves[node].axes}
+    for axis in (axis for axis, degree in mesh.axes if degree > 1):
+        parts = {*found.mesh.parts_of(axis)}
+        if parts.isdisjoint(searched):
+            is_open = axis == mesh.model_axis or not parts.isdisjoint(taken)
+            why = "no op has a choice" if is_open else "no input is placed there"
+            equal = ", so these ranks do equal work" if parts.isdisjoint(used) else ""
+            yield f"over {axis} nothing was compared: {why}{equal}"
+
+
+def _fixed(task: Task, found: Solution) -> Iterator[str]:
+    """Yield a note on the layers that the plan places, unless the search finds nothing better without the plan."""
+    planned = [own for program in task.programs for own in program.planned.values()]
+    less = found.seconds - found.freed if found.freed is not None and all(own.narrows for own in planned) else None
+    if not planned or (less is not None and less <= 0):
+        return
+    names = dict.fromkeys(fold_layers(layer_of(own.leaf) or own.leaf) for own in planned)
+    few = ", ".join([*names][:MOST_NAMES])
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    cost = ": no other placement was compared there"
+    if less is not None and task.objective.held < LEAST:
+        call = "a call" if len(found.programs) == 1 else "a call of each program"
+        cost = f"; without its entries {call} would take {duration(less)} less"
+    yield f"the plan places {few}{more}{cost}"
+
+
+def _gathers(task: Task) -> bool:
+    rest = task.programs[0].rest
+    return isinstance(rest, AnyStyle) and rest.gathers
+
+
+def _freedom(found: Solution) -> Iterator[str]:
+    """Yield a note on the use that a search made of its freedom to cut the batch and to gather weights."""
+    static = {
+        value
+        for program in found.programs
+        for value in computed_from_leaves(program.graph, {leaf for leaf, _ in program.leaves()})
+    }
+    gathered = {value for value, (kind, *_) in sends_of(found) if value in static and kind == "all_gather"}
+    batch = f"the batch is cut over {' and '.join(found.batch)}" if found.batch else "the batch is not cut"
+    yield f"{batch}, and {len(gathered) or 'no'} weight{'s are' if len(gathered) > 1 else ' is'} gathered for use"
 
 
 class Remarks:

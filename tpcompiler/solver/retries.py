@@ -122,14 +122,15 @@ def ignore_plan(task: Task, best: Solution, again: Again) -> Solution:
         return best
     rest = again(replace(task, programs=[relax(program, attrgetter("narrows")) for program in task.programs]))
     if (rest.simpler, rest.mesh) == (best.simpler, best.mesh):
-        return best
+        return replace(best, freed=rest.seconds)
     mesh = task.programs[0].mesh
     same = [program for program, _ in _written(task.programs, rest.simpler, Known())]
     for axis, (outer, *_) in rest.mesh.factors if rest.mesh != mesh else ():
         same = [on_split_axis(program, axis, outer) for program in same]
     own = replace(task, programs=same, model=rest.model)
     found = join_axes(own, replace(search(own), simpler=rest.simpler), again)
-    return found if found.seconds == rest.seconds else min(best, found, key=_seconds)
+    best = found if found.seconds == rest.seconds else min(best, found, key=_seconds)
+    return replace(best, freed=rest.seconds)
 
 
 def fit_memory(task: Task, best: Solution, again: Again) -> Solution:
@@ -163,7 +164,7 @@ def fit_memory(task: Task, best: Solution, again: Again) -> Solution:
     # at its own price, the best of everything else next to these layers
     settled = again(replace(task, programs=[_keeping(program, fitting) for program in task.programs]))
     fitting = settled if measure_memory(settled).total <= limit else fitting
-    return replace(fitting, is_tight=True, bound=bound)
+    return replace(fitting, is_tight=True, bound=bound, freed=None)
 
 
 def _keeping(program: PlannedProgram, found: Solution) -> PlannedProgram:

@@ -17,7 +17,7 @@ from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.solver.changes import UNIT
-from tpcompiler.solver.domain import Domain, find_shared_heads
+from tpcompiler.solver.domain import Domain, find_shared_heads, find_tokens
 from tpcompiler.solver.eliminate import TOO_SLOW, eliminate, solve
 from tpcompiler.solver.pose import pose
 from tpcompiler.solver.problem import FEATURES, NEVER, Problem, Values
@@ -103,7 +103,8 @@ def _search_in_turns(task: Task) -> Solution:
             for domain in domains
             for shared in sorted(find_shared_heads(domain))
         ]
-    return replace(found, turns=tuple(solved), bound=found.seconds, heads=tuple(dict.fromkeys(heads)))
+    bound = found.seconds if len(solved) <= 1 else 0.0  # axes in turns: the first need not leave the others their best
+    return replace(found, turns=tuple(solved), bound=bound, heads=tuple(dict.fromkeys(heads)))
 
 
 def _in_turns(mesh: Mesh, order: Sequence[str]) -> tuple[tuple[str, ...], ...]:
@@ -146,8 +147,23 @@ def _read(
         join_places([*before.openings.items(), *_openings(problem, choices, found)]),
         model=before.model,
         optimizer=before.optimizer,
+        batch=(*before.batch, *_axes_of_batch(problem, choices)),
     )
     return solution, groups
+
+
+def _axes_of_batch(problem: Problem, choices: Mapping[fx.Node, Choice]) -> Iterator[str]:
+    """Yield the axes of a search that may cut the batch over which it does."""
+    cut = {
+        axis
+        for domain in (problem.domains if problem.stage.gathers else ())
+        for node, tokens in find_tokens(domain).items()
+        if node in choices
+        for factor, by in choices[node].option.cuts.items()
+        if factor in tokens
+        for axis in by.axes
+    }
+    return (axis for axis in problem.stage.own if axis in cut)
 
 
 def _layers(

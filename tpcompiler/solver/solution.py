@@ -64,7 +64,10 @@ class Solution:
         simpler: those that are in simpler ops.
         model: the axes over which layers are cut, in order.
         turns: the axes over which there was a choice, in the order in which they were solved; those of a turn at once.
-        bound: seconds that no placement takes less than, of all choices that were compared.
+        bound: seconds that no placement takes less than, of all choices that were compared; 0 if that is unknown.
+        freed: seconds of the best placements that were found without the plan's entries for leaves; None if there are
+            none, or if the seconds of these do not compare.
+        batch: of a search that may, the axes over which it cuts samples or tokens.
         heads: axes with more ranks than heads, how many ranks the outer half of two axes could have, and whether the
             inner half is solved first, where heads are cut.
         is_tight: the fastest placements do not fit a rank, and these do.
@@ -90,6 +93,8 @@ class Solution:
     model: tuple[str, ...] = ()
     turns: Turns = ()
     bound: float = 0.0
+    freed: float | None = None
+    batch: tuple[str, ...] = ()
     heads: tuple[tuple[str, int, bool], ...] = ()
     is_tight: bool = False
     too_large: Memory | None = None
@@ -127,9 +132,11 @@ class Solution:
         return self.is_tight or self.too_large is not None
 
     @property
-    def above(self) -> float:
-        """Return the largest relative distance from the optimum."""
-        return max(0.0, self.seconds / self.bound - 1) if self.bound else 0.0
+    def above(self) -> float | None:
+        """Return the largest relative distance from the optimum; None if it is unknown."""
+        if self.bound:
+            return max(0.0, self.seconds / self.bound - 1)
+        return 0.0 if len(self.turns) <= 1 and not self.is_tight else None
 
     @property
     def rank(self) -> tuple[int, float]:
