@@ -16,6 +16,7 @@ from transformers import AfmoeConfig, AfmoeForCausalLM
 
 import tpcompiler
 from tests.runtime.commands import right
+from tpcompiler.ask import again
 from tpcompiler.parallel import pipeline
 from tpcompiler.runtime.weightless import weightless
 
@@ -138,3 +139,18 @@ def test_nothing_is_searched_unless_it_is_asked_and_much_is_whole(monkeypatch: p
     once = len(searches)
     made.report()
     assert 2 < len(searches) == once
+
+
+def test_a_search_again_counts_the_optimizer_of_the_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its state is memory, which a search for a plan that fits depends on."""
+    converted({"table": "embedding_rowwise"}, optimizer="sgd").save(tmp_path / "out")
+    asked = list[str]()
+    convert = again.convert_programs
+
+    def noting(conversions: Any, aim: Any) -> Any:
+        asked.append(aim.optimizer)
+        return convert(conversions, aim)
+
+    monkeypatch.setattr(again, "convert_programs", noting)
+    assert line_in(tpcompiler.open(tmp_path / "out").report())
+    assert asked == ["sgd"]

@@ -154,7 +154,8 @@ def search_again(program: ArtifactProgram, machine: Machine) -> Again:
         ArtifactError: the single-device program is missing, damaged or, without trust, could run code.
     """
     conversions, at, forms = _conversions(program)
-    return Again(find_placements(conversions, Aim(machine, forms=False)), at, machine, conversions, forms)
+    aim = replace(_aim(program, machine), forms=False)
+    return Again(find_placements(conversions, aim), at, machine, conversions, forms)
 
 
 def advise(program: ArtifactProgram, machine: str | os.PathLike[str] | None = None) -> dict[str, str]:
@@ -175,7 +176,7 @@ def advise(program: ArtifactProgram, machine: str | os.PathLike[str] | None = No
         conversions, at, _ = _conversions(program)
         named = {str(number): conversion for number, conversion in enumerate(conversions)}
         if not conversions[at].plan.searches:
-            return convert_programs(named, Aim(described))[1][str(at)].advice()
+            return convert_programs(named, _aim(program, described))[1][str(at)].advice()
     return {}
 
 
@@ -196,8 +197,14 @@ def find_searched_plan(program: ArtifactProgram) -> SearchedPlan | None:
         conversions, at, _ = _conversions(program)
         if not conversions[at].plan.searches:
             named = {str(number): conversion for number, conversion in enumerate(conversions)}
-            return convert_programs(named, Aim(machine_of(program.manifest.asked)))[1][str(at)].searched_plan()
+            aim = _aim(program, machine_of(program.manifest.asked))
+            return convert_programs(named, aim)[1][str(at)].searched_plan()
     return None
+
+
+def _aim(program: ArtifactProgram, machine: Machine) -> Aim:
+    """Return the aim of a conversion again, with the optimizer whose state the artifact counts as memory."""
+    return Aim(machine, optimizer=program.manifest.asked.optimizer)
 
 
 def _conversions(program: ArtifactProgram) -> tuple[list[Conversion], int, dict[str, str]]:

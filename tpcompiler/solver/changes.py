@@ -18,7 +18,9 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.solver.stage import Known
 
-UNIT = 1e-16  # seconds: prices are whole numbers of it, so that equal sums are equal whatever their order
+# Seconds: prices are whole numbers of it, so that equal sums are equal whatever their order. Sums above 0.9 s are
+# rounded to 53 bits: of all samples on a rank (`ALL_SAMPLES`) they are, and ties in the rest may then break otherwise.
+UNIT = 1e-16
 
 
 def in_units(seconds: Any) -> numpy.ndarray:
