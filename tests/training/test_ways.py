@@ -22,6 +22,7 @@ from tests.training.test_steps import Grouped
 from tests.training.test_steps import group_of_one as group_of_one
 from tests.training.ways import master_weights, momentum, overflowing, scaled, step
 from tpcompiler.checkpoint.distributed import _make_state
+from tpcompiler.checkpoint.training import _trained_outputs
 from tpcompiler.errors import ArtifactError, InputsError, UnsupportedError
 from tpcompiler.ir.shares import cut, row_sharding
 
@@ -295,6 +296,55 @@ def test_outputs_that_depend_on_no_parameter(tmp_path: Path, group_of_one: None)
         assert [value.requires_grad for value in made.values()] == [True, False, False]
         (made["loss"] * made["half"].mean() / made["x"].square().mean()).backward()
     torch.testing.assert_close(module.a.weight.grad, model.a.weight.grad)  # type: ignore[union-attr]
+
+
+def test_outputs_require_a_gradient_where_the_module_s_do(tmp_path: Path, group_of_one: None) -> None:
+    def forward(self: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.a(x)
+        with torch.no_grad():
+            score = (self.b(h.relu()) * 2).sum(0)
+        y = self.b(torch.relu(h)) + self.seen
+        self.seen.copy_(score.detach())
+        detached = h.detach()
+        partly = detached * 3 + y
+        values = {"h": detached, "score": score, "y": y, "sum": (detached * 2).sum(0), "partly": partly}
+        return {"loss": y.square().mean(), **values, "positive": (h > 0).float(), "frozen": self.c(x), "same": y}
+
+    parts = {"a": nn.Linear(8, 8), "b": nn.Linear(8, 8), "c": nn.Linear(8, 8).requires_grad_(False)}
+    model, x = Call(forward, **parts), torch.randn(4, 8)
+    model.register_buffer("seen", torch.zeros(8))
+    program = tpcompiler.export_training(model, (x,), loss="loss")
+    wanted = [value.requires_grad for value in model(x).values()]
+    assert wanted == [True, False, False, True, False, True, False, False, True]
+    made = tpcompiler.parallelize(program, 2, {"a": "colwise", "b": "rowwise"})
+    assert made.verify((x,)).ok
+    assert [_trained_outputs(made.rank_program(rank))[1 : len(wanted)] for rank in (0, 1)] == [wanted[1:]] * 2
+    tpcompiler.parallelize(program, 1, {}).save(tmp_path / "out")
+    module: Any = tpcompiler.load(tmp_path / "out", training=True)
+    outputs = module(x)
+    assert [value.requires_grad for value in outputs.values()] == wanted
+    (outputs["loss"] * outputs["h"].mean()).backward()  # a detached value may weigh the loss
+    with pytest.raises(RuntimeError, match="output 'partly' has no gradient"):
+        module(x)["partly"].sum().backward()
+
+
+def test_a_parameter_that_was_frozen_at_export_stays_so(tmp_path: Path, group_of_one: None) -> None:
+    model = network()
+    model.down.requires_grad_(False)  # type: ignore[union-attr]
+    x = batches()[0]
+    tpcompiler.parallelize(tpcompiler.export_training(model, (x,)), 1, {}).save(tmp_path / "out")
+    module: Any = tpcompiler.load(tmp_path / "out", training=True)
+    module(x).backward()
+    assert module.down.weight.grad is None
+    module.up.bias.requires_grad_(False)  # the other way has its effect
+    module.zero_grad()
+    module(x).backward()
+    assert module.up.bias.grad is None
+    module.down.weight.requires_grad_()
+    with pytest.raises(InputsError, match=r"parameter 'down\.weight' requires a gradient, and the program has none"):
+        module(x)
+    with torch.no_grad():
+        module(x)
 
 
 def test_a_loaded_module_is_not_copied_and_has_the_dtypes_of_its_export(tmp_path: Path, group_of_one: None) -> None:

@@ -43,7 +43,7 @@ from tpcompiler._torch.groups import (
 )
 from tpcompiler._torch.halves import Recompute, boxed, cut_joint
 from tpcompiler._torch.initializers import skip_fake_truncations
-from tpcompiler._torch.joint import Key, input_key, output_keys, trace_joint
+from tpcompiler._torch.joint import Key, has_gradient, input_key, output_keys, trace_joint
 from tpcompiler._torch.known import KnownTensor
 from tpcompiler._torch.ops import (
     MISSING,

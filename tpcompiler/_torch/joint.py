@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.exported_program import _register_constants_as_buffers  # type: ignore[attr-defined]
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from tpcompiler._torch.ops import aten
 
@@ -58,14 +58,14 @@ def trace_joint(
     }
     table[aten._native_batch_norm_legit_functional.default] = _batch_norm_of_dense
     module = program.module(check_guards=False)
-    _write_outputs(module.graph, loss, draws)
-    module.recompile()
     given = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     values = (node.meta.get("val") for node in program.graph.nodes)
     mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
     _register_constants_as_buffers(module, program.state_dict, program.graph_signature.non_persistent_buffers)
     fakes = _fakify_params_buffers(mode, module)
     args, kwargs = tree_unflatten(given, module._in_spec)
+    _write_outputs(module.graph, loss, draws, _requiring_gradients(module, fakes, args, kwargs, mode))
+    module.recompile()
     with contextlib.ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for each in (
@@ -95,8 +95,33 @@ def _batch_norm_of_dense(x: torch.Tensor, *args: Any) -> Any:
     return aten._native_batch_norm_legit_functional.default(x.contiguous(), *args)
 
 
-def _write_outputs(graph: fx.Graph, loss: int, draws: Callable[[fx.Node], bool]) -> None:
-    """Add the draws to the outputs, and detach all but the loss: torch asks for a gradient of each output otherwise."""
+def _requiring_gradients(module: Any, fakes: Mapping[str, Any], args: Any, kwargs: Any, mode: Any) -> list[bool]:
+    """Return for each output True if it requires a gradient; run on copies, because a forward may write to buffers."""
+
+    known: dict[int, torch.Tensor] = {}  # tied tensors have one copy
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and id(value) not in known:
+            known[id(value)] = value.detach().clone().requires_grad_(value.requires_grad)
+        return known.get(id(value), value)
+
+    with contextlib.ExitStack() as stack, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if mode.shape_env is not None:
+            stack.enter_context(mode.shape_env.suppress_guards())
+        for each in (mode, torch.enable_grad()):
+            stack.enter_context(each)
+        own = {name: copied(value) for name, value in fakes.items()}
+        stack.enter_context(_reparametrize_module(module, own, tie_weights=True, strict=True, stack_weights=True))
+        made = tree_flatten(module(*tree_map(copied, args), **tree_map(copied, kwargs)))[0]
+    return [isinstance(value, torch.Tensor) and value.requires_grad for value in made]
+
+
+def _write_outputs(graph: fx.Graph, loss: int, draws: Callable[[fx.Node], bool], required: Sequence[bool]) -> None:
+    """Add the draws to the outputs, and detach all but the loss: torch asks for a gradient of each output otherwise.
+
+    Those that require no gradient are detached twice (`has_gradient`): the joint graph does not say what ran without.
+    """
     output: Any = graph.output_node()
     with graph.inserting_before(output):
         drawn = [
@@ -110,10 +135,31 @@ def _write_outputs(graph: fx.Graph, loss: int, draws: Callable[[fx.Node], bool])
             graph.call_function(aten.detach.default, (value,)) if at != loss and _is_tensor(value) else value
             for at, value in enumerate([*output.args[0], *drawn])
         ]
+        for at, requires_gradient in enumerate(required):
+            if at != loss and not requires_gradient and _is_tensor(output.args[0][at]):
+                values[at] = graph.call_function(aten.detach.default, (values[at],))
     output.args = (tuple(values),)
     if drawn:
         codegen: Any = graph._codegen  # the joint graph does not say how outputs are nested
         codegen.pytree_info = codegen.pytree_info._replace(out_spec=tree_flatten(values)[1])
+
+
+def has_gradient(output: fx.Node, parameters: Container[str]) -> bool:
+    """Return True if an output of a program with gradients required one in the module, for one of these parameters.
+
+    It does if it depends on one through no more than one detach, which is that of the export.
+    """
+    ahead, seen = [(output, 0)], set[tuple[fx.Node, int]]()
+    while ahead:
+        node, passed = ahead.pop()
+        passed += node.target is aten.detach.default
+        if passed > 1 or (node, passed) in seen:
+            continue
+        if node.name in parameters:
+            return True
+        seen.add((node, passed))
+        ahead += [(each, passed) for each in node.all_input_nodes]
+    return False
 
 
 def _is_tensor(value: Any) -> bool:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
-from tpcompiler._torch import RETURNED_KINDS, Recompute, tree_map, tree_names, tree_unflatten
+from tpcompiler._torch import RETURNED_KINDS, Recompute, has_gradient, tree_map, tree_names, tree_unflatten
 from tpcompiler.checkpoint.distributed import DistributedState
 from tpcompiler.checkpoint.halves import Halves
 from tpcompiler.errors import ArtifactError, InputsError, UnsupportedError
@@ -172,11 +172,13 @@ def _differentiable(module: Any, loss: int, backward: _Backward) -> Any:
     place = tree_unflatten([*range(spec.num_leaves)], spec)["outputs"]
     names = [name.removeprefix("outputs.") for name in tree_names(spec)]
     program, trained = module.exported_program, _trained_outputs(module.exported_program)
+    frozen = {name: each for name, each in module.named_parameters() if not each.requires_grad}
 
     @functools.wraps(run)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             _refuse_gradients_of_inputs(named_inputs(program, args, kwargs))
+            _refuse_thawed(frozen)
         _refuse_autocast(next(module.parameters()).device.type)
         results = run(*args, **kwargs)
         outputs, parameters = results["outputs"], [module.get_parameter(name) for name in backward.halves.names]
@@ -191,11 +193,11 @@ def _differentiable(module: Any, loss: int, backward: _Backward) -> Any:
 
 
 def _trained_outputs(program: ExportedProgram) -> list[bool]:
-    """Return for each of the user's outputs True if it depends on a parameter."""
+    """Return for each of the user's outputs True if it required a gradient in the module."""
     signature, values = program.graph_signature, cast(Any, program.graph.output_node().args[0])
     parameters = signature.inputs_to_parameters.keys()
     return [
-        edit.is_tensor(value) and any(node.name in parameters for node in edit.ancestors([value]))
+        edit.is_tensor(value) and has_gradient(value, parameters)
         for value, spec in zip(values, signature.output_specs, strict=True)
         if spec.kind in RETURNED_KINDS
     ]
@@ -209,6 +211,17 @@ def _refuse_gradients_of_inputs(inputs: Mapping[str, Any]) -> None:
                 "parameters alone",
                 help="pass its detach(), and export what makes it as a part of the model",
             )
+
+
+def _refuse_thawed(frozen: Mapping[str, torch.nn.Parameter]) -> None:
+    """Refuse parameters that required no gradient in the module that was exported, and require one now."""
+    if thawed := [name for name, each in frozen.items() if each.requires_grad]:
+        more = f" and {len(thawed) - 1} more" if len(thawed) > 1 else ""
+        raise InputsError(
+            f"parameter {thawed[0]!r}{more} requires a gradient, and the program has none: it was frozen when the model "
+            "was exported",
+            help="export the model with requires_grad=True on it, or leave it frozen",
+        )
 
 
 def _refuse_autocast(device: str) -> None:
