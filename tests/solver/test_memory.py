@@ -80,6 +80,15 @@ def test_a_cache_that_is_written_in_place_counts_once() -> None:
     assert memory.activations == 4 * 4 + 8 + 4 * 4  # x, at, and the sum
 
 
+def test_the_peak_is_at_an_op_of_the_program() -> None:
+    """Columns that are gathered at the end, which a pin asks for."""
+    program = export(nn.Sequential(nn.Linear(8, 64, bias=False)), (torch.randn(4, 8),))
+    planned = apply_plan(canonicalize(program), read_plan({"0": "colwise"}), Mesh.of(2))
+    memory = measure_memory(search(Task([planned], Objective.of(read_machine()))))
+    assert memory.at == "linear"
+    assert memory.activations == (4 * 8 + 4 * 32 + 4 * 64) * 4  # the input, the share, and the whole
+
+
 class Wide(nn.Module):
     """Layers that nobody would cut for their speed: what is sent for them takes longer than to read all of them."""
 

@@ -123,6 +123,8 @@ def _find_peak(program: PlannedProgram, found: Solution, rank: int) -> tuple[int
         size[node], gathered[node] = sum(parts) - reduced, gathered[node] + reduced
     besides = {node: own for node, own in gathered.items() if node.target is not pin}  # a pin's is its result
     most, at = find_peak(list(program.graph.nodes), ValueSizes(size, owner), besides)
+    while most and at.target is pin:  # which the pass `place` takes away
+        (at,) = edit.operands(at)
     return most, at.name if most else ""
 
 
