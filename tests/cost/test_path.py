@@ -229,6 +229,19 @@ S(0)S(0)->S(0)R->RR
     )
 
 
+def test_two_collectives_must_gain_more_than_measured_times_differ() -> None:
+    """Over 2 x 4 ranks, 3 and 7 us against 10.2 us for one: too little; against 11 us enough."""
+
+    def kinds(joint: float) -> list[tuple[str, ...]]:
+        links = {("all_reduce", ranks): [Link(latency, 1e15)] for ranks, latency in ((2, 3e-6), (4, 7e-6), (8, joint))}
+        machine = Machine(1.0, 1e12, 1.0, {("", 0): [Link(3e-6, 1e15)], **links})
+        ends = (read_sharding(text, MESHES[1], 3) for text in ("[P(sum), P(sum)]", "[R, R]"))
+        return [step.axes for step in cheapest_path(*ends, SHAPE, ITEM, MESHES[1], machine)]
+
+    assert kinds(10.2e-6) == [("dp", "tp")]
+    assert len(kinds(11e-6)) == 2
+
+
 def test_a_gather_that_copies_more_must_be_worth_it() -> None:
     """10 us for a collective: at 1e12 bytes/s, 2 MB are read and written in 4 us, 64 MB in 128 us.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -306,3 +307,36 @@ def test_a_planned_cut_is_not_given_up_for_fewer_bytes(second: str) -> None:
     made = tpcompiler.parallelize(torch.export.export(module, (x,)), 2, {"0": "colwise", "2": second, "2.bias": "S(0)"})
     assert shardings_of(made.only)["0.weight"].text(made.mesh) == "S(0)"
     assert made.verify((x,)).ok
+
+
+def halves_by_split(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Equal halves, the first in three and the second in two."""
+    y, z = self.up(x).split([12, 12], -1)
+    q, k, v = y.chunk(3, -1)
+    b, c = z.chunk(2, -1)
+    return self.down(torch.cat([q * k + v, b * c], -1))
+
+
+def halves_by_slices(self: Any, x: torch.Tensor) -> torch.Tensor:
+    made = self.up(x)
+    y, z = made[..., :12], made[..., 12:]
+    return self.down(torch.cat([y[..., :4] * y[..., 4:8] + y[..., 8:], z[..., :6] * z[..., 6:]], -1))
+
+
+def half_by_slices(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y, z = self.up(x).split([12, 12], -1)
+    q, k, v = y.chunk(3, -1)
+    return self.down(torch.cat([q * k + v, z[..., :6] * z[..., 6:]], -1))
+
+
+@pytest.mark.parametrize("forward", [halves_by_split, halves_by_slices, half_by_slices])
+def test_equal_parts_that_are_cut_again(forward: Callable[..., torch.Tensor], tmp_path: Path) -> None:
+    model = randomise(Call(forward, up=nn.Linear(8, 24), down=nn.Linear(10, 8)))
+    made = tpcompiler.parallelize(export(model, (X,)), 2, PLAN)
+    assert {row.name: row.sharding for row in made.manifest().tensors if "weight" in row.name} == {
+        "up.weight": "S(0, parts 12b4 12b6)",
+        "down.weight": "S(1, parts 4 6)",
+    }
+    assert [(c.kind, c.why) for c in made.collectives()] == [("all_reduce", "inherent")]
+    assert made.verify((X,)).ok
+    made.save(tmp_path / "out")  # which proves it

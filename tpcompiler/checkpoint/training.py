@@ -218,8 +218,8 @@ def _refuse_thawed(frozen: Mapping[str, torch.nn.Parameter]) -> None:
     if thawed := [name for name, each in frozen.items() if each.requires_grad]:
         more = f" and {len(thawed) - 1} more" if len(thawed) > 1 else ""
         raise InputsError(
-            f"parameter {thawed[0]!r}{more} requires a gradient, and the program has none: it was frozen when the model "
-            "was exported",
+            f"parameter {thawed[0]!r}{more} requires a gradient, and the program has none: it was frozen when the "
+            "model was exported",
             help="export the model with requires_grad=True on it, or leave it frozen",
         )
 

@@ -67,20 +67,29 @@ def stack(node: fx.Node) -> RuleText:
     return RuleText(f"{terms} -> {' '.join(names)}", linear=(tuple(range(len(operands))),))
 
 
+SPLITS = (
+    aten.split.Tensor,
+    aten.split_copy.Tensor,
+    aten.split_with_sizes.default,
+    aten.split_with_sizes_copy.default,
+    aten.chunk.default,
+)
+TAKE_APART = {*SPLITS, aten.slice.Tensor, aten.slice_copy.Tensor}
+
+
 def _own_split(value: torch.Tensor, size: Size, dim: int = 0, *, shard: ShardRange, count: int) -> Any:
     if isinstance(shard.size, int) and not shard.size:  # torch splits a dim of no elements into one part
         return aten.split_with_sizes.default(value, [0] * count, dim)
     return aten.split.Tensor(value, shard.size, dim)
 
 
-@op_rule(
-    aten.split.Tensor,
-    aten.split_copy.Tensor,
-    aten.split_with_sizes.default,
-    aten.split_with_sizes_copy.default,
-    aten.chunk.default,
-    shards="any",
-)
+def _is_cut_again(node: fx.Node, dim: int) -> bool:
+    """Return True if another op takes a part of a split apart along the same dim, and so may need it cut otherwise."""
+    pieces = (user for part, _ in edit.results(node) for user in part.users if user.target in TAKE_APART)
+    return any(edit.bound(user)["dim"] % edit.ndim(edit.operands(user)[0]) == dim for user in pieces)
+
+
+@op_rule(*SPLITS, shards="any")
 def split(node: fx.Node) -> RuleText:
     """ "d0 (n! c) -> d0 c, d0 c": parts of one size are blocks, sharded alike; others are a row, "d0 [c0 c1]".
 
@@ -89,7 +98,7 @@ def split(node: fx.Node) -> RuleText:
     (operand,) = edit.operands(node)
     ndim, parts_made = edit.ndim(operand), edit.outputs(node)
     dim = edit.arguments(node).dim % ndim
-    if not _alike(parts_made, dim):
+    if not _alike(parts_made, dim) or ("split_sizes" in edit.bound(node) and _is_cut_again(node, dim)):
         parts = ", ".join(at_dim(ndim, dim, f"c{i}") for i in range(len(parts_made)))
         if "split_sizes" in edit.bound(node) and all(isinstance(part.shape[dim], int) for part in parts_made):
             row = " ".join(f"c{i}" for i in range(len(parts_made)))

@@ -235,7 +235,7 @@ def make_wanted(stage: Stage, ways: Ways, at: int, one_of_several: bool, wanted:
         ways = ways.adding(stage, [option] if isinstance(option, Option) else others)
     if one_of_several or any(isinstance(dim, Joined) for dim in term):
         ways = ways.adding(stage, _parts_together(stage, ways))
-    return ways.adding(stage, _pieces_together(stage, ways)) if stage.is_searched else ways
+    return ways.adding(stage, _pieces_together(stage, ways))
 
 
 def _pieces_together(stage: Stage, ways: Ways) -> Iterator[Option]:
