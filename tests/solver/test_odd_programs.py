@@ -13,8 +13,10 @@ from torch import nn
 from torch.export import export
 
 import tpcompiler
+from tests.passes.stages import Call
 from tests.passes.test_shared_heads import Attention
-from tpcompiler.solver import eliminate, integer, pose
+from tests.zoo.case import randomise
+from tpcompiler.solver import eliminate, integer, pose, task
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 
@@ -111,3 +113,28 @@ def test_where_changes_of_sharding_are_too_many_axes_take_turns(monkeypatch: pyt
     made = tpcompiler.parallelize(program, {"dp": 2, "tp": 2}, "auto")
     assert re.search(r"at most [\d.]+% above the least .* one axis after the other", made.report())
     assert made.verify((x,)).ok
+
+
+def test_a_search_ends_after_so_many_prices_with_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A softmax of sharded columns, which simpler ops spare their gather."""
+    x = torch.randn(4, 12)
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.down(self.up(x).softmax(-1))
+        return made
+
+    model = randomise(Call(forward, up=nn.Linear(12, 128), down=nn.Linear(128, 8)))
+    program = export(model, (x,))
+
+    def converted() -> tuple[tpcompiler.ParallelProgram, list[str]]:
+        made = tpcompiler.parallelize(program, 2, {"up": "colwise", "down": "rowwise"})
+        return made, [note.text for note in made.converted.notes if note.text.startswith("the search ended")]
+
+    whole, ended = converted()
+    assert not ended
+    monkeypatch.setattr(task, "MOST_PRICES", 1)
+    short, ended = converted()
+    assert re.fullmatch(r"the search ended after [\d,]+ prices: there may be better placements", *ended)
+    assert converted()[1] == ended
+    assert short.verify((x,)).ok
+    assert sum(each.wire_bytes for each in short.collectives()) > sum(each.wire_bytes for each in whole.collectives())

@@ -78,7 +78,8 @@ def find_placements(conversions: Sequence[Conversion], aim: Aim) -> Solution:
     with no_new_guards(*(program.graph for program in planned)):
         found = solve(task)
     refuse_unplaced(task, found)
-    notes = note_search(task, found)
+    forms_of_plan = {entry.where for own in conversions for entry in own.plan.forms.as_found().entries}
+    notes = note_search(task, found, forms_of_plan)
     if has_forms:
         formed = [own.with_styles(*found.forms) for own in conversions]
         plans, names = [own.completed(found) for own in formed], [names_of(own.program) for own in formed]

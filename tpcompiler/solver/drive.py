@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,10 +27,12 @@ class Retry(NamedTuple):
 
     `searches`: the words for its searches in the report. `improve`: takes the task, the best solution until now, and
     a function that solves another task with the retries before this one; returns a solution that is no worse.
+    `is_needed`: also where enough has been priced (`Task.ends`).
     """
 
     searches: str
     improve: Callable[[Task, Solution, Callable[[Task], Solution]], Solution]
+    is_needed: bool = False
 
 
 RETRIES = (
@@ -37,9 +40,9 @@ RETRIES = (
     Retry("with simpler ops", write_simpler_ops),
     Retry("over all axes at once", join_axes),
     Retry("without the plan", ignore_plan),
-    Retry("to fit the memory", fit_memory),
+    Retry("to fit the memory", fit_memory, is_needed=True),
     Retry("in other forms", take_forms),
-    Retry("to find a conflict", find_conflict),
+    Retry("to find a conflict", find_conflict, is_needed=True),
 )
 PLACING = RETRIES[:4]  # the cheapest placements, whatever a rank holds
 
@@ -53,11 +56,14 @@ def solve(task: Task, retries: Sequence[Retry] = RETRIES) -> Solution:
     Raises:
         UnsupportedError: as `search`.
     """
-    before, best = task.tally.total(), search(task)
+    before, best = task.tally.searches, search(task)
     counts = {"as planned": 1}
     for at, retry in enumerate(retries):
-        done = task.tally.total()
+        is_needed = retry.is_needed or best.lacks_memory or math.isinf(best.seconds)
+        if not is_needed and task.ends():
+            continue
+        done = task.tally.searches
         best = retry.improve(task, best, partial(solve, retries=retries[:at]))
-        counts[retry.searches] = task.tally.total() - done
-    assert sum(counts.values()) == task.tally.total() - before
+        counts[retry.searches] = task.tally.searches - done
+    assert sum(counts.values()) == task.tally.searches - before
     return replace(best, searches={words: count for words, count in counts.items() if count})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -26,17 +26,23 @@ MOST_NAMES = 4  # of layers that the plan places
 NO_LATENCY = 'for the cuts that would pay without latencies: --machine ideal (machine="ideal")'
 
 
-def note_search(task: Task, found: Solution) -> list[str]:
-    """Report how good a solution is, and what was given up for it."""
+def note_search(task: Task, found: Solution, forms: Container[str] = ()) -> list[str]:
+    """Report how good a solution is, and what was given up for it.
+
+    Args:
+        forms: the plan's entries for other forms, which have notes of their own.
+    """
     notes = []
     if task.is_searched:
-        notes += [_proof(task, found), *_unsearched(task, found), *_fixed(task, found)]
+        notes += [_proof(task, found), *_unsearched(task, found), *_fixed(task, found, forms)]
         notes += _freedom(found) if _gathers(task) else ()
     if task.is_searched or task.limit is not None:
         notes.append(f"a rank holds about {measure_memory(found).text}")
     if found.simpler:
         names = ", ".join(name for _, name in sorted(found.simpler))
         notes.append(f"replaced by simpler ops, because a dim that they need whole is cut: {names}")
+    if task.tally.has_ended:
+        notes.append(f"the search ended after {task.tally.prices:,} prices: there may be better placements")
     if found.capped:
         notes.append(f"{found.capped} ops and values have too many choices: the search compared only some of each")
     return [*notes, *found.declined]
@@ -86,9 +92,9 @@ def _unsearched(task: Task, found: Solution) -> Iterator[str]:
             yield f"over {axis} nothing was compared: {why}{equal}"
 
 
-def _fixed(task: Task, found: Solution) -> Iterator[str]:
+def _fixed(task: Task, found: Solution, forms: Container[str]) -> Iterator[str]:
     """Yield a note on the layers that the plan places, unless the search finds nothing better without the plan."""
-    planned = [own for program in task.programs for own in program.planned.values()]
+    planned = [own for program in task.programs for own in program.planned.values() if own.asked_by not in forms]
     less = found.seconds - found.freed if found.freed is not None and all(own.narrows for own in planned) else None
     if not planned or (less is not None and less <= 0):
         return

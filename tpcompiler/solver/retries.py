@@ -42,6 +42,8 @@ def cut_shared_heads(task: Task, best: Solution, again: Again) -> Solution:
     and queries cut along their heads or their steps.
     """
     for axis, outer, is_inner_first in best.heads:
+        if task.ends():
+            break
         if axis in dict(best.mesh.axes) and all(keeps_shares(program, axis, outer) for program in task.programs):
             split = [on_split_axis(program, axis, outer) for program in task.programs]
             parts = split[0].mesh.parts_of(axis)
@@ -56,7 +58,7 @@ def cut_shared_heads(task: Task, best: Solution, again: Again) -> Solution:
 def write_simpler_ops(task: Task, best: Solution, again: Again) -> Solution:
     """Search with ops in simpler ones, where a dim that they need whole may be cut; keep those that gain by it."""
     openings, bodies = best.openings, Known()
-    while openings:
+    while openings and not task.ends():
         pairs = _written(task.programs, openings, bodies)
         found = again(replace(task, programs=[program for program, _ in pairs]))
         if found.seconds > best.seconds or (found.seconds == best.seconds and not best.simpler):
@@ -121,8 +123,10 @@ def ignore_plan(task: Task, best: Solution, again: Again) -> Solution:
     if not any(own.narrows for program in task.programs for own in program.planned.values()):
         return best
     rest = again(replace(task, programs=[relax(program, attrgetter("narrows")) for program in task.programs]))
+    is_far = task.limit is not None and not math.isinf(rest.seconds) and measure_memory(rest).total > task.limit
+    freed = math.inf if is_far else rest.seconds
     if (rest.simpler, rest.mesh) == (best.simpler, best.mesh):
-        return replace(best, freed=rest.seconds)
+        return replace(best, freed=freed)
     mesh = task.programs[0].mesh
     same = [program for program, _ in _written(task.programs, rest.simpler, Known())]
     for axis, (outer, *_) in rest.mesh.factors if rest.mesh != mesh else ():
@@ -130,7 +134,7 @@ def ignore_plan(task: Task, best: Solution, again: Again) -> Solution:
     own = replace(task, programs=same, model=rest.model)
     found = join_axes(own, replace(search(own), simpler=rest.simpler), again)
     best = found if found.seconds == rest.seconds else min(best, found, key=_seconds)
-    return replace(best, freed=rest.seconds)
+    return replace(best, freed=freed)
 
 
 def fit_memory(task: Task, best: Solution, again: Again) -> Solution:
@@ -185,6 +189,8 @@ def take_forms(task: Task, best: Solution, again: Again) -> Solution:
     if task.forms is None or math.isinf(best.seconds) or not _could_gain(task, best):
         return best
     for find in task.forms.finders:
+        if not best.lacks_memory and task.ends():
+            break
         styles: Styles = {}
         try:
             styles = dict(find(best))

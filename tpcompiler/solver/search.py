@@ -44,6 +44,7 @@ def find_bound(task: Task, axes: Sequence[str]) -> float:
         for most in FEWER:
             with suppress(UnsupportedError):
                 problem = pose(task.programs, _stage_of(task, (axis,), {}, most), relaxed, {})
+                task.tally.prices += problem.tables.count_cells()
                 least = max(least, (_solved(problem) or (0.0,))[0])
                 break
     return least
@@ -61,7 +62,7 @@ def search(task: Task) -> Solution:
     Raises:
         UnsupportedError: as `eliminate.solve`; axes that are solved at once have too many choices together.
     """
-    task.tally["searches"] += 1
+    task.tally.searches += 1
     return _search_in_turns(task)
 
 
@@ -82,6 +83,7 @@ def _search_in_turns(task: Task) -> Solution:
             problem = pose(programs, stage, objective, groups)
             for variable, allowed in held(problem) if held else ():
                 problem.tables.price([variable], numpy.where(allowed, 0.0, NEVER))
+            task.tally.prices += problem.tables.count_cells()
             try:
                 values = _solved(problem)
                 break

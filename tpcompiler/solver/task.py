@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
@@ -17,6 +16,7 @@ from tpcompiler.solver.problem import Problem
 from tpcompiler.solver.solution import Solution, Turns
 from tpcompiler.solver.stage import Known
 
+MOST_PRICES = 1_000_000  # from which nothing better is looked for: a minute or so
 Goal = Literal["latency", "memory"]
 # Variables of a problem, and which of its values each may take.
 Held = Callable[[Problem], Iterable[tuple[int, Sequence[bool]]]]
@@ -71,6 +71,21 @@ class Forms(NamedTuple):
     plan: Callable[[Sequence[Styles]], Sequence[PlannedProgram]]
 
 
+@dataclass
+class Tally:
+    """The work for a task and those made from it.
+
+    Attributes:
+        searches: their number.
+        prices: cells of the tables of prices that they wrote.
+        has_ended: True if better placements were not looked for, because enough had been priced.
+    """
+
+    searches: int = 0
+    prices: int = 0
+    has_ended: bool = False
+
+
 @dataclass(frozen=True)
 class Task:
     """Programs to place.
@@ -83,7 +98,7 @@ class Task:
         model: the axes over which layers are cut; by default the mesh's.
         held: limits the values of some variables; then no weight is gathered at all.
         turns: the order of the axes; by default `model` one by one, then the others.
-        tally: counts the searches for this task and those made from it.
+        tally: the work for this task and those made from it.
     """
 
     programs: Sequence[PlannedProgram]
@@ -94,12 +109,17 @@ class Task:
     model: tuple[str, ...] = ()
     held: Held | None = None
     turns: Turns = ()
-    tally: Counter[str] = field(default_factory=Counter)
+    tally: Tally = field(default_factory=Tally)
 
     @property
     def is_searched(self) -> bool:
         """True if the search decides the styles of layers over the model's axes."""
         return self.programs[0].is_searched
+
+    def ends(self) -> bool:
+        """Return True, and note it, if so much has been priced that no better placements are looked for."""
+        self.tally.has_ended = self.tally.has_ended or self.tally.prices > MOST_PRICES
+        return self.tally.has_ended
 
     @property
     def model_axes(self) -> tuple[str, ...]:
