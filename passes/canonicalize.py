@@ -31,6 +31,7 @@ from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.ir.slices import count_from_the_start
 from tpcompiler.rules.registry import ops_with_rules
+from tpcompiler.rules.structure import is_cut_again
 
 # torch's message for a write to a tensor that is no buffer
 NO_BUFFER = "is mutated in the forward method|expected compiled_fn to be GraphModule"
@@ -81,6 +82,7 @@ def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
         _read_all_in_place(graph)
         count_from_the_start(graph)
         _count_by_dims(graph)
+        _split_by_sizes(graph)
         _write_inferred_sizes(graph)
     remove_unused(graph)
     refuse_calls(source, graph)
@@ -275,6 +277,17 @@ def _changes_nothing(node: fx.Node) -> bool:
         return node.target is aten.add.Tensor and bool(node.args[1] == 0)
     sizes = zip(edit.shape(node), edit.shape(edit.operands(node)[0]), strict=True)
     return all(statically_equal(*pair) for pair in sizes)
+
+
+def _split_by_sizes(graph: fx.Graph) -> None:
+    """Write the sizes of equal parts that are taken apart again, so that the rule cuts each of them by itself."""
+    for node in edit.calls(graph):
+        if node.target in (aten.chunk.default, aten.split.Tensor):
+            (value,) = edit.operands(node)
+            dim = edit.bound(node)["dim"] % edit.ndim(value)
+            sizes = [part.shape[dim] for part in edit.outputs(node)]
+            if is_cut_again(node, dim) and all(isinstance(size, int) for size in sizes):
+                node.target, node.args, node.kwargs = aten.split_with_sizes.default, (value, sizes, dim), {}
 
 
 def _count_by_dims(graph: fx.Graph) -> None:

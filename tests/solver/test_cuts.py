@@ -329,7 +329,30 @@ def half_by_slices(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.down(torch.cat([q * k + v, z[..., :6] * z[..., 6:]], -1))
 
 
-@pytest.mark.parametrize("forward", [halves_by_split, halves_by_slices, half_by_slices])
+def halves_by_chunk(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """No op has the sizes of the parts as numbers."""
+    y, z = self.up(x).chunk(2, -1)
+    q, k, v = y.split(4, -1)
+    b, c = z.chunk(2, -1)
+    return self.down(torch.cat([q * k + v, b * c], -1))
+
+
+def chunks_of_chunks(self: Any, x: torch.Tensor) -> torch.Tensor:
+    (a, b), (c, d) = (half.chunk(2, -1) for half in self.up(x).chunk(2, -1))
+    e, f = a.chunk(2, -1)
+    return self.down(torch.cat([e * f, b * c * d], -1))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_chunks_of_chunks(world: int, tmp_path: Path) -> None:
+    model = randomise(Call(chunks_of_chunks, up=nn.Linear(8, 24), down=nn.Linear(9, 8)))
+    made = tpcompiler.parallelize(export(model, (X,)), world, PLAN)
+    assert [(c.kind, c.why) for c in made.collectives()] == [("all_reduce", "inherent")]
+    assert made.verify((X,)).ok
+    made.save(tmp_path / "out")
+
+
+@pytest.mark.parametrize("forward", [halves_by_split, halves_by_slices, half_by_slices, halves_by_chunk])
 def test_equal_parts_that_are_cut_again(forward: Callable[..., torch.Tensor], tmp_path: Path) -> None:
     model = randomise(Call(forward, up=nn.Linear(8, 24), down=nn.Linear(10, 8)))
     made = tpcompiler.parallelize(export(model, (X,)), 2, PLAN)

@@ -83,7 +83,7 @@ def _own_split(value: torch.Tensor, size: Size, dim: int = 0, *, shard: ShardRan
     return aten.split.Tensor(value, shard.size, dim)
 
 
-def _is_cut_again(node: fx.Node, dim: int) -> bool:
+def is_cut_again(node: fx.Node, dim: int) -> bool:
     """Return True if another op takes a part of a split apart along the same dim, and so may need it cut otherwise."""
     pieces = (user for part, _ in edit.results(node) for user in part.users if user.target in TAKE_APART)
     return any(edit.bound(user)["dim"] % edit.ndim(edit.operands(user)[0]) == dim for user in pieces)
@@ -98,7 +98,7 @@ def split(node: fx.Node) -> RuleText:
     (operand,) = edit.operands(node)
     ndim, parts_made = edit.ndim(operand), edit.outputs(node)
     dim = edit.arguments(node).dim % ndim
-    if not _alike(parts_made, dim) or ("split_sizes" in edit.bound(node) and _is_cut_again(node, dim)):
+    if not _alike(parts_made, dim) or ("split_sizes" in edit.bound(node) and is_cut_again(node, dim)):
         parts = ", ".join(at_dim(ndim, dim, f"c{i}") for i in range(len(parts_made)))
         if "split_sizes" in edit.bound(node) and all(isinstance(part.shape[dim], int) for part in parts_made):
             row = " ".join(f"c{i}" for i in range(len(parts_made)))
