@@ -30,7 +30,7 @@ def note_search(task: Task, found: Solution, forms: Container[str] = ()) -> list
     """Report how good a solution is, and what was given up for it.
 
     Args:
-        forms: the plan's entries for other forms, which have notes of their own.
+        forms: the plan's entries for other forms, which have other notes.
     """
     notes = []
     if task.is_searched:

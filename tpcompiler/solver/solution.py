@@ -66,7 +66,7 @@ class Solution:
         turns: the axes over which there was a choice, in the order in which they were solved; those of a turn at once.
         bound: seconds that no placement takes less than, of all choices that were compared; 0 if that is unknown.
         freed: seconds of the best placements that were found without the plan's entries for leaves, infinite if they do
-            not fit a rank; None if there are none, or if the seconds of these do not compare.
+            not fit a rank; None without such entries, or if the seconds of these do not compare.
         batch: of a search that may, the axes over which it cuts samples or tokens.
         heads: axes with more ranks than heads, how many ranks the outer half of two axes could have, and whether the
             inner half is solved first, where heads are cut.
