@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 from collections.abc import Collection, Iterator, Mapping
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from tpcompiler._torch import without_step_hooks
 from tpcompiler._torch.boxes import Box, BoxedTensor
 from tpcompiler.checkpoint.leaves import torch_placements
+from tpcompiler.checkpoint.options import GroupOptions
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir.local import local_strides
 from tpcompiler.ir.mesh import Mesh
@@ -21,6 +23,8 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import row_sharding
 from tpcompiler.runtime.records import Manifest, TensorRecord
 from tpcompiler.runtime.world import own_rank
+
+VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class DistributedState:
@@ -35,8 +39,9 @@ class DistributedState:
         self.mesh: DeviceMesh | None = None
 
     def __call__(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, dict[str, Any]]:
-        """Return `{"model": {name: tensor}, "optimizer": {"name.key": tensor}}`; all ranks must call it.
+        """Return `{"model": {name: tensor}, "optimizer": {"name.key": tensor}, "options": ...}`; all ranks must call it.
 
+        The options are those of the optimizer's groups (the learning rate, ...): a checkpoint that is read sets them.
         An optimizer that has made no step gets state of zeros, into which a checkpoint can be read. If none is, its
         first step is as if it had not been asked.
 
@@ -50,7 +55,9 @@ class DistributedState:
             self.mesh = DeviceMesh(device, ranks, mesh_dim_names=tuple(degrees))
         state: dict[str, dict[str, Any]] = {"model": dict(self._tensors())}
         if optimizer is not None:
-            state["optimizer"] = dict(self._of_optimizer(optimizer))
+            names: dict[torch.Tensor, str] = {value: name for name, value in self.module.named_parameters()}
+            state["optimizer"] = dict(self._of_optimizer(optimizer, names))
+            state["options"] = GroupOptions(optimizer, names)
         return state
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -59,9 +66,10 @@ class DistributedState:
             if row.name in named and row.tied_to is None and row.persistent:
                 yield row.name, self._distributed(row, named[row.name])
 
-    def _of_optimizer(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    def _of_optimizer(
+        self, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]
+    ) -> Iterator[tuple[str, Any]]:
         rows = {row.name: row for row in self.manifest.tensors}
-        names: dict[torch.Tensor, str] = {value: name for name, value in self.module.named_parameters()}
         _refuse_others(optimizer, names)
         trained = [each for name in self.trained if (each := self.module.get_parameter(name)).requires_grad]
         if not optimizer.state:
@@ -118,13 +126,19 @@ def _in_boxes(local: torch.Tensor, sharding: Sharding, shape: torch.Size, mesh: 
 def _refuse_others(optimizer: torch.optim.Optimizer, names: Collection[torch.Tensor]) -> None:
     """Raise for parameters that are not the module's, and for optimizers that no checkpoint can be read into."""
     kind = type(optimizer).__name__
+    if others := [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
+        raise ArtifactError(
+            f"{kind} keeps state under {others[0]!r}, which is no parameter",
+            help="let the optimizer keep it in the state of each parameter",
+        )
     for value in (*optimizer.state, *(each for group in optimizer.param_groups for each in group["params"])):
         if value not in names:
             raise ArtifactError(
                 f"the optimizer has a tensor {list(value.shape)} that is no parameter of the module",
                 help="give that tensor another optimizer, and save its state_dict()",
             )
-    if any(each.default is each.empty for each in inspect.signature(optimizer.step).parameters.values()):
+    parameters = list(inspect.signature(type(optimizer).step).parameters.values())  # a scheduler wraps optimizer.step
+    if any(each.default is each.empty and each.kind not in VARIABLE for each in parameters[1:]):
         raise ArtifactError(
             f"{kind} takes a function in each step, and has no state of each parameter that could be written",
             help="train with another optimizer, such as AdamW",
@@ -152,36 +166,28 @@ def _refuse_without_state(
 
 
 def _step_without_gradients(optimizer: torch.optim.Optimizer, trained: Collection[torch.Tensor]) -> None:
-    """Let an optimizer make the state of some parameters. Parameters, gradients and groups are as before."""
-    options = [
-        {key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in group.items()}
-        for group in optimizer.param_groups
-    ]
-    gradients = [(each, each.grad) for group in optimizer.param_groups for each in group["params"]]
-    held = {id(each) for each in trained}
+    """Let an optimizer make the state of some parameters.
+
+    Parameters, gradients, options of groups and generators are as before.
+    """
+    groups, held = [dict(group) for group in optimizer.param_groups], {id(each) for each in trained}
+    values = [each for group in groups for each in group["params"]]
+    old = [(each, each.data, each.grad) for each in values]
     for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
-        for each in group["params"]:
-            each.grad = torch.zeros_like(each) if id(each) in held else None
-    with without_step_hooks(optimizer):
-        optimizer.step()
-    for each, gradient in gradients:
-        each.grad = gradient
-    for group, before in zip(optimizer.param_groups, options, strict=True):
-        changed = [key for key in group if key not in ("params", "lr") and not _is_equal(group[key], before.get(key))]
-        group.clear()
-        group.update(before)
-        if changed:
-            raise ArtifactError(
-                f"{type(optimizer).__name__} counts in {changed[0]!r} of its groups, which a checkpoint has not",
-                help="let the optimizer keep it as a tensor in the state of each parameter",
-            )
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    return one is other or bool(one == other)
+        changeable = {key: each for key, each in group.items() if isinstance(each, torch.Tensor | list | dict)}
+        group.update({key: copy.deepcopy(each) for key, each in changeable.items() if key != "params"})
+    for each in values:
+        each.data, each.grad = each.data.clone(), torch.zeros_like(each) if id(each) in held else None
+    devices = {each.device for each in values if each.device.type == "cuda"}
+    try:
+        with without_step_hooks(optimizer), torch.random.fork_rng(devices):
+            type(optimizer).step(optimizer)  # a scheduler counts calls of optimizer.step
+    finally:
+        for each, value, gradient in old:
+            each.data, each.grad = value, gradient
+        for group, own in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(own)
 
 
 def _make_state(optimizer: torch.optim.Optimizer, trained: Collection[torch.Tensor]) -> None:
