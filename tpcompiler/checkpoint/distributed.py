@@ -39,11 +39,11 @@ class DistributedState:
         self.mesh: DeviceMesh | None = None
 
     def __call__(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, dict[str, Any]]:
-        """Return `{"model": {name: tensor}, "optimizer": {"name.key": tensor}, "options": ...}`; all ranks must call it.
+        """Return `{"model": {name: tensor}, "optimizer": {"name.key": tensor}, "options": ...}`.
 
-        The options are those of the optimizer's groups (the learning rate, ...): a checkpoint that is read sets them.
-        An optimizer that has made no step gets state of zeros, into which a checkpoint can be read. If none is, its
-        first step is as if it had not been asked.
+        All ranks must call it. The options are those of the optimizer's groups, such as the learning rate: a checkpoint
+        that is read sets them. An optimizer that has made no step gets state of zeros, into which a checkpoint can be
+        read. If none is, its first step is as if it had not been asked.
 
         Raises:
             ArtifactError: a parameter is pending, or the optimizer has state that no checkpoint can be read into.

@@ -1,10 +1,11 @@
-"""Forward and backward of a rank's program as two calls, and the sums of gradients as a third."""
+"""Forward and backward of a rank's program as two calls; the backward also without the sums of gradients."""
 
 from __future__ import annotations
 
 import functools
 import operator
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,12 +27,12 @@ from tpcompiler._torch import (
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir import edit
 from tpcompiler.ir.bodies import read_bodies, root_of
+from tpcompiler.ir.buckets import ALL_REDUCE, BUCKET
 from tpcompiler.ir.calls import nodes_named
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.node_placement import claims_of
+from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.runtime.inputs import flatten_inputs
-
-SUMS = ("all_reduce", "all_reduce_coalesced", "reduce_scatter_tensor")
 
 
 class Halves:
@@ -114,9 +115,33 @@ class Halves:
         return {"outputs": returned, "saved": kept}
 
     @functools.cached_property
-    def apart(self) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """The backward without the last sums over ranks, and these sums."""
-        return _without_sums(self.backward)
+    def last_sums(self) -> dict[str, str]:
+        """The group of the sum over ranks that ends the gradient of a parameter; not of sums that also cut it."""
+        values: Any = self.backward.graph.output_node().args[0]
+        found = {name: made for name, value in zip(self.names, values, strict=False) if (made := _last_sum(value))}
+        waits = set(found.values())
+        return {
+            name: str(edit.started(wait).args[-1])
+            for name, wait in found.items()
+            if waits.issuperset(edit.waits_of(edit.started(wait)))  # a bucket is left out as a whole
+        }
+
+    def without_sums(self, sizes: Mapping[str, int]) -> fx.GraphModule:
+        """Return the backward with the operands of the last sums of some gradients, times the size of the group.
+
+        The mean of these over the ranks is the gradient, and so is the mean of a gradient that is summed already.
+        """
+        copies: dict[fx.Node, fx.Node] = {}
+        values: Any = self.backward.graph.output_node().args[0]
+        waits = {_last_sum(values[at]): sizes[name] for at, name in enumerate(self.names) if name in sizes}
+        left_out = {part for wait in waits if wait for part in (*wait.all_input_nodes, edit.started(wait))}
+        graph = fx.Graph()
+        for node in self.backward.graph.nodes:
+            if node in waits:
+                copies[node] = graph.call_function(aten.mul.Tensor, (copies[_operand(node)], waits[node]))
+            elif node not in left_out:
+                copies[node] = graph.node_copy(node, lambda used: copies[used])
+        return boxed(self.backward, graph)
 
 
 def _use_operands(graph: fx.Graph) -> None:
@@ -200,42 +225,22 @@ def _find_tangent(graph: fx.Graph, forward: set[fx.Node]) -> fx.Node:
     )
 
 
-def _without_sums(backward: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Return a backward up to the last sums over ranks, and these: a function of its results, linear in them."""
-    graph = backward.graph
-    last: dict[fx.Node, None] = {}
-    gradients: Any = graph.output_node().args[0]
-    for value in gradients:
-        own, node = list[fx.Node](), value
-        while len(node.users) == 1 and len(node.all_input_nodes) == 1 and not edit.is_wait(node):
-            own.append(node)
-            (node,) = node.all_input_nodes
-        if edit.is_wait(node) and len(node.users) == 1 and _is_sum(start := edit.started(node)):
-            parts = [node, *([] if node.all_input_nodes[0] is start else node.all_input_nodes), start]
-            last |= dict.fromkeys((*own, *parts))
-    taken = dict.fromkeys(
-        used
-        for node in (*(each for each in graph.nodes if each in last), graph.output_node())
-        for used in node.all_input_nodes
-        if used not in last
-    )
-    first, second = fx.Graph(), fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        if node not in last and node.op != "output":
-            copies[node] = first.node_copy(node, lambda used: copies[used])
-    first.output(tuple(copies[node] for node in taken))
-    copies = {}
-    for at, node in enumerate(taken):
-        copies[node] = second.placeholder(f"partial_{at}")
-        copies[node].meta = dict(node.meta)
-    for node in graph.nodes:
-        if node in last:
-            copies[node] = second.node_copy(node, lambda used: copies[used])
-    second.output(tuple(copies[value] for value in gradients))
-    return boxed(backward, first), boxed(backward, second)
+def _last_sum(value: fx.Node) -> fx.Node | None:
+    """Return the wait for the sum over ranks that a gradient is, but for views and casts of it as a whole."""
+    node = value
+    while len(node.users) == 1 and len(node.all_input_nodes) == 1 and not edit.is_wait(node):
+        (node,) = node.all_input_nodes
+    if not edit.is_wait(node) or len(node.users) != 1 or not _is_sum(edit.started(node)):
+        return None
+    is_whole = statically_equal(edit.fake(_operand(node)).numel(), edit.fake(value).numel())
+    return node if is_whole else None
+
+
+def _operand(wait: fx.Node) -> fx.Node:
+    """Return what the sum adds of which a node is the wait."""
+    (part,), (operands, *_) = wait.all_input_nodes, edit.started(wait).args
+    return operands[part.args[1]] if isinstance(operands, list | tuple) else operands  # type: ignore[index,return-value]
 
 
 def _is_sum(start: fx.Node) -> bool:
-    target: Any = start.target
-    return edit.is_collective(start) and str(target).split(".")[1] in SUMS and start.args[1] == "sum"
+    return start.target in (ALL_REDUCE, BUCKET) and start.args[1] == "sum"

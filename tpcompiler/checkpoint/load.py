@@ -56,9 +56,9 @@ def load(
         backend: the backend of the process group that is initialised here, "nccl" or "gloo".
         training: for a program of `export_training`: the module returns the model's outputs, and `loss.backward()`
             adds the gradients to the parameters. `module.clip_grad_norm_(max_norm)` clips their norm over all ranks;
-            backwards in `with module.no_sync():` leave out the sums over ranks, which the next one outside makes for
-            all; `module.distributed_state(optimizer)` is what torch.distributed.checkpoint saves, and loads on any
-            number of ranks. All ranks must call all of these in the same order.
+            backwards in `with module.no_sync():` leave out the sums over ranks, which the next backward outside makes,
+            or the next clipping or step; `module.distributed_state(optimizer)` is what torch.distributed.checkpoint
+            saves, and loads on any number of ranks. All ranks must call all of these in the same order.
         recompute: what the backward computes again instead of finding it saved: what is cheap ("min-cut", by torch's
             partitioner), everything except collectives and ops that may draw random numbers, such as attention ("all"),
             or nothing ("none").

@@ -37,8 +37,8 @@ class GroupOptions(dict[str, Any]):
             for name in known[1:]:
                 if not _is_equal(options[name], options[known[0]]):
                     raise ArtifactError(
-                        f"the parameters {known[0]!r} and {name!r} are in one group of the optimizer, and had different "
-                        f"options when the checkpoint was written: {options[known[0]]} and {options[name]}",
+                        f"the parameters {known[0]!r} and {name!r} are in one group of the optimizer, and had "
+                        f"different options when the checkpoint was written: {options[known[0]]} and {options[name]}",
                         help="make the optimizer with the groups that it had then",
                     )
             for option, each in options[known[0]].items() if known else ():

@@ -7,10 +7,9 @@ import functools
 import hashlib
 import itertools
 import math
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from types import MethodType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from torch.export.graph_signature import OutputKind
 from tpcompiler._torch import RETURNED_KINDS, Recompute, has_gradient, tree_map, tree_names, tree_unflatten
 from tpcompiler.checkpoint.distributed import DistributedState
 from tpcompiler.checkpoint.halves import Halves
+from tpcompiler.checkpoint.unsummed import Unsummed, groups_of_sums
 from tpcompiler.errors import ArtifactError, InputsError, UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
@@ -48,19 +48,21 @@ def make_trainable(modules: Mapping[str, Any], manifests: Mapping[str, Manifest]
             "the artifact's programs return no gradients, so they cannot be trained",
             help="export the model and its loss by tpcompiler.export_training",
         )
-    collectives = []
+    collectives, unsummed = list[Any](), Unsummed(manifests.values())
     for name, at in found.items():
         module, manifest = modules[name], manifests[name]
         halves = Halves(module.exported_program, recompute)
-        collectives.append(halves.collectives)
         type(module).forward = halves.run_forward  # what `load` calls after its checks
-        steps = _Backward(module, halves, manifest)
+        steps = _Backward(module, halves, manifest, unsummed)
+        collectives.append((halves.collectives, steps.groups))
         module.forward = _differentiable(module, at, steps)
         module.__deepcopy__ = _refuse_copy
         module.saved_bytes, module.no_sync = halves.saved_bytes, steps.no_sync
         module.distributed_state = DistributedState(module, manifest, halves.names)
         blocks = _Blocks(manifest, own_rank(manifest))
-        module.clip_grad_norm_ = MethodType(functools.partial(_clip_grad_norm, blocks=blocks), module)
+        module.clip_grad_norm_ = MethodType(
+            functools.partial(_clip_grad_norm, blocks=blocks, unsummed=unsummed), module
+        )
     return hashlib.sha256(repr(collectives).encode()).hexdigest()[:12]
 
 
@@ -71,29 +73,26 @@ def _loss_position(program: ExportedProgram) -> int | None:
     return kinds.index(OutputKind.LOSS_OUTPUT) if has_gradients and OutputKind.LOSS_OUTPUT in kinds else None
 
 
-class _Mark(NamedTuple):
-    """The gradient of a parameter after a backward without sums, and how often it was written."""
-
-    gradient: torch.Tensor
-    version: int
-    is_own: bool  # zeros that stand for the sum that is left out
-
-
 class _Backward:
-    """The backward of a program; while sums are left out, their operands add up here."""
+    """The backward of a program."""
 
-    def __init__(self, module: torch.nn.Module, halves: Halves, manifest: Manifest) -> None:
-        self.module, self.halves, self.groups = module, halves, manifest.groups
+    def __init__(self, module: torch.nn.Module, halves: Halves, manifest: Manifest, unsummed: Unsummed) -> None:
+        self.module, self.halves, self.unsummed = module, halves, unsummed
+        self.process_groups = manifest.groups
+        self.groups = groups_of_sums(halves.last_sums, manifest)
         self.is_summing = True
-        self.pending: list[torch.Tensor] | None = None
-        self.marks: dict[str, _Mark] = {}
+
+    @functools.cached_property
+    def without_sums(self) -> Any:
+        return self.halves.without_sums({name: size for name, (_, size) in self.groups.items()})
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave out the last sums of gradients over ranks in backwards of the block; gradients that are None are 0.
+        """Leave out the last sums of gradients over ranks in backwards of the block.
 
-        The first backward after it sums what all of them have computed, and hands out the gradients of all; unless
-        the gradients were set to None or zero since, as by `optimizer.zero_grad()`, which gives these up.
+        Until they are summed, gradients are as in `DistributedDataParallel.no_sync`: their mean over the ranks is the
+        gradient. The next backward outside of the block sums what is in them by then, and so do `clip_grad_norm_` and
+        the step of an optimizer.
         """
         before, self.is_summing = self.is_summing, False
         try:
@@ -103,63 +102,21 @@ class _Backward:
 
     @torch.no_grad()
     def gradients(self, saved: list[Any], tangent: torch.Tensor) -> Sequence[torch.Tensor | None]:
-        """Return the gradients of `halves.names`; None for each while sums are left out."""
-        halves, given = self.halves, [*saved, tangent]
+        """Return the gradients of `halves.names`, or parts of them while sums are left out."""
+        given = [*saved, tangent]
         saved.clear()
-        self._give_up_zeroed()
+        if self.is_summing:
+            self.unsummed.sum()
+        else:
+            self.unsummed.add((self.module.get_parameter(name), group) for name, group in self.groups.items())
+        backward = self.halves.backward if self.is_summing else self.without_sums
         device = next(self.module.parameters()).device.type
-        with taking_turns(self.groups), named_failures(self.groups), torch.autocast(device, enabled=False):
-            if self.is_summing and self.pending is None:
-                return halves.backward(given)[: len(halves.names)]  # type: ignore[no-any-return]
-            backward, sums = halves.apart
-            partial = backward(given)
-            if self.pending is not None:
-                partial = list(map(operator.add, self.pending, partial))
-            if not self.is_summing:
-                self.pending = list(partial)
-                self._mark()
-                return [None] * len(halves.names)
-            self.pending = None
-            self._unmark()
-            return sums(list(partial))[: len(halves.names)]  # type: ignore[no-any-return]
-
-    def _mark(self) -> None:
-        for name in self.halves.names:
-            parameter = self.module.get_parameter(name)
-            if parameter.requires_grad:
-                is_own = parameter.grad is None or (name in self.marks and self.marks[name].is_own)
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                self.marks[name] = _Mark(parameter.grad, parameter.grad._version, is_own)
-
-    def _unmark(self) -> None:
-        for name, mark in self.marks.items():
-            parameter = self.module.get_parameter(name)
-            if mark.is_own and parameter.grad is mark.gradient and mark.gradient._version == mark.version:
-                parameter.grad = None  # as if it had not been made
-        self.marks = {}
-
-    def _give_up_zeroed(self) -> None:
-        """Drop the operands of the sums that were left out if the gradients, which would hold them, were set to zero.
-
-        Raises:
-            RuntimeError: some of them were, and others not: the operands are of all parameters together.
-        """
-        zeroed = {name for name, mark in self.marks.items() if _is_zeroed(self.module.get_parameter(name).grad, mark)}
-        if zeroed and len(zeroed) < len(self.marks):
-            other = next(name for name in self.marks if name not in zeroed)
-            raise RuntimeError(
-                f"the gradient of {min(zeroed)!r} was set to zero since a backward in no_sync, and that of {other!r} "
-                "was not: set those of all parameters to zero, or none"
-            )
-        if zeroed:
-            self.pending, self.marks = None, {}
-
-
-def _is_zeroed(gradient: torch.Tensor | None, mark: _Mark) -> bool:
-    if gradient is None:
-        return True
-    is_same = gradient is mark.gradient and gradient._version == mark.version
-    return not is_same and not gradient.any()
+        with (
+            taking_turns(self.process_groups),
+            named_failures(self.process_groups),
+            torch.autocast(device, enabled=False),
+        ):
+            return backward(given)[: len(self.halves.names)]  # type: ignore[no-any-return]
 
 
 def _differentiable(module: Any, loss: int, backward: _Backward) -> Any:
@@ -340,6 +297,7 @@ def _clip_grad_norm(
     foreach: bool | None = None,
     *,
     blocks: _Blocks,
+    unsummed: Unsummed,
 ) -> torch.Tensor:
     """Scale the gradients in place so that the norm of all ranks' together is at most `max_norm`; return the norm.
 
@@ -352,6 +310,7 @@ def _clip_grad_norm(
     power = float(norm_type)
     if not power > 0:
         raise InputsError(f"the norm {norm_type} is not positive", help="give a positive one, such as 2.0 or inf")
+    unsummed.sum()
     is_max = math.isinf(power)
     graded = [(name, each.grad) for name, each in module.named_parameters() if each.grad is not None]
     device = next(module.parameters()).device

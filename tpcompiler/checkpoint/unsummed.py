@@ -1,0 +1,82 @@
+"""Gradients that are not summed over ranks yet: those of backwards in `no_sync`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from tpcompiler._torch import c10d_functional
+from tpcompiler.ir.buckets import BUCKET
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.shares import row_sharding
+from tpcompiler.runtime.agree import named_failures
+from tpcompiler.runtime.records import Manifest
+from tpcompiler.runtime.turns import taking_turns
+from tpcompiler.runtime.world import own_rank
+
+Group = tuple[str, int]  # name and size
+
+
+class Unsummed:
+    """The parameters whose gradient is the mean of those that the ranks of a group hold; of programs that share them.
+
+    A rank holds its own part of a sum, times the size of the group. So the mean is right of all that is equal on all
+    ranks, such as gradients that are summed already, and of what is linear: zeros, scales, sums.
+    """
+
+    def __init__(self, manifests: Iterable[Manifest]) -> None:
+        self.groups = {name: ranks for manifest in manifests for name, ranks in manifest.groups.items()}
+        self.parameters: dict[tuple[torch.nn.Parameter, Group], None] = {}
+        self.hook: Any = None
+
+    def add(self, parameters: Iterable[tuple[torch.nn.Parameter, Group]]) -> None:
+        """Note parameters to whose gradients a backward adds parts of sums."""
+        self.parameters |= dict.fromkeys(parameters)
+        if self.hook is None and self.parameters:
+            self.hook = register_optimizer_step_pre_hook(self._before_step)
+
+    @torch.no_grad()
+    def sum(self) -> None:
+        """Replace the gradients by their means, in place; all ranks must call it."""
+        buckets: dict[Any, list[torch.nn.Parameter]] = {}
+        for parameter, group in self.parameters:
+            gradient = parameter if parameter.grad is None else parameter.grad
+            buckets.setdefault((group, gradient.dtype), []).append(parameter)
+        with taking_turns(self.groups), named_failures(self.groups):
+            for ((name, size), _), parameters in buckets.items():
+                parts = [torch.zeros_like(p) if p.grad is None else p.grad / size for p in parameters]
+                sums = BUCKET([part.contiguous() for part in parts], "sum", name)
+                for parameter, each in zip(parameters, sums, strict=True):
+                    made = c10d_functional.wait_tensor.default(each)
+                    if parameter.grad is not None:
+                        parameter.grad.copy_(made)
+        self.parameters = {}
+        if self.hook is not None:
+            self.hook.remove()
+            self.hook = None
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Sum what an optimizer would use: ranks that step by their own parts have other parameters from then on."""
+        held = {id(parameter) for parameter, _ in self.parameters}
+        if any(id(each) in held for group in optimizer.param_groups for each in group["params"]):
+            self.sum()
+
+
+def groups_of_sums(last_sums: Mapping[str, str], manifest: Manifest) -> dict[str, Group]:
+    """Return the groups over which gradients can be summed later: those whose ranks hold the same of the parameter."""
+    mesh, rank = Mesh.of(manifest.mesh, manifest.factors), own_rank(manifest)
+    rows = {row.name: row for row in manifest.tensors}
+
+    def share(name: str, rank: int) -> list[Any]:
+        row, here = rows[name], mesh.coordinate(rank)
+        return [by.runs(size, mesh, here) for by, size in zip(row_sharding(row, mesh).dims, row.shape, strict=True)]
+
+    found = {}
+    for name, group in last_sums.items():
+        ranks = next(own for own in manifest.groups[group] if rank in own)
+        if all(share(name, other) == share(name, rank) for other in ranks):
+            found[name] = (group, len(ranks))
+    return found
