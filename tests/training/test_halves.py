@@ -206,6 +206,26 @@ def test_only_the_loss_has_a_backward(tmp_path: Path, group_of_one: None) -> Non
         torch.testing.assert_close(gradients(module), gradients(model))
 
 
+def test_outputs_of_layers_of_which_some_are_frozen(tmp_path: Path, group_of_one: None) -> None:
+    """An output asks for a gradient if one of its own parameters does, whichever comes first."""
+    model = Call(
+        lambda self, x: (lambda h: {"loss": self.down(h).square().mean(), "hidden": h})(torch.tanh(self.up(x))),
+        up=nn.Linear(8, 8),
+        down=nn.Linear(8, 8),
+    )
+    x = torch.randn(4, 8)
+    module = loaded(tmp_path, model, x, loss="loss")["all"]
+    for frozen in (["up.weight"], ["up.weight", "up.bias"], ["down.weight"]):
+        for own in (model, module):
+            for name, each in own.named_parameters():
+                each.requires_grad_(name not in frozen)
+        made, wanted = module(x), model(x)
+        assert made["hidden"].requires_grad == wanted["hidden"].requires_grad
+        if wanted["hidden"].requires_grad:
+            with pytest.raises(RuntimeError, match="output 'hidden' has no gradient"):
+                (made["loss"] + made["hidden"].sum()).backward()
+
+
 def test_a_gradient_of_a_gradient_is_refused(tmp_path: Path, group_of_one: None) -> None:
     x = torch.randn(4, 32, dtype=torch.float64)
     module = loaded(tmp_path, Call(lambda self, x: self.up(x).square().mean(), up=nn.Linear(32, 8)).double(), x)["all"]

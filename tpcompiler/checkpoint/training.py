@@ -142,19 +142,20 @@ def _differentiable(module: Any, loss: int, backward: _Backward) -> Any:
         for at, value in enumerate(outputs):
             is_float = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
             if at != loss and is_float and trained[at]:
-                outputs[at] = _WithoutGradient.apply(parameters[0], [value], names[at])  # type: ignore[no-untyped-call]
+                own = [module.get_parameter(name) for name in trained[at]]
+                outputs[at] = _WithoutGradient.apply([value], names[at], *own)  # type: ignore[no-untyped-call]
         outputs[loss] = _Loss.apply(outputs[loss], results["saved"], backward, *parameters)  # type: ignore[no-untyped-call]
         return tree_map(lambda at: outputs[at], place)
 
     return forward
 
 
-def _trained_outputs(program: ExportedProgram) -> list[bool]:
-    """Return for each of the user's outputs True if it required a gradient in the module."""
+def _trained_outputs(program: ExportedProgram) -> list[list[str]]:
+    """Return for each of the user's outputs the parameters that it had a gradient for: some may be frozen later."""
     signature, values = program.graph_signature, cast(Any, program.graph.output_node().args[0])
-    parameters = signature.inputs_to_parameters.keys()
+    parameters = signature.inputs_to_parameters
     return [
-        edit.is_tensor(value) and has_gradient(value, parameters)
+        [fqn for name, fqn in parameters.items() if edit.is_tensor(value) and has_gradient(value, {name})]
         for value, spec in zip(values, signature.output_specs, strict=True)
         if spec.kind in RETURNED_KINDS
     ]
@@ -200,7 +201,7 @@ class _WithoutGradient(torch.autograd.Function):
     """An output of which the program has no gradient: without this, a loss that uses it would lose its part."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: torch.nn.Parameter, value: list[torch.Tensor], name: str) -> torch.Tensor:
+    def forward(ctx: Any, value: list[torch.Tensor], name: str, *parameters: torch.nn.Parameter) -> torch.Tensor:
         ctx.name = name
         return value[0].detach()
 
