@@ -110,7 +110,9 @@ def both(other: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 ORDER, MADE = "does not have the samples of the batch in their order", "is made with the size of the batch"
+NUMBER, ALONG = "is computed with the number of samples", "does not have the batch along dim 0 alone"
 DYNAMIC, ONE = ({0: BATCH},), X[:1]
+BIAS = torch.arange(64.0).view(64, 1)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +124,22 @@ DYNAMIC, ONE = ({0: BATCH},), X[:1]
         (lambda y, x: torch.arange(x.shape[0]), X, None, MADE),
         (lambda y, x: torch.ones(x.shape[0]), X, None, MADE),
         (lambda y, x: y.mean(0, keepdim=True), ONE, None, "is computed from all samples"),
+        (lambda y, x: BIAS[:1].expand(x.shape[0], 3), X, None, MADE),
+        (lambda y, x: BIAS[: x.shape[0]] * 2, X, None, MADE),
+        (lambda y, x: BIAS[: x.shape[0]] * 2, X, DYNAMIC, NUMBER),
+        (lambda y, x: y + BIAS[x.shape[0] - 1], X, DYNAMIC, NUMBER),
+        (lambda y, x: torch.tensor(1.0) * x.shape[0], X, DYNAMIC, NUMBER),
+        (lambda y, x: torch.full((), x.shape[0] * 2.0), X, DYNAMIC, NUMBER),
+        (lambda y, x: (y / x.shape[0]).relu(), X, DYNAMIC, NUMBER),
+        (lambda y, x: y * x.shape[0] ** 0.5, X, DYNAMIC, NUMBER),
+        (lambda y, x: y.roll(x.shape[0] // 2, 1), X, DYNAMIC, NUMBER),
+        (lambda y, x: torch.ones(x.shape[0]).cumsum(0), X, DYNAMIC, NUMBER),
+        (lambda y, x: y[None], ONE, None, ALONG),
+        (lambda y, x: y @ y.T, ONE, None, ALONG),
+        (lambda y, x: torch.einsum("ij,kj->ik", y, y), ONE, None, ALONG),
+        (lambda y, x: y[None, :, None].squeeze(0).squeeze(1), ONE, None, ""),
+        (lambda y, x: BIAS[:1].expand(x.shape[0], 8) + y, X, DYNAMIC, ""),
+        (lambda y, x: y.view(x.shape[0], 2, -1).sum(1), X, DYNAMIC, ""),
         (lambda y, x: torch.ones(x.shape[0], 3), X, DYNAMIC, ""),
         (lambda y, x: y.repeat_interleave(2, 0), X, DYNAMIC, ""),
         (lambda y, x: y.view(x.shape[0], 1, -1).transpose(1, 2), X, DYNAMIC, ""),

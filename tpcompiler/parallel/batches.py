@@ -11,13 +11,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import sympy  # type: ignore[import-untyped]  # it ships no types
 import torch
 from torch import fx
 
-from tpcompiler._torch import aten, sym_expr
+from tpcompiler._torch import OpOverload, aten, sym_expr, tree_flatten
 from tpcompiler.errors import RuleError
 from tpcompiler.ir import edit
 from tpcompiler.ir.program import CanonicalProgram, results_of
@@ -45,15 +45,19 @@ class _Counts(NamedTuple):
         is_reduced: it is reduced, or computed from a reduced value.
         follows: the dims that also have the samples in their order.
         is_made: it is made without inputs, with a dim of the batch's size, or computed from such a value.
+        is_numbered: its elements are computed with the number of samples.
     """
 
     dims: frozenset[int] = frozenset()
     is_reduced: bool = False
     follows: frozenset[int] = frozenset()
     is_made: bool = False
+    is_numbered: bool = False
 
 
 NONE = _Counts()
+SIZES = ("size", "shape", "sizes", "sym_size", "split_size", "split_sizes", "repeats", "output_size", "dim")
+ENDS = ("start", "end")  # of a slice, which may be of the whole dim
 
 
 def find_batches(programs: Mapping[str, CanonicalProgram]) -> dict[str, Batches]:
@@ -109,6 +113,7 @@ class _Trial:
 
     def run(self) -> _Trial:
         self.counts: dict[fx.Node, tuple[_Counts, ...]] = {}
+        self.constants = set[fx.Node]()  # computed from no input, parameter or buffer
         inputs = {node: str(spec.target or node.name) for node, spec in self.program.inputs()}
         sizes = [edit.shape(node)[0] for node in self.inputs]
         self.symbols = {symbol for size in sizes for symbol in sym_expr(size).free_symbols}  # none for one batch size
@@ -127,8 +132,10 @@ class _Trial:
 
     def _find_obstacle(self, results: Mapping[str, fx.Node]) -> str:
         for name, value in results.items():
-            dims, is_reduced, follows, is_made = self._of(value)
+            dims, is_reduced, follows, is_made, is_numbered = self._of(value)
             shape = list(edit.shape(value))
+            if is_numbered:
+                return f"output {name!r} of shape {shape} is computed with the number of samples, and a part has fewer"
             if not dims and is_reduced:
                 return f"output {name!r} of shape {shape} is computed from all samples, not one value for each"
             if dims and (dims != {0} or not self._is_proportional(shape[0])):
@@ -140,6 +147,8 @@ class _Trial:
         for value, name in self.program.written():
             if not self._of(value).dims and self._of(value).is_reduced:
                 return f"buffer {name!r} is computed from all samples, and each micro-batch has its own"
+            if self._of(value).is_numbered:
+                return f"buffer {name!r} is computed with the number of samples, and a part has fewer"
         if not self.outputs and not any(self.written.values()):
             return f"no output counts the samples of {', '.join(node.name for node in self.inputs)}"
         return ""
@@ -163,17 +172,44 @@ class _Trial:
         found = self._dims_by_size(node) if self.symbols else follows
         if not own and node.target is aten.full.default and not isinstance(node.args[1], fx.Node):
             follows = found  # the same number for each sample
-        is_made = any(each.is_made for each in own)
-        if not own and not self.symbols:
-            is_made = any(self._is_size(size) for made in edit.outputs(node) for size in made.shape)
+        is_made = any(each.is_made for each in own) or self._makes_size(node, own)
+        is_numbered = any(each.is_numbered for each in own) or self._takes_number(node)
+        if all(edit.producer(operand)[0] in self.constants for operand in edit.operands(node)):
+            self.constants.add(node)
+            is_numbered |= _mixes(node, own)
         is_reduced = any(each.is_reduced for each in own)
         return [
-            _Counts(dims, is_behind and (not dims or is_reduced), alike, is_made)
+            _Counts(dims, is_behind and (not dims or is_reduced), alike, is_made, is_numbered)
             for dims, alike in zip(found, follows, strict=True)
         ]
 
     def _is_size(self, size: int | torch.SymInt) -> bool:
         return any(statically_equal(size, edit.shape(node)[0]) for node in self.inputs)
+
+    def _makes_size(self, node: fx.Node, own: Sequence[_Counts]) -> bool:
+        """Return True if, in a program for one batch size, an op of no sample has a result with a dim of that size."""
+        if self.symbols or any(each.dims for each in own) or node.target in edit.VIEWS or (own and self.is_single):
+            return False
+        sizes = [size for operand in edit.operands(node) for size in edit.shape(operand)]
+        new = [size for made in edit.outputs(node) for size in made.shape if size not in sizes]
+        return any(map(self._is_size, new))
+
+    def _takes_number(self, node: fx.Node) -> bool:
+        """Return True if the number of samples is an operand, as in `y / len(x)`, and not a size of the result."""
+        if node.target is aten.arange.start_step or not isinstance(node.target, OpOverload):
+            return False  # positions of the samples are refused where they are an output
+        numbers = [
+            each
+            for name, value in edit.bound(node).items()
+            if name not in SIZES and not (name in ENDS and edit.shape(node) == edit.shape(edit.operands(node)[0]))
+            for each in tree_flatten(value)[0]
+            if isinstance(each, fx.Node) and not edit.is_tensor(each)
+        ]
+        values = [each.meta["val"] for each in numbers]
+        return any(
+            isinstance(each, torch.SymInt | torch.SymFloat) and bool(sym_expr(each).free_symbols & self.symbols)
+            for each in values
+        )
 
     def _dims_by_size(self, node: fx.Node) -> list[frozenset[int]]:
         return [
@@ -185,6 +221,8 @@ class _Trial:
         made = edit.outputs(node)
         if not any(own):
             return [frozenset()] * len(made)
+        if self.is_single and node.target in (aten.unsqueeze.default, aten.squeeze.dim):
+            return [_dims_of_ones(node, own[0])]
         is_first = self.is_single and any(0 in dims for dims in own)  # one sample has no factor in a view
         if is_first and node.target in edit.VIEWS:
             return [frozenset({0}) if value.ndim else frozenset() for value in made]
@@ -204,6 +242,25 @@ class _Trial:
         return found
 
 
+def _dims_of_ones(node: fx.Node, dims: frozenset[int]) -> frozenset[int]:
+    """Return the dims of a result that has a dim of size 1 more, or less, than its operand."""
+    at: Any = node.args[1]
+    is_more = node.target is aten.unsqueeze.default
+    at %= edit.ndim(node) if is_more else edit.ndim(edit.operands(node)[0])
+    if not is_more and edit.ndim(node) == edit.ndim(edit.operands(node)[0]):
+        return dims
+    return frozenset(dim + (is_more and dim >= at) - (not is_more and dim > at) for dim in dims if is_more or dim != at)
+
+
+def _mixes(node: fx.Node, own: Sequence[_Counts]) -> bool:
+    """Return True if a number for each sample is computed from those of others, as a cumulative sum is."""
+    try:
+        rule = rule_of(node) if any(each.follows for each in own) else None
+    except RuleError:
+        return True
+    return rule is not None and bool(rule.pattern.whole & _factors(rule, [each.follows for each in own]))
+
+
 def _is_reduced(rule: Rule, own: Sequence[frozenset[int]]) -> bool:
     """Return True if dims that count the batch have factors, and no result has one of them."""
     kept = {factor for term in rule.pattern.outputs for dim in term for factor in dim}
@@ -216,7 +273,7 @@ def _factors(rule: Rule, own: Sequence[frozenset[int]]) -> set[str]:
     found = set[str]()
     for term, dims in zip(rule.pattern.inputs, own, strict=True):
         for dim in dims:
-            factors = [factor for factor in term[dim] if not statically_equal(rule.extent[factor], 1)]
+            factors = _outer(rule, term[dim])
             if not isinstance(term[dim], Joined):
                 found.update(factors[:1])
             elif not any(factor.startswith("_") for factor in term[dim]):  # a slice has some samples
@@ -225,8 +282,13 @@ def _factors(rule: Rule, own: Sequence[frozenset[int]]) -> set[str]:
     return found
 
 
+def _outer(rule: Rule, dim: Dim) -> Sequence[str]:
+    """Return the factors of a dim without those of size 1, except of one that is all of it."""
+    return dim if len(dim) == 1 else [each for each in dim if not statically_equal(rule.extent[each], 1)]
+
+
 def _is_counted(rule: Rule, dim: Dim, factors: Collection[str]) -> bool:
-    own = [factor for factor in dim if not statically_equal(rule.extent[factor], 1)]
+    own = _outer(rule, dim)
     return bool(own) and ({*own}.issubset(factors) if isinstance(dim, Joined) else own[0] in factors)
 
 
