@@ -230,6 +230,13 @@ def test_code_that_runs_differently_under_export() -> None:
     assert model.a.weight.grad is None  # type: ignore[union-attr]
 
 
+def test_a_seed_in_the_forward() -> None:
+    """The export has run it, so that the generator is where it leads; torch.export leaves it out."""
+    model = layers(lambda x: (torch.manual_seed(3), x * torch.rand(8))[1])
+    with pytest.raises(ProgramError, match="of the exported program is not the module's own"):
+        tpcompiler.export_training(model, (X,))
+
+
 @torch.library.custom_op("tests::reverse", mutates_args=())
 def reverse(x: torch.Tensor) -> torch.Tensor:
     return x.clone()

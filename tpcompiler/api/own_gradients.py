@@ -33,6 +33,7 @@ from tpcompiler.judge.compare.subject import Subject
 from tpcompiler.runtime.artifact import SINGLE
 
 SMALL = 0.1  # what a parameter or an input that is zero is moved by
+SEED = 7_368_787_312_401
 GRADIENTS = (OutputKind.GRADIENT_TO_PARAMETER, OutputKind.GRADIENT_TO_USER_INPUT)
 
 
@@ -45,7 +46,8 @@ def check_own_gradients(
     """Run the module and its backward, and compare with the program: on the example, and on a second draw.
 
     torch.export leaves out hooks where gradients are accumulated, and makes a constant of a parameter that is not the
-    model's. In the second draw, parameters and inputs are moved: behind a parameter that starts at zero, no gradient
+    model's. The generators begin at another state than that in which a `torch.manual_seed` of the forward, which it
+    leaves out too, has left them. In the second draw, parameters and inputs are moved: behind a parameter that starts at zero, no gradient
     shows. The module's state, its gradients, and the generators are as before. A program without values is not run.
     A module that rejects the second draw is compared on the example alone, with a warning.
 
@@ -56,7 +58,7 @@ def check_own_gradients(
     tensors = [value for value in tensors if isinstance(value, torch.Tensor)]
     if not all(type(each) in (torch.Tensor, torch.nn.Parameter) and each.device.type != "meta" for each in tensors):
         return
-    with _kept_state(model):
+    with _kept_state(model), _another_random_state():
         _compare(model, program, args, kwargs)
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
@@ -219,6 +221,18 @@ def _kept_state(model: torch.nn.Module) -> Iterator[None]:
             for each, value in zip(state, old, strict=True):
                 each.copy_(value)
         torch.clear_autocast_cache()
+
+
+@contextlib.contextmanager
+def _another_random_state() -> Iterator[None]:
+    """Let the generators begin at a state that no forward sets."""
+    before = random_state()
+    gpu = None if before[1] is None else torch.Generator("cuda").manual_seed(SEED).get_state()
+    set_random_state((torch.Generator().manual_seed(SEED).get_state(), gpu))
+    try:
+        yield
+    finally:
+        set_random_state(before)
 
 
 def _moved(value: Any, generator: torch.Generator) -> Any:
