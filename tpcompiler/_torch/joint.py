@@ -18,6 +18,7 @@ from torch._functorch._aot_autograd.descriptors import (
     ParamAOTInput,
     PlainAOTInput,
     PlainAOTOutput,
+    ViewBaseAOTInput,
 )
 from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
@@ -193,5 +194,7 @@ def output_keys(output: fx.Node) -> list[tuple[str, Key, fx.Node]]:
 
 
 def _key_of(described: Any) -> Key:
+    if isinstance(described, ViewBaseAOTInput):  # stands for all that are views of it
+        described = described.base_of
     key: Key = described.idx if isinstance(described, PlainAOTInput) else described.target
     return key

@@ -47,9 +47,9 @@ def check_own_gradients(
 
     torch.export leaves out hooks where gradients are accumulated, and makes a constant of a parameter that is not the
     model's. The generators begin at another state than that in which a `torch.manual_seed` of the forward, which it
-    leaves out too, has left them. In the second draw, parameters and inputs are moved: behind a parameter that starts at zero, no gradient
-    shows. The module's state, its gradients, and the generators are as before. A program without values is not run.
-    A module that rejects the second draw is compared on the example alone, with a warning.
+    leaves out too, has left them. In the second draw, parameters and inputs are moved: behind a parameter that starts
+    at zero, no gradient shows. The module's state, its gradients, and the generators are as before. A program without
+    values is not run. A module that rejects the second draw is compared on the example alone, with a warning.
 
     Raises:
         ProgramError: an output, gradient or buffer of the program is not the module's own, or torch raises.

@@ -16,6 +16,7 @@ from tpcompiler.errors import ProgramError, UnsupportedError, reason
 from tpcompiler.frontend.example_inputs import copy_repeated
 from tpcompiler.frontend.own_backwards import refuse_own_backwards
 from tpcompiler.frontend.training import add_backward
+from tpcompiler.ir.shared_memory import find_shared, is_same_view
 from tpcompiler.rules.registry import ops_with_rules
 
 
@@ -52,6 +53,7 @@ def export_training(
             torch.export leaves out (`torch.autograd.Function`, hooks on gradients); or forward hooks, with a loss
             function.
     """
+    _refuse_shared_parameters(model)
     args, named = copy_repeated((tuple(args), {**(kwargs or {}), **(targets or {})}))
     own = dict(model.__dict__)
     if callable(loss):
@@ -73,6 +75,17 @@ def export_training(
         model.__dict__.pop("forward", None)
         model.__dict__.update({name: own[name] for name in ("forward",) if name in own})
     return program
+
+
+def _refuse_shared_parameters(model: torch.nn.Module) -> None:
+    """Refuse two parameters in one memory: the program would have one gradient, the sum of both."""
+    values = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    for one, other in find_shared(values):
+        if is_same_view(values[one], values[other]):
+            raise ProgramError(
+                f"{one!r} and {other!r} are two parameters in one memory, and each has a gradient of its own",
+                help="tie them, as in `b.weight = a.weight`, or give one a copy",
+            )
 
 
 def _exported(

@@ -20,6 +20,7 @@ from tpcompiler._torch import (
     HigherOrderOperator,
     Key,
     OpOverload,
+    all_tensors,
     aten,
     input_key,
     output_keys,
@@ -34,6 +35,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.program import Program, tied
 from tpcompiler.ir.rebuilt import copy_signature, rebuilt
+from tpcompiler.ir.shared_memory import find_shared
 
 KEPT_META = ("val", "stack_trace", "torch_fn", "source_fn_stack")
 
@@ -156,6 +158,7 @@ class _JointWriter:
             own[kind][key] = self.copies[value]
         specs, values = list[OutputSpec](), list[Any]()
         held = {*self.program.graph_signature.buffers, *self.program.graph_signature.parameters}
+        _refuse_shared(self.program, {str(key) for key in own["written"]})
         for key, value in own["written"].items():
             if not isinstance(key, int) and self.names[key] not in held:
                 raise ProgramError(
@@ -198,6 +201,17 @@ class _JointWriter:
                 results[name] = own
         root.out_spec, root.outputs = tree_flatten(results)[1], []
         return program
+
+
+def _refuse_shared(program: ExportedProgram, written: Collection[str]) -> None:
+    values = all_tensors(program)
+    for pair in find_shared(values):
+        if not written.isdisjoint(pair):
+            one, other = (f"{name!r} {list(values[name].shape)}" for name in pair)
+            raise ProgramError(
+                f"the forward writes to memory that {one} and {other} share",
+                help="register what the forward writes as buffers in separate memory",
+            )
 
 
 def _spec(of_leaf: OutputKind, of_input: OutputKind, value: fx.Node, names: Mapping[Key, str], key: Key) -> OutputSpec:

@@ -15,6 +15,7 @@ from tpcompiler.parallel.advice import Adviser
 from tpcompiler.parallel.conversion import After, Conversion, unseen
 from tpcompiler.parallel.converted import ConvertedProgram
 from tpcompiler.parallel.partition import Partition
+from tpcompiler.parallel.shared_leaves import refuse_cut_shared
 from tpcompiler.parallel.unplanned import find_searched_plan
 from tpcompiler.passes._forms import find_forms, note_forms
 from tpcompiler.passes.apply_plan import apply_plan, names_of
@@ -48,6 +49,8 @@ def convert_programs(conversions: Mapping[str, Conversion], aim: Aim) -> tuple[S
     try:
         found = find_placements(each, aim)
         placed = _place_programs(each, found)
+        for program in placed:
+            refuse_cut_shared(program)
     except ShardingError as error:
         advised = () if each[0].plan.searches else (adviser.advise_error(error) for adviser in advisers)
         raise next((other for other in advised if other is not error), error) from None
