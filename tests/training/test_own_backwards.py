@@ -237,6 +237,46 @@ def test_a_seed_in_the_forward() -> None:
         tpcompiler.export_training(model, (X,))
 
 
+@pytest.mark.parametrize(
+    "value",
+    [torch.ones(1).expand(8), nn.Parameter(torch.ones(1).expand(8)), torch.inference_mode()(torch.ones)(8)],
+    ids=["buffer", "parameter", "of inference mode"],
+)
+def test_a_tensor_that_nothing_can_be_written_to(value: torch.Tensor) -> None:
+    model = layers(lambda x: x + model.value)
+    if isinstance(value, nn.Parameter):
+        model.value = value
+    else:
+        model.register_buffer("value", value)
+    program = tpcompiler.export_training(model, (X,))
+    assert tpcompiler.parallelize(program, 2, {"i": "colwise"}).verify((X,)).ok
+
+
+def test_a_loss_that_waits_for_its_backward() -> None:
+    """The comparison writes to the parameters, and restores them; only a change would spoil the gradients."""
+    model = layers(torch.tanh, norm=nn.BatchNorm1d(8)).train()
+    loss = model(X)
+    tpcompiler.export_training(model, (X,))
+    loss.backward()
+
+
+def test_export_in_inference_mode() -> None:
+    model = layers(torch.tanh)
+    with torch.inference_mode(), pytest.raises(UnsupportedError, match=r"inference_mode\(\) is on"):
+        tpcompiler.export_training(model, (X,))
+    with torch.no_grad():
+        tpcompiler.export_training(model, (X,))
+
+
+def test_a_generator_of_the_models_own() -> None:
+    generator = torch.Generator()
+    model = layers(lambda x: x * torch.rand(8, generator=generator))
+    with pytest.raises(UnsupportedError, match=r"a generator of the model's own \(torch\._C\.Generator\)"):
+        tpcompiler.export_training(model, (X,))
+    with pytest.raises(UnsupportedError, match="a generator of the model's own"):
+        tpcompiler.parallelize(torch.export.export(model, (X,)), 2, {})
+
+
 @torch.library.custom_op("tests::reverse", mutates_args=())
 def reverse(x: torch.Tensor) -> torch.Tensor:
     return x.clone()

@@ -64,7 +64,13 @@ from tpcompiler._torch.ops import (
     symm_mem,
 )
 from tpcompiler._torch.optimizers import without_step_hooks
-from tpcompiler._torch.own_backwards import accumulated_into, hooks_around, hooks_behind, record_own_backwards
+from tpcompiler._torch.own_backwards import (
+    accumulated_into,
+    hooks_around,
+    hooks_behind,
+    keep_versions,
+    record_own_backwards,
+)
 from tpcompiler._torch.programs import (
     GRADIENT_KINDS,
     LEAF_KINDS,

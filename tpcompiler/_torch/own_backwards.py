@@ -132,3 +132,10 @@ def _titles(hooks: Iterable[Any], of: str) -> list[str]:
         each for each in hooks if each is not _look and not f"{getattr(each, '__module__', '')}".startswith("torch._")
     ]
     return [f"{getattr(each, '__qualname__', type(each).__name__).replace('<locals>.', '')} ({of})" for each in own]
+
+
+@contextlib.contextmanager
+def keep_versions(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Count no write to these tensors in the block, at whose end they must have their values of before."""
+    with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
+        yield

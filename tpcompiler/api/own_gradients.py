@@ -17,6 +17,7 @@ from tpcompiler._torch import (
     WRITTEN_KINDS,
     accumulated_into,
     hooks_behind,
+    keep_versions,
     record_own_backwards,
     tree_flatten,
     tree_map,
@@ -63,7 +64,7 @@ def check_own_gradients(
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in model.parameters():
-                if parameter.requires_grad:
+                if parameter.requires_grad and not parameter.is_inference() and not _is_expanded(parameter):
                     parameter.copy_(_moved(parameter, generator))
         torch.clear_autocast_cache()  # its copies of parameters have not moved
         args, kwargs = tree_map(lambda each: _moved(each, generator), (tuple(args), dict(kwargs)))
@@ -211,16 +212,26 @@ def _without_gradients(model: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _kept_state(model: torch.nn.Module) -> Iterator[None]:
-    """Restore parameters and buffers after the block."""
+    """Restore parameters and buffers after the block, and how often they were written: a loss may wait for them."""
     state = [*model.parameters(), *model.buffers()]
-    old = [each.detach().clone() for each in state]
+    old = [(each, each.detach().clone(), None if each.is_inference() else each._version) for each in state]
     try:
-        yield
+        with keep_versions([each for each in state if not each.is_inference()]):
+            try:
+                yield
+            finally:
+                for each, value, version in old:
+                    is_changed = not torch.equal(each, value) if version is None else each._version != version
+                    if is_changed:
+                        with torch.inference_mode(each.is_inference()), torch.no_grad():
+                            each.copy_(value)
     finally:
-        with torch.no_grad():
-            for each, value in zip(state, old, strict=True):
-                each.copy_(value)
         torch.clear_autocast_cache()
+
+
+def _is_expanded(value: torch.Tensor) -> bool:
+    """Return True if elements are one in memory, so that nothing can be written to them."""
+    return any(size > 1 and not stride for size, stride in zip(value.shape, value.stride(), strict=True))
 
 
 @contextlib.contextmanager

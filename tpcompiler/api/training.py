@@ -53,6 +53,11 @@ def export_training(
             torch.export leaves out (`torch.autograd.Function`, hooks on gradients); or forward hooks, with a loss
             function.
     """
+    if torch.is_inference_mode_enabled():
+        raise UnsupportedError(
+            "torch.inference_mode() is on, in which no tensor has a gradient",
+            help="call export_training outside of it; torch.no_grad() may be on",
+        )
     _refuse_shared_parameters(model)
     args, named = copy_repeated((tuple(args), {**(kwargs or {}), **(targets or {})}))
     own = dict(model.__dict__)

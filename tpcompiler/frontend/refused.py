@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, InputSpec, OutputKind
+from torch.export.graph_signature import CustomObjArgument, InputKind, InputSpec, OutputKind
 
 from tpcompiler._torch import LEAF_KINDS, WRITTEN_KINDS, FakeTensor, HigherOrderOperator, OpOverload, user_inputs
 from tpcompiler.errors import ProgramError, UnsupportedError
@@ -38,6 +38,7 @@ def refuse_values(program: ExportedProgram) -> None:
             else.
         UnsupportedError: sparse or quantised tensors, or tensor subclasses as inputs.
     """
+    refuse_objects(program)
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     inputs = {spec.arg.name for spec in user_inputs(program)}
     for node in program.graph.nodes:
@@ -53,6 +54,27 @@ def refuse_values(program: ExportedProgram) -> None:
             _check_state(node, specs[node.name], program)
     if problem := find_difference(program):
         raise ProgramError(f"{problem}: the module that torch makes of it is wrong", help=WRITE)
+
+
+def refuse_objects(program: ExportedProgram) -> None:
+    """Refuse a program that takes an object which is no tensor.
+
+    Raises:
+        UnsupportedError: such as a generator of the model's own.
+    """
+    for spec in program.graph_signature.input_specs:
+        if isinstance(spec.arg, CustomObjArgument):
+            kind = "a generator" if spec.arg.class_fqn == "torch._C.Generator" else "an object"
+            user = next(iter(_placeholder(program, spec).users), None)
+            raise UnsupportedError(
+                f"the program uses {kind} of the model's own ({spec.arg.class_fqn})",
+                help="draw from torch's default generator, and pass tensors only",
+                used_at="" if user is None else edit.source_line(user),
+            )
+
+
+def _placeholder(program: ExportedProgram, spec: InputSpec) -> fx.Node:
+    return next(node for node in program.graph.find_nodes(op="placeholder") if node.name == spec.arg.name)
 
 
 def _named(node: fx.Node, specs: dict[str, InputSpec]) -> str:

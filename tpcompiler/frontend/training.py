@@ -31,6 +31,7 @@ from tpcompiler._torch import (
 )
 from tpcompiler.errors import InputsError, ProgramError, UnsupportedError, reason
 from tpcompiler.frontend.layouts import allow_copies
+from tpcompiler.frontend.refused import refuse_objects
 from tpcompiler.ir import edit
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.program import Program, tied
@@ -51,8 +52,9 @@ def add_backward(program: ExportedProgram, kept: Collection[OpOverload], loss: s
     Raises:
         InputsError: no output, or several, can be the loss.
         ProgramError: torch cannot trace the backward.
-        UnsupportedError: control flow, an op with effects, or a sparse gradient.
+        UnsupportedError: control flow, an op with effects, an object that is no tensor, or a sparse gradient.
     """
+    refuse_objects(program)
     at = _find_loss(program, loss)
     try:
         joint = trace_joint(program, at, kept, draws)

@@ -26,7 +26,7 @@ def refuse_cut_shared(program: PlacedProgram) -> None:
         if cut := next((fqn for fqn, sharding in shardings.items() if not sharding.is_replicated), None):
             raise ShardingError(
                 f"{one!r} {list(values[one].shape)} and {other!r} {list(values[other].shape)} share memory, so a "
-                f"change of one changes the other, and {cut!r} is sharded as {shardings[cut].text(program.mesh)}: the shares "
-                "of ranks cannot share it",
+                f"change of one changes the other, and {cut!r} is sharded as {shardings[cut].text(program.mesh)}: the "
+                "shares of ranks cannot share it",
                 help="give both the style replicate in the plan, or compute one from the other in the forward",
             )
