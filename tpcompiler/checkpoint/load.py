@@ -7,6 +7,8 @@ import os
 from datetime import timedelta
 from typing import Any, get_args
 
+import torch
+
 from tpcompiler._torch import Recompute
 from tpcompiler.errors import InputsError, UnsupportedError
 from tpcompiler.runtime.agree import WAIT, agreeing
@@ -80,12 +82,17 @@ def load(
             process, another rank that fails, is missing, or has another artifact, or ranks of a group that cannot
             reach each other.
         InputsError: an unknown `recompute`.
-        UnsupportedError: the backend lacks a collective for its dtype, or a package is asked to train.
+        UnsupportedError: the backend lacks a collective for its dtype; or training in `torch.inference_mode()`, or of a
+            package.
     """
     if recompute not in get_args(Recompute):
         raise InputsError(f"recompute is {recompute!r}", help=f"give one of {', '.join(get_args(Recompute))}")
     if training and compiled:
         raise UnsupportedError("a package has no backward of its own to train with", help="load it with compiled=False")
+    if training and torch.is_inference_mode_enabled():
+        raise UnsupportedError(
+            "torch.inference_mode() is on, in which parameters cannot be trained later", help="load outside of it"
+        )
     weights = None
     if checkpoint is not None:
         from tpcompiler.checkpoint.cut import read_shares  # a deployment with weights does not need it

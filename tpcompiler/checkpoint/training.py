@@ -19,6 +19,7 @@ from torch.export.graph_signature import OutputKind
 from tpcompiler._torch import RETURNED_KINDS, Recompute, has_gradient, tree_map, tree_names, tree_unflatten
 from tpcompiler.checkpoint.distributed import DistributedState
 from tpcompiler.checkpoint.halves import Halves
+from tpcompiler.checkpoint.structure import Structure, forbid_copies_and_modes
 from tpcompiler.checkpoint.unsummed import Unsummed, groups_of_sums
 from tpcompiler.errors import ArtifactError, InputsError, UnsupportedError
 from tpcompiler.ir import edit
@@ -56,7 +57,7 @@ def make_trainable(modules: Mapping[str, Any], manifests: Mapping[str, Manifest]
         steps = _Backward(module, halves, manifest, unsummed)
         collectives.append((halves.collectives, steps.groups))
         module.forward = _differentiable(module, at, steps)
-        module.__deepcopy__ = _refuse_copy
+        forbid_copies_and_modes(module)
         module.saved_bytes, module.no_sync = halves.saved_bytes, steps.no_sync
         module.distributed_state = DistributedState(module, manifest, halves.names)
         blocks = _Blocks(manifest, own_rank(manifest))
@@ -130,9 +131,11 @@ def _differentiable(module: Any, loss: int, backward: _Backward) -> Any:
     names = [name.removeprefix("outputs.") for name in tree_names(spec)]
     program, trained = module.exported_program, _trained_outputs(module.exported_program)
     frozen = {name: each for name, each in module.named_parameters() if not each.requires_grad}
+    structure = Structure(module)
 
     @functools.wraps(run)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        structure.refuse_changes()
         if torch.is_grad_enabled():
             _refuse_gradients_of_inputs(named_inputs(program, args, kwargs))
             _refuse_thawed(frozen)
@@ -188,13 +191,6 @@ def _refuse_autocast(device: str) -> None:
             "torch.autocast is on, and the program has the dtypes of its export",
             help="call the module outside of it, and call export_training in it to have its dtypes",
         )
-
-
-def _refuse_copy(memo: Any) -> Any:
-    raise UnsupportedError(
-        "a module loaded for training cannot be copied: its halves are on its own parameters",
-        help="load the artifact again, and copy the values of parameters and buffers",
-    )
 
 
 class _WithoutGradient(torch.autograd.Function):
