@@ -93,6 +93,22 @@ def step_inside(module: Any, batches: torch.Tensor) -> None:
             optimizer.step()
 
 
+def step_in_hooks(module: Any, batches: torch.Tensor) -> None:
+    """Each parameter has its step as soon as it has its gradient, while others still wait for theirs."""
+    optimizers = {each: torch.optim.SGD([each], lr=0.1) for each in module.parameters()}
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    hooks = [each.register_post_accumulate_grad_hook(step) for each in optimizers]
+    with no_sync(module):
+        module(batches[0]).backward()
+    for each in hooks:
+        each.remove()
+    module(batches[1]).backward()
+
+
 SEQUENCES: dict[str, Callable[[Any, torch.Tensor], None]] = {
     "accumulate": accumulate,
     "clip each": clip_each,
@@ -102,6 +118,7 @@ SEQUENCES: dict[str, Callable[[Any, torch.Tensor], None]] = {
     "freeze": freeze,
     "ask and hook": ask_and_hook,
     "step inside": step_inside,
+    "step in hooks": step_in_hooks,
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import _HookMixin, _SingleLevelFunction
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks, _global_forward_hooks
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -137,5 +138,5 @@ def _titles(hooks: Iterable[Any], of: str) -> list[str]:
 @contextlib.contextmanager
 def keep_versions(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Count no write to these tensors in the block, at whose end they must have their values of before."""
-    with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
+    with _unsafe_preserve_version_counter(tuple(tensors)):
         yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -39,10 +39,11 @@ class Unsummed:
             self.hook = register_optimizer_step_pre_hook(self._before_step)
 
     @torch.no_grad()
-    def sum(self) -> None:
-        """Replace the gradients by their means, in place; all ranks must call it."""
+    def sum(self, only: Collection[int] | None = None) -> None:
+        """Replace the gradients by their means, in place, or those of some by their `id`; all ranks must call it."""
+        chosen = [key for key in self.parameters if only is None or id(key[0]) in only]
         buckets: dict[Any, list[torch.nn.Parameter]] = {}
-        for parameter, group in self.parameters:
+        for parameter, group in chosen:
             gradient = parameter if parameter.grad is None else parameter.grad
             buckets.setdefault((group, gradient.dtype), []).append(parameter)
         with taking_turns(self.groups), named_failures(self.groups):
@@ -53,16 +54,15 @@ class Unsummed:
                     made = c10d_functional.wait_tensor.default(each)
                     if parameter.grad is not None:
                         parameter.grad.copy_(made)
-        self.parameters = {}
-        if self.hook is not None:
+        for key in chosen:
+            del self.parameters[key]
+        if self.hook is not None and not self.parameters:
             self.hook.remove()
             self.hook = None
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Sum what an optimizer would use: ranks that step by their own parts have other parameters from then on."""
-        held = {id(parameter) for parameter, _ in self.parameters}
-        if any(id(each) in held for group in optimizer.param_groups for each in group["params"]):
-            self.sum()
+        self.sum({id(each) for group in optimizer.param_groups for each in group["params"]})
 
 
 def groups_of_sums(last_sums: Mapping[str, str], manifest: Manifest) -> dict[str, Group]:

@@ -65,16 +65,13 @@ def refuse_objects(program: ExportedProgram) -> None:
     for spec in program.graph_signature.input_specs:
         if isinstance(spec.arg, CustomObjArgument):
             kind = "a generator" if spec.arg.class_fqn == "torch._C.Generator" else "an object"
-            user = next(iter(_placeholder(program, spec).users), None)
+            taken = program.graph.find_nodes(op="placeholder")
+            users = [user for node in taken if node.name == spec.arg.name for user in node.users]
             raise UnsupportedError(
                 f"the program uses {kind} of the model's own ({spec.arg.class_fqn})",
                 help="draw from torch's default generator, and pass tensors only",
-                used_at="" if user is None else edit.source_line(user),
+                used_at=edit.source_line(users[0]) if users else "",
             )
-
-
-def _placeholder(program: ExportedProgram, spec: InputSpec) -> fx.Node:
-    return next(node for node in program.graph.find_nodes(op="placeholder") if node.name == spec.arg.name)
 
 
 def _named(node: fx.Node, specs: dict[str, InputSpec]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from typing import Any
 
 import torch
@@ -205,7 +205,7 @@ class _JointWriter:
         return program
 
 
-def _refuse_shared(program: ExportedProgram, written: Collection[str]) -> None:
+def _refuse_shared(program: ExportedProgram, written: Set[str]) -> None:
     values = all_tensors(program)
     for pair in find_shared(values):
         if not written.isdisjoint(pair):

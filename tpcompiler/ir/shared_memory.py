@@ -32,7 +32,8 @@ def is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _span(value: torch.Tensor) -> tuple[int, int]:
     """Return the first byte, and the one behind the last, in the memory."""
     reach = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    return value.storage_offset() * value.element_size(), (value.storage_offset() + reach) * value.element_size()
+    begin, each = int(value.storage_offset()), value.element_size()
+    return begin * each, (begin + int(reach)) * each
 
 
 def _have_common(one: torch.Tensor, other: torch.Tensor) -> bool:
