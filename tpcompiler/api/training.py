@@ -88,7 +88,7 @@ def _refuse_shared_parameters(model: torch.nn.Module) -> None:
     for one, other in find_shared(values):
         if is_same_view(values[one], values[other]):
             raise ProgramError(
-                f"{one!r} and {other!r} are two parameters in one memory, and each has a gradient of its own",
+                f"{one!r} and {other!r} are two parameters in one memory, each with its own gradient",
                 help="tie them, as in `b.weight = a.weight`, or give one a copy",
             )
 

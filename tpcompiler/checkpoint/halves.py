@@ -226,7 +226,7 @@ def _find_tangent(graph: fx.Graph, forward: set[fx.Node]) -> fx.Node:
 
 
 def _last_sum(value: fx.Node) -> fx.Node | None:
-    """Return the wait for the sum over ranks that a gradient is, but for views and casts of it as a whole."""
+    """Return the wait for the sum over ranks that ends a gradient, apart from views and casts of all of it."""
     node = value
     while len(node.users) == 1 and len(node.all_input_nodes) == 1 and not edit.is_wait(node):
         (node,) = node.all_input_nodes
