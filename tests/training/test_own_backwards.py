@@ -253,10 +253,12 @@ def test_a_tensor_that_nothing_can_be_written_to(value: torch.Tensor) -> None:
 
 
 def test_a_loss_that_waits_for_its_backward() -> None:
-    """The comparison writes to the parameters, and restores them; only a change would spoil the gradients."""
-    model = layers(torch.tanh, norm=nn.BatchNorm1d(8)).train()
-    loss = model(X)
+    """The comparison writes to parameters and statistics, and restores both."""
+    norm = nn.BatchNorm1d(8)
+    model = layers(norm, norm=norm).train()
+    loss, state = model(X), {name: value.clone() for name, value in model.state_dict().items()}
     tpcompiler.export_training(model, (X,))
+    torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
     loss.backward()
 
 

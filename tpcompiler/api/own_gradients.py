@@ -214,15 +214,14 @@ def _without_gradients(model: torch.nn.Module) -> Iterator[None]:
 def _kept_state(model: torch.nn.Module) -> Iterator[None]:
     """Restore parameters and buffers after the block, and how often they were written: a loss may wait for them."""
     state = [*model.parameters(), *model.buffers()]
-    old = [(each, each.detach().clone(), None if each.is_inference() else each._version) for each in state]
+    old = [(each, each.detach().clone()) for each in state]
     try:
         with keep_versions([each for each in state if not each.is_inference()]):
             try:
                 yield
             finally:
-                for each, value, version in old:
-                    is_changed = not torch.equal(each, value) if version is None else each._version != version
-                    if is_changed:
+                for each, value in old:
+                    if not _is_expanded(each) and not torch.equal(each, value):  # batch norm does not count its writes
                         with torch.inference_mode(each.is_inference()), torch.no_grad():
                             each.copy_(value)
     finally:
