@@ -122,6 +122,20 @@ SEQUENCES: dict[str, Callable[[Any, torch.Tensor], None]] = {
 }
 
 
+def take_turns(one: Any, two: Any, batches: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+    """Return the gradients of programs that share parameters: each sums what the other has left out."""
+    made = []
+    with no_sync(one):
+        one(batches[0]).backward()
+    two(batches[1]).backward()
+    made.append({name: each.grad.clone() for name, each in one.named_parameters()})
+    with no_sync(one), no_sync(two):
+        two(batches[2]).backward()
+        one(batches[3]).backward()
+    clip(two, 0.1)
+    return [*made, {name: each.grad.clone() for name, each in one.named_parameters()}]
+
+
 def run_all(module: Any, batches: torch.Tensor) -> dict[str, dict[str, torch.Tensor]]:
     """Return gradients and parameters after each sequence, which begins from the same parameters."""
     start, made = {name: each.detach().clone() for name, each in module.named_parameters()}, {}

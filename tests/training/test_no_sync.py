@@ -10,7 +10,8 @@ import torch
 
 import tpcompiler
 from tests.launch import run_ranks
-from tests.training.accumulating import run_all
+from tests.passes.stages import Call
+from tests.training.accumulating import run_all, take_turns
 from tests.training.test_gradients import ROWS
 from tests.training.test_ways import PLAN, batches, network
 from tpcompiler.ir.shares import cut, row_sharding
@@ -49,3 +50,23 @@ def test_gradients_are_those_of_one_device(names: list[str], tmp_path: Path) -> 
                 torch.testing.assert_close(
                     got, wanted, rtol=1e-12, atol=1e-14, msg=lambda text, at=(name, rank, how): f"{at}: {text}"
                 )
+
+
+@pytest.mark.slow
+def test_programs_that_share_parameters(tmp_path: Path) -> None:
+    one, x = network(), batches()
+    programs = {"one": tpcompiler.export_training(one, (x[0],))}
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.down(torch.tanh(self.up(x))).abs().mean()
+        return loss
+
+    two = Call(forward, up=one.up, down=one.down)
+    programs["two"] = tpcompiler.export_training(two, (x[0],))
+    both = tpcompiler.parallelize(programs, {"dp": 2}, {}, inputs={name: [ROWS] for name in programs})
+    both.save(tmp_path / "set")
+    torch.save(x, tmp_path / "batches")
+    run_ranks(2, Path(__file__).parent / "no_sync_worker.py", tmp_path, "set")
+    wanted = take_turns(one, two, x)
+    for rank in range(2):
+        torch.testing.assert_close(torch.load(tmp_path / f"set.{rank}"), wanted, rtol=1e-12, atol=1e-14)
