@@ -9,7 +9,15 @@ from torch import nn
 
 from tests.bad_input.row import Row, loaded
 from tpcompiler import export_training, redistribute
-from tpcompiler.errors import ArtifactError, InputsError, LaunchError, PlanError, ShardingError, UnsupportedError
+from tpcompiler.errors import (
+    ArtifactError,
+    InputsError,
+    LaunchError,
+    PlanError,
+    ProgramError,
+    ShardingError,
+    UnsupportedError,
+)
 
 X = torch.ones(5, 8)
 
@@ -27,6 +35,17 @@ class Losses(nn.Module):
 class Branches(Losses):
     def forward(self, x: torch.Tensor) -> Any:
         return torch.cond(x.sum() > 0, lambda y: self.up(y).mean(), lambda y: self.up(y).square().mean(), (x,))
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.b = nn.Linear(8, 8)
+        self.b.weight.data = self.a.weight.data
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x)).mean()  # type: ignore[no-any-return]
 
 
 TRAINING = [
@@ -70,7 +89,21 @@ TRAINING = [
         lambda _: export_training(Branches(), (X,)),
         "'cond' (cond) is not supported in a program with gradients",
         "compute both branches and choose with torch.where, or call an op without checks or effects",
-        "used at: rows_training.py:29, in forward",
+        "used at: rows_training.py:37, in forward",
+        code=UnsupportedError,
+    ),
+    Row(
+        "two parameters in one memory",
+        lambda _: export_training(Shared(), (X,)),
+        "'a.weight' and 'b.weight' are two parameters in one memory, each with its own gradient",
+        "tie them, as in `b.weight = a.weight`, or give one a copy",
+        code=ProgramError,
+    ),
+    Row(
+        "an export for training in inference mode",
+        lambda _: torch.inference_mode()(export_training)(Losses(), (X,), loss="mean"),
+        "torch.inference_mode() is on, in which no tensor has a gradient",
+        "call export_training outside of it; torch.no_grad() may be on",
         code=UnsupportedError,
     ),
     Row(
