@@ -191,8 +191,8 @@ class _Trial:
         if self.symbols or any(each.dims for each in own) or node.target in edit.VIEWS or (own and self.is_single):
             return False
         sizes = [size for operand in edit.operands(node) for size in edit.shape(operand)]
-        new = [size for made in edit.outputs(node) for size in made.shape if size not in sizes]
-        return any(map(self._is_size, new))
+        new = [size for made in edit.outputs(node) for size in made.shape if self._is_size(size)]
+        return not all(any(statically_equal(size, other) for other in sizes) for size in new)
 
     def _takes_number(self, node: fx.Node) -> bool:
         """Return True if the number of samples is an operand, as in `y / len(x)`, and not a size of the result."""
@@ -201,7 +201,7 @@ class _Trial:
         numbers = [
             each
             for name, value in edit.bound(node).items()
-            if name not in SIZES and not (name in ENDS and edit.shape(node) == edit.shape(edit.operands(node)[0]))
+            if name not in SIZES and not (name in ENDS and _is_whole(node))
             for each in tree_flatten(value)[0]
             if isinstance(each, fx.Node) and not edit.is_tensor(each)
         ]
@@ -240,6 +240,12 @@ class _Trial:
         if is_first and not any(found) and not _is_reduced(rule, own):
             return [frozenset({0}) if value.ndim and value.shape[0] == 1 else frozenset() for value in made]
         return found
+
+
+def _is_whole(node: fx.Node) -> bool:
+    """Return True for a slice of a whole dim."""
+    sizes = zip(edit.shape(node), edit.shape(edit.operands(node)[0]), strict=True)
+    return all(statically_equal(size, other) for size, other in sizes)
 
 
 def _dims_of_ones(node: fx.Node, dims: frozenset[int]) -> frozenset[int]:

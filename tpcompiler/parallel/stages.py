@@ -14,6 +14,7 @@ from tpcompiler.cost.timeline import predict_times
 from tpcompiler.errors import MeshError, UnsupportedError
 from tpcompiler.frontend.plain_weights import with_plain_weights
 from tpcompiler.frontend.stages import Prices, cut_stages
+from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import PIPELINE, Mesh
 from tpcompiler.ir.plain_outputs import plain_outputs
 from tpcompiler.ir.program import CanonicalProgram, results_of
@@ -75,7 +76,8 @@ def stage_programs(
     prices = Prices(seconds, machine.transfer_seconds, float("inf") if limit is None else float(limit * ranks))
     made = dict[str, StageProgram]()
     for group in _groups(canonical):
-        batches = find_batches(group)
+        with no_new_guards(*(program.graph for program in group.values())):
+            batches = find_batches(group)
         for name, stages in cut_stages(group, count, prices, calls).items():
             whole, results = programs[name], results_of(canonical[name])
             for index, stage in enumerate(stages):
