@@ -64,7 +64,7 @@ COLLECTIVES = (
     c10d_functional.wait_tensor.default,
 )
 REDUCTIONS = (c10d_functional.all_reduce.default, c10d_functional.reduce_scatter_tensor.default)
-SIZES = (aten.sym_size.int, aten.sym_numel.default, operator.mul, operator.floordiv)
+SIZES = (aten.sym_size.int, aten.sym_numel.default, operator.add, operator.mul, operator.floordiv)
 
 
 def check_changes(made: Folded) -> None:
@@ -136,7 +136,7 @@ def _check_move(
 
 
 def _makes_size(node: fx.Node) -> bool:
-    """Return True for a size, or a size times or divided by another without remainder."""
+    """Return True for a size, or a size plus, times or divided by another without remainder."""
     if node.target is operator.floordiv:
         size, divisor = (edit.fake(arg) if isinstance(arg, fx.Node) else arg for arg in node.args)
         return statically_equal(edit.fake(node) * divisor, size)
