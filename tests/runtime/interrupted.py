@@ -23,7 +23,7 @@ NO_ROOM = 9
 
 
 def save(directory: Path, filling: bytes) -> None:
-    """Four files of 2 MiB each."""
+    """Six files of 2 MiB each: the model, a program, and what four ranks hold."""
     groups = {f"tp={RANKS}:tp": [list(range(RANKS))]}
     several = manifest(mesh={"tp": RANKS}, groups=groups, plan={"w": filling.hex()})
     write_artifact(directory, several, lambda rank, path: path.write_bytes(filling * 2 * MIB) and None, force=True)
@@ -38,9 +38,8 @@ def found(directory: Path) -> str:
     if not directory.exists():
         return "none"
     read = read_manifest(directory)
-    contents = {
-        ProgramFiles(SINGLE, directory, read).open_program(rank).path.read_bytes()[:1].hex() for rank in range(RANKS)
-    }
+    files = ProgramFiles(SINGLE, directory, read)
+    contents = {files.open(name).path.read_bytes()[:1].hex() for name in read.files}
     assert contents == {read.plan["w"]}
     return str(read.plan["w"])
 
