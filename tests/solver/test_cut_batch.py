@@ -97,6 +97,10 @@ def test_programs_that_share_weights() -> None:
 def test_stages_are_placed_by_hand() -> None:
     with pytest.raises(PlanError, match="inputs='auto' on a mesh with the axis pp"):
         tpcompiler.parallelize(tower(), {"pp": 2, "tp": 1}, {}, inputs="auto")
+    with pytest.raises(PlanError, match="inputs='auto' where meshes are compared"):
+        tpcompiler.diagnose(tower(), inputs="auto")
+    with pytest.raises(PlanError, match="inputs='auto' where meshes are compared"):
+        tpcompiler.diagnose({"one": tower(), "two": tower()}, inputs={"one": "auto"})
     with pytest.raises(PlanError, match="outputs='auto' is neither a mapping nor a list"):
         tpcompiler.parallelize(tower(), 2, outputs="auto")
 

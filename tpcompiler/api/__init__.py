@@ -196,8 +196,11 @@ def conversions_of(
     degrees: Mapping[str, int] | None = None,
     cutting: Cutting | None = None,
 ) -> dict[str, Conversion]:
-    """Turn the arguments of `parallelize` into conversions by program."""
+    """Turn the arguments of `parallelize` into conversions by program; without `cutting`, nobody cuts a batch."""
     mesh = Mesh.of(mesh)
+    by_program = inputs.values() if isinstance(inputs, Mapping) and isinstance(exported_program, SEVERAL) else ()
+    if cutting is None and AUTO in (inputs, *by_program):
+        raise PlanError(f"inputs={AUTO!r} where meshes are compared", help="place the batch by hand")
     several = _named(exported_program) if isinstance(exported_program, SEVERAL) else {}
     meshes = _meshes(mesh, degrees or {}, several)
     if PIPELINE in dict(mesh.axes):

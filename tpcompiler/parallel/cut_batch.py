@@ -35,7 +35,8 @@ def cut_batch(conversions: Mapping[str, Conversion], aim: Aim) -> dict[str, Conv
         if degree > 1 and (seconds := _seconds(conversions, [*axes, axis], aim)) < least:
             least = seconds
             axes.append(axis)
-    text = f"the batch is cut over {' and '.join(axes)}: {duration(least)} a call instead of {duration(whole)}"
+    other = "; whole, nothing fits" if math.isinf(whole) else f" instead of {duration(whole)}"
+    text = f"the batch is cut over {' and '.join(axes)}: {duration(least)} a call{other}"
     note = Note("search", text if axes else "the batch is whole: a call takes no less where an axis cuts it")
     cut = _cut(conversions, axes)
     return {
