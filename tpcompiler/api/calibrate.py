@@ -84,7 +84,7 @@ def machine_text(measured: Measurements, ranks: int) -> str:
         lines.append(f"cache_bandwidth: {measured.cache_bandwidth:.2e}  # bytes/s of values that were just written\n")
         lines.append("fuses: false  # no compiler: each op is a kernel\n")
         lines.append("rows:  # the share of flops that products of so many rows reach\n")
-        lines += [f"  - {{rows: {each.rows:g}, share: {each.share:.2f}}}\n" for each in measured.rows]
+        lines += [f"  - {{rows: {each.rows:g}, share: {each.share:.2g}}}\n" for each in measured.rows]
     if measured.host:
         host = ", ".join(f"{name}: {seconds:.2e}" for name, seconds in measured.host.items())
         lines.append(f"host: {{{host}}}  # seconds to launch each, outside of a CUDA graph\n")

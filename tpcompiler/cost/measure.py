@@ -122,13 +122,21 @@ def measure_uncompiled(flops: float, floors: dict[str, float]) -> tuple[float, l
     ops, views = seconds_each(partial(_in_turn, little), device), _common_views()
     floors["other"] = ops / len(little)
     floors["view"] = seconds_each(partial(_in_turn, views), device) / len(views)
-    count, took = 2 * 256 * WIDTH * 4 * len(much), seconds_each(partial(_in_turn, much), device) - ops
+    count, took = 2 * 256 * WIDTH * 4 * len(much), work_seconds(seconds_each(partial(_in_turn, much), device), ops)
     weight, shares = torch.randn(WIDTH, WIDTH), list[ShareOfRows]()
     for rows in ROWS:
         seconds = seconds_each(partial(aten.linear.default, torch.randn(rows, WIDTH), weight), device)
-        share = 2 * rows * WIDTH**2 / (seconds - floors["product"]) / flops
+        share = 2 * rows * WIDTH**2 / work_seconds(seconds, floors["product"]) / flops
         shares.append(ShareOfRows(rows=rows, share=share))
     return count / took, shares
+
+
+def work_seconds(seconds: float, floor: float) -> float:
+    """Return the part of a kernel's seconds that is not its floor: a tenth at least, since both are measured alone.
+
+    On a busy machine the floor can come out longer than what contains it.
+    """
+    return max(seconds - floor, seconds / 10)
 
 
 def _in_turn(kernels: Sequence[Callable[[], object]]) -> None:
