@@ -104,14 +104,14 @@ def capped(made: tpcompiler.ParallelProgram) -> bool:
 
 
 def test_where_changes_of_sharding_are_too_many_axes_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An answer that may be above the least, and says by how much at most; the control searches all axes at once."""
+    """An answer that may be above the least, and says so; the control searches all axes at once."""
     x = torch.randn(8, 64, 16)
     program = export(Attention(4, 4, packed=True), (x,))
     joined = tpcompiler.parallelize(program, {"dp": 2, "tp": 2}, "auto")
     assert "that is the least of all choices" in joined.report()
     monkeypatch.setattr(pose, "MOST_CHANGES", 0)
     made = tpcompiler.parallelize(program, {"dp": 2, "tp": 2}, "auto")
-    assert re.search(r"at most [\d.]+% above the least .* one axis after the other", made.report())
+    assert "that is the least found, one axis after the other" in made.report()
     assert made.verify((x,)).ok
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import combinations
 from typing import NamedTuple
 
 import torch
@@ -44,14 +43,12 @@ class Objective(NamedTuple):
     Attributes:
         held: seconds that a byte of weights is worth; a tiny value only breaks ties.
         calls: the weights of one call of each of several programs placed together; all 1 by default.
-        spread: ranks of omitted axes, over which everything counts as sharded for free: for a lower bound.
         optimizer: whose state ranks hold next to parameters with gradients.
     """
 
     machine: Machine
     held: float
     calls: tuple[float, ...] = ()
-    spread: int = 1
     optimizer: Optimizer = "adamw"
 
     @classmethod
@@ -73,15 +70,10 @@ class Objective(NamedTuple):
     def change_seconds(self, source: Sharding, target: Sharding, value: torch.Tensor, mesh: Mesh) -> float:
         """Return the seconds of a change of sharding: its collectives and its copies."""
         steps = steps_between(source, target, value.shape, value.element_size(), mesh, self.machine)
-        sent = sum(self._step_seconds(step, mesh) + STEP for step in steps if step.kind not in FREE)
-        return sent + self.copy_seconds(steps, value, mesh)
-
-    def _step_seconds(self, step: Step, mesh: Mesh) -> float:
-        """Return the seconds of a collective; for a lower bound, also as part of one over more axes."""
-        rest = [axis for axis in mesh.names if axis not in step.axes] if self.spread > 1 else []
-        groups = (mesh.ordered({*step.axes, *more}) for n in range(len(rest) + 1) for more in combinations(rest, n))
-        count = step.wire_bytes / self.spread
-        return min(self.machine.collective_seconds(step.kind, axes, count, mesh) for axes in groups)
+        sent = [step for step in steps if step.kind not in FREE]
+        collective = self.machine.collective_seconds
+        seconds = sum(collective(step.kind, step.axes, step.wire_bytes, mesh) + STEP for step in sent)
+        return seconds + self.copy_seconds(steps, value, mesh)
 
     def copy_seconds(self, steps: Sequence[Step], value: torch.Tensor, mesh: Mesh) -> float:
         """Return the seconds of the copies in a change's steps; a compiler fuses them with the ops around."""
@@ -90,7 +82,7 @@ class Objective(NamedTuple):
             if count := copied_bytes(step, value, mesh):
                 seconds += COPIES.get(step.kind, 1) * self.machine.other + VIEWS * self.machine.view
                 seconds += count / self.machine.bandwidth_of(stored=False)
-        return seconds / self.spread
+        return seconds
 
     def floor_seconds(self, kernel: Kernel) -> float:
         """Return the floor of the kernel that an op starts, in seconds."""
@@ -110,16 +102,16 @@ class Objective(NamedTuple):
         for share, stored, (value, sharding) in zip(kernel.moves, kernel.stored, values, strict=bool(kernel.moves)):
             if share:
                 memory_seconds += share * _stored_bytes(value, sharding, mesh) / machine.bandwidth_of(stored)
-        return max(work.flops / machine.flops_of(work.rows), memory_seconds) / self.spread
+        return max(work.flops / machine.flops_of(work.rows), memory_seconds)
 
     def tie_seconds(self, values: Sequence[tuple[torch.Tensor, Sharding]], mesh: Mesh) -> float:
         """Return a tiny cost of touched bytes, so that of equally fast choices the one on fewer bytes wins."""
-        count = sum(local_bytes(*value, mesh) for value in values) / self.spread
+        count = sum(local_bytes(*value, mesh) for value in values)
         return TIE * count / self.machine.memory_bandwidth
 
     def held_seconds(self, count: float) -> float:
         """Return the value of holding so many bytes of weights less."""
-        return self.held * count / self.spread
+        return self.held * count
 
 
 def copied_bytes(step: Step, value: torch.Tensor, mesh: Mesh) -> int:

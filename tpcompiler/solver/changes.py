@@ -51,7 +51,7 @@ def price_changes(
     def look_up(source: Sharding, target: Sharding) -> float:
         if source == target:
             return 0.0
-        alike = _alike(source, target, tensor, mesh), mesh, objective.spread, refused
+        alike = _alike(source, target, tensor, mesh), mesh, refused
         return known.once(alike, partial(price, source, target))
 
     rows, columns = dict.fromkeys(have), dict.fromkeys(want)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import torch
 from torch import fx
 
 from tpcompiler.cost.kernels import Kernel, factors_of_product, is_attention
@@ -202,7 +203,7 @@ def find_tokens(domain: Domain) -> dict[fx.Node, dict[str, bool]]:
 def _find_touched(domain: Domain) -> Set[fx.Node]:
     """Return the leaves, inputs and pins that are cut over the axis, and all values that depend on one."""
     program, axis = domain.program, domain.stage.axis
-    touched = {node for node in program.user_inputs() if axis in program.constraints[node.name].sharding.axes}
+    touched = {node for node in program.user_inputs() if any(axis in own.axes for own in shardings_of(domain, node))}
     for leaf, _ in program.leaves():
         known = domain.leaves[leaf.name]
         asked = known.allowed.shardings if isinstance(known.allowed, Exactly | Dims) else ()
@@ -228,7 +229,7 @@ def shardings_of(domain: Domain, value: fx.Node) -> tuple[Sharding, ...]:
             exact = leaf.within.shardings[:1] if isinstance(leaf.within, Exactly) else ()
             return (*leaf.shardings, *(domain.stage.within(each, leaf.value) for each in exact))
         given = domain.program.constraints.get(value.name)
-        return () if given is None else (domain.stage.within(given.sharding, edit.fake(value)),)
+        return () if given is None else _shardings_of_input(domain.stage, given.sharding, edit.fake(value))
     source, at = edit.producer(value)
     if source.target is pin:
         allowed = source.meta[PIN].allowed
@@ -236,6 +237,15 @@ def shardings_of(domain: Domain, value: fx.Node) -> tuple[Sharding, ...]:
             return shardings_of(domain, domain.operands[source][0])
         return shardings_of_pin(domain, source)
     return domain.ways[source].made[at] if source in domain.ways else ()
+
+
+def _shardings_of_input(stage: Stage, given: Sharding, value: torch.Tensor) -> tuple[Sharding, ...]:
+    """Return the sharding of an input, and over an open axis the one with dim 0 cut, which is a local slice."""
+    own = stage.within(given, value)
+    if not stage.is_open or not value.ndim or is_one(value.shape[0]):
+        return (own,)
+    cut = own.dims[0].inside(DimSharding.by(stage.axis))
+    return (own,) if cut.find_misfit(value.shape[0], stage.mesh) else (own, stage.within(own.with_dim(0, cut), value))
 
 
 def shardings_of_pin(domain: Domain, node: fx.Node) -> tuple[Sharding, ...]:

@@ -13,7 +13,6 @@ from tpcompiler.solver.retries import (
     find_conflict,
     fit_memory,
     ignore_plan,
-    join_axes,
     take_forms,
     write_simpler_ops,
 )
@@ -38,13 +37,12 @@ class Retry(NamedTuple):
 RETRIES = (
     Retry("with heads that ranks share", cut_shared_heads),
     Retry("with simpler ops", write_simpler_ops),
-    Retry("over all axes at once", join_axes),
     Retry("without the plan", ignore_plan),
     Retry("to fit the memory", fit_memory, is_needed=True),
     Retry("in other forms", take_forms),
     Retry("to find a conflict", find_conflict, is_needed=True),
 )
-PLACING = RETRIES[:4]  # the cheapest placements, whatever a rank holds
+PLACING = RETRIES[:3]  # the cheapest placements, whatever a rank holds
 
 
 def solve(task: Task, retries: Sequence[Retry] = RETRIES) -> Solution:

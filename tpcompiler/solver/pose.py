@@ -77,6 +77,8 @@ def pose(
         domain.kernels = find_program_kernels(domain.program.graph, objective, stage.read)
     if stage.rest == AnyStyle():
         add_layers(problem)
+        if problem.layers and sum(part.is_searched for part in stage.parts) > 1:
+            raise UnsupportedError("a layer is cut over one axis at a time", help="solve one axis at a time")
     for domain in problem.domains:
         _state(problem, domain)
     if stage.parts:

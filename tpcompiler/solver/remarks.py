@@ -35,7 +35,7 @@ def note_search(task: Task, found: Solution, forms: Container[str] = ()) -> list
     notes = []
     if task.is_searched:
         notes += [_proof(task, found), *_unsearched(task, found), *_fixed(task, found, forms)]
-        notes += _freedom(found) if _gathers(task) else ()
+        notes += _freedom(found) if _gathers(task) else _of_open_axes(found)
     if task.is_searched or task.limit is not None:
         notes.append(f"a rank holds about {measure_memory(found).text}")
     if found.simpler:
@@ -78,18 +78,15 @@ def _proof(task: Task, found: Solution) -> str:
 
 def _unsearched(task: Task, found: Solution) -> Iterator[str]:
     """Yield a note on each axis over which no choice was compared."""
-    searched, mesh = {axis for turn in found.turns for axis in turn}, task.programs[0].mesh
+    searched = {axis for turn in found.turns for axis in turn}
     placed = [*found.leaves.values(), *found.settled.values()]
     placed += [each for choice in found.choices.values() for each in (*choice.wants, *choice.made)]
     used = {axis for sharding in placed for axis in sharding.axes}
-    taken = {axis for program in found.programs for node in program.user_inputs() for axis in found.leaves[node].axes}
-    for axis in (axis for axis, degree in mesh.axes if degree > 1):
+    for axis in (axis for axis, degree in task.programs[0].mesh.axes if degree > 1):
         parts = {*found.mesh.parts_of(axis)}
         if parts.isdisjoint(searched):
-            is_open = axis == mesh.model_axis or not parts.isdisjoint(taken)
-            why = "no op has a choice" if is_open else "no input is placed there"
             equal = ", so these ranks do equal work" if parts.isdisjoint(used) else ""
-            yield f"over {axis} nothing was compared: {why}{equal}"
+            yield f"over {axis} nothing was compared: no op has a choice{equal}"
 
 
 def _fixed(task: Task, found: Solution, forms: Container[str]) -> Iterator[str]:
@@ -106,6 +103,12 @@ def _fixed(task: Task, found: Solution, forms: Container[str]) -> Iterator[str]:
         call = "a call" if len(found.programs) == 1 else "a call of each program"
         cost = f"; without its entries {call} would take {duration(less)} less"
     yield f"the plan places {few}{more}{cost}"
+
+
+def _of_open_axes(found: Solution) -> Iterator[str]:
+    """Yield a note on the axes over which the batch of whole inputs is cut."""
+    if found.batch:
+        yield f"over {' and '.join(found.batch)} ranks share the batch of inputs that are equal on all of them"
 
 
 def _gathers(task: Task) -> bool:

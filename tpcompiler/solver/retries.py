@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
 
 from tpcompiler.cost.collective import KINDS
-from tpcompiler.errors import TpCompilerError, UnsupportedError
+from tpcompiler.errors import TpCompilerError
 from tpcompiler.ir import edit
 from tpcompiler.ir.constraints import AnyStyle, Constraint, Dims
 from tpcompiler.ir.dim_sharding import DimSharding
@@ -22,8 +21,8 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.split_axis import keeps_shares, on_split_axis
 from tpcompiler.solver.memory import measure_memory
 from tpcompiler.solver.pose import find_program_kernels
-from tpcompiler.solver.search import find_bound, search
-from tpcompiler.solver.solution import Openings, Solution, Turns, join_places
+from tpcompiler.solver.search import search
+from tpcompiler.solver.solution import Openings, Solution, join_places
 from tpcompiler.solver.stage import Known
 from tpcompiler.solver.step_time import sends_of
 from tpcompiler.solver.task import Styles, Task
@@ -31,7 +30,6 @@ from tpcompiler.solver.variants import find_needed, write_variants
 from tpcompiler.terminal.progress import counted
 
 Again = Callable[[Task], Solution]
-CLOSE = 1.001  # of a bound, within which no better solution is looked for
 MOST_TRIALS = 12  # searches for placements that fit
 STEPS = 16.0  # by which the price of a byte grows until they do
 MOST_ENTRIES = 32  # of a plan that are left out in turn to find those that conflict
@@ -51,7 +49,7 @@ def cut_shared_heads(task: Task, best: Solution, again: Again) -> Solution:
             model = tuple(half for each in task.model_axes for half in (halves if each == axis else (each,)))
             halved = replace(task, programs=split, model=model)
             found = again(halved)
-            best = min(best, found if found.layers else join_axes(halved, found, again), key=_seconds)
+            best = min(best, found, key=_seconds)
     return best
 
 
@@ -86,38 +84,6 @@ def _written(
     ]
 
 
-def join_axes(task: Task, best: Solution, again: Again) -> Solution:
-    """Search over all axes at once, or in the other order where the tables grow too large, unless a bound is close."""
-    solved = [axis for turn in best.turns for axis in turn]
-    last = best.model if best.layers else best.model[-1:]
-    others = tuple(axis for axis in solved if axis not in last)
-    axes = (*others, *(axis for axis in solved if axis in last))
-    if not others or len(axes) == 1 or not (task.is_searched or _splits_dims_twice(best)):
-        return best
-    task = replace(task, programs=best.programs, model=best.model)
-    bound = find_bound(task, axes)
-    turns: list[Turns] = [tuple((axis,) for axis in axes)]
-    if len(others) == len(axes) - 1:  # a layer is cut over one axis a turn
-        turns.insert(0, (axes,))
-    for each in turns if best.seconds > CLOSE * bound else ():
-        with suppress(UnsupportedError):
-            other = search(replace(task, turns=each))
-            best = min(best, replace(other, simpler=best.simpler), key=_seconds)
-            bound = other.seconds if each == (axes,) else bound
-            break
-    return replace(best, bound=min(best.seconds, bound))
-
-
-def _splits_dims_twice(found: Solution) -> bool:
-    """True if a value changes of which several axes cut one dim: over all of them at once, it may take one step."""
-    changes = (
-        (found.sharding(operand), want)
-        for node, choice in found.choices.items()
-        for operand, want in zip(edit.operands(node), choice.wants, strict=True)
-    )
-    return any(have != want and any(len(cut.axes) > 1 for cut in have.dims) for have, want in changes)
-
-
 def ignore_plan(task: Task, best: Solution, again: Again) -> Solution:
     """Search without the plan for the simpler ops and the mesh that its layers may hide; then with it on these."""
     if not any(own.narrows for program in task.programs for own in program.planned.values()):
@@ -132,7 +98,7 @@ def ignore_plan(task: Task, best: Solution, again: Again) -> Solution:
     for axis, (outer, *_) in rest.mesh.factors if rest.mesh != mesh else ():
         same = [on_split_axis(program, axis, outer) for program in same]
     own = replace(task, programs=same, model=rest.model)
-    found = join_axes(own, replace(search(own), simpler=rest.simpler), again)
+    found = replace(search(own), simpler=rest.simpler)
     best = found if found.seconds == rest.seconds else min(best, found, key=_seconds)
     return replace(best, freed=freed)
 
@@ -146,14 +112,15 @@ def fit_memory(task: Task, best: Solution, again: Again) -> Solution:
     if task.limit is None or math.isinf(best.seconds) or (least := measure_memory(best)).total <= task.limit:
         return best
     limit, objective = task.limit, task.objective
-    bound, low, high, times = best.bound, 1.0, math.inf, STEPS
+    low, high, times = 1.0, math.inf, STEPS
+    bound = best.seconds if best.above == 0.0 else 0.0
     fitting: Solution | None = None
     for _ in counted(range(MOST_TRIALS if task.is_searched else 0), "making it fit", "searches"):
         trial = again(replace(task, objective=objective._replace(held=objective.held * times)))
         memory, more = measure_memory(trial), times - 1
         grown = memory.floats + memory.gradients + memory.state  # with weights
         room = (limit - memory.total + grown) * memory.floats / max(1, grown)  # for weights
-        bound = max(bound, trial.bound - more * objective.held_seconds(room))
+        bound = max(bound, trial.seconds - more * objective.held_seconds(room)) if trial.above == 0.0 else bound
         seconds = trial.seconds - more * objective.held_seconds(memory.floats)
         least = min(least, memory, key=lambda each: each.total)
         if memory.total > limit:

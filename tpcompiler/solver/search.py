@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
+from operator import attrgetter
 
 import numpy
 from torch import fx
@@ -14,7 +15,6 @@ from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.constraints import AsUsed
 from tpcompiler.ir.dim_sharding import DimSharding
-from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.solver.changes import UNIT
 from tpcompiler.solver.domain import Domain, find_shared_heads, find_tokens
@@ -22,7 +22,7 @@ from tpcompiler.solver.eliminate import TOO_SLOW, eliminate, solve
 from tpcompiler.solver.pose import pose
 from tpcompiler.solver.problem import FEATURES, NEVER, Problem, Values
 from tpcompiler.solver.samples import find_sample_axes
-from tpcompiler.solver.solution import Layered, Place, Solution, join_places
+from tpcompiler.solver.solution import Layered, Place, Solution, Turns, join_places
 from tpcompiler.solver.stage import MOST_CHOICES, Choice, Known, Stage
 from tpcompiler.solver.task import Task
 from tpcompiler.solver.variants import find_openings, find_places
@@ -31,50 +31,52 @@ FEWER = (MOST_CHOICES, 8, 4, 2, 1)  # choices of an op, as long as the tables ar
 REFUSED = 0.05  # seconds for a weight that would be gathered, where nothing else can be: more than all else
 
 
-def find_bound(task: Task, axes: Sequence[str]) -> float:
-    """Return seconds that no placement over these axes takes less than.
-
-    Each axis by itself, with all that there is cut evenly over the other axes for nothing. What a placement over all
-    axes does over that one is a placement of this problem, which costs no more there: a rank has no less than its even
-    share to work at, to hold and to send.
-    """
-    least, mesh = 0.0, task.programs[0].mesh
-    for axis in axes:
-        relaxed = task.objective._replace(spread=mesh.size([other for other in axes if other != axis]))
-        for most in FEWER:
-            with suppress(UnsupportedError):
-                problem = pose(task.programs, _stage_of(task, (axis,), {}, most), relaxed, {})
-                task.tally.prices += problem.tables.count_cells()
-                least = max(least, (_solved(problem) or (0.0,))[0])
-                break
-    return least
-
-
 def _stage_of(task: Task, axes: tuple[str, ...], before: Mapping[fx.Node, Choice], most: int) -> Stage:
-    mesh, rest = task.programs[0].mesh, task.programs[0].rest if axes[-1] in task.model_axes else AsUsed()
-    known = task.known.once(("over", mesh, axes, rest, most), Known)
-    return Stage(mesh, axes, before, rest, task.known, most, known=known)
+    mesh, axis = task.programs[0].mesh, axes[-1]
+    rest = task.programs[0].rest if axis in task.model_axes else AsUsed()
+    inputs = [own.constraints[node.name].sharding for own in task.programs for node in own.user_inputs()]
+    is_open = task.is_searched and axis not in task.model_axes and not any(axis in own.axes for own in inputs)
+    known = task.known.once(("over", mesh, axes, rest, most, is_open), Known)
+    return Stage(mesh, axes, before, rest, task.known, most, is_open, known=known)
 
 
 def search(task: Task) -> Solution:
-    """Find the cheapest placements of all values, in turns over the axes of the mesh, each turn exactly.
+    """Find the cheapest placements of all values, over all axes of the mesh at once.
+
+    Where the tables are too large for that, or layers are cut over two axes, one axis after the other, each exactly:
+    in two orders, of which the better result counts.
 
     Raises:
-        UnsupportedError: as `eliminate.solve`; axes that are solved at once have too many choices together.
+        UnsupportedError: as `eliminate.solve`; axes that the task wants solved at once have too many choices together.
     """
     task.tally.searches += 1
-    return _search_in_turns(task)
+    if task.turns:
+        return _search_in_turns(task, task.turns)
+    mesh, programs = task.programs[0].mesh, task.programs
+    model = [axis for axis in task.model_axes if mesh.degree(axis) > 1]
+    others = [axis for axis in mesh.names if mesh.degree(axis) > 1 and axis not in model]
+    if len(others) + len(model) > 1:
+        with suppress(UnsupportedError):
+            return _search_in_turns(task, ((*others, *model),))
+    samples = [axis for axis in others if axis in find_sample_axes(programs)]  # a small batch has one dim for them
+    rest = [axis for axis in others if axis not in samples]
+    first = _search_in_order(task, (*samples, *model, *rest))  # what the first cut, others reduce less of
+    best, second = first, (*others, *model) if first.seconds < math.inf else (*model, *rest, *samples)
+    if second != (*samples, *model, *rest):  # also where samples leave no way to cut layers
+        with suppress(UnsupportedError):
+            best = min(first, _search_in_order(task, second), key=attrgetter("seconds"))
+    return best
 
 
-def _search_in_turns(task: Task) -> Solution:
+def _search_in_order(task: Task, axes: Sequence[str]) -> Solution:
+    return _search_in_turns(task, tuple((axis,) for axis in axes) or ((task.programs[0].mesh.model_axis,),))
+
+
+def _search_in_turns(task: Task, turns: Turns) -> Solution:
     programs, objective, held, model = task.programs, task.objective, task.held, task.model_axes
-    mesh, heads = programs[0].mesh, list[tuple[str, int, bool]]()
+    heads = list[tuple[str, int, bool]]()
     found = Solution(programs, objective.machine, model=model, optimizer=objective.optimizer)
     groups, solved = dict[str, Sharding](), list[tuple[str, ...]]()
-    samples = [axis for axis in mesh.names if axis in find_sample_axes(programs)]  # a small batch has one dim for them
-    rest = [axis for axis in mesh.names if axis not in (*samples, *model)]
-    order = [*samples, *model, *rest]  # what the first cut, others reduce less of
-    turns = task.turns or _in_turns(mesh, order)
     for at, turn in enumerate(turns):
         before = tuple(axis for each in turns[:at] for axis in each)
         for most in FEWER:
@@ -90,27 +92,31 @@ def _search_in_turns(task: Task) -> Solution:
             except UnsupportedError:
                 if stage.parts or held or most == FEWER[-1]:
                     raise
-        if values is None and samples and at and not task.turns:  # how samples are cut leaves no way to cut layers
-            return _search_in_turns(replace(task, turns=_in_turns(mesh, [*model, *rest, *samples])))
         if values is None and not stage.is_searched and held is None:
             problem = pose(programs, stage, objective, groups, REFUSED)
             values = _solved(problem)
         if values is None:
             return Solution(programs, objective.machine, seconds=math.inf)
         found, groups = _read(problem, found, *values)
-        solved += [turn] if problem.tables.sizes else []
+        solved += [own for own in [_open_axes(problem)] if own]
         heads += [
             (part.axis, *shared)
             for part, domains in zip(stage.parts or (stage,), problem.alone, strict=True)
             for domain in domains
             for shared in sorted(find_shared_heads(domain))
         ]
-    bound = found.seconds if len(solved) <= 1 else 0.0  # axes in turns: the first need not leave the others their best
-    return replace(found, turns=tuple(solved), bound=bound, heads=tuple(dict.fromkeys(heads)))
+    return replace(found, turns=tuple(solved), heads=tuple(dict.fromkeys(heads)))
 
 
-def _in_turns(mesh: Mesh, order: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    return tuple((axis,) for axis in order if mesh.degree(axis) > 1) or ((order[-1],),)
+def _open_axes(problem: Problem) -> tuple[str, ...]:
+    """Return the axes over which a problem has choices."""
+    if len(problem.stage.own) == 1 or not problem.tables.sizes:
+        return problem.stage.own if problem.tables.sizes else ()
+    return tuple(
+        axis
+        for axis, domains in zip(problem.stage.own, problem.alone, strict=True)
+        if any(len(ways.found) > 1 for domain in domains for ways in domain.ways.values())
+    )
 
 
 def _solved(problem: Problem) -> tuple[float, list[int]] | None:
@@ -155,15 +161,16 @@ def _read(
 
 
 def _axes_of_batch(problem: Problem, choices: Mapping[fx.Node, Choice]) -> Iterator[str]:
-    """Yield the axes of a search that may cut the batch over which it does."""
+    """Yield the axes of a search that may cut the batch of whole inputs over which it does."""
+    is_open = {part.axis for part in problem.stage.parts or (problem.stage,) if part.is_open}
+    domains = problem.domains if problem.stage.gathers else ()
+    tokens = {node: own for domain in domains for node, own in find_tokens(domain).items()}
     cut = {
         axis
-        for domain in (problem.domains if problem.stage.gathers else ())
-        for node, tokens in find_tokens(domain).items()
-        if node in choices
-        for factor, by in choices[node].option.cuts.items()
-        if factor in tokens
+        for node, choice in choices.items()
+        for factor, by in choice.option.cuts.items()
         for axis in by.axes
+        if axis in is_open or factor in tokens.get(node, ())
     }
     return (axis for axis in problem.stage.own if axis in cut)
 

@@ -64,7 +64,7 @@ class Solution:
         simpler: those that are in simpler ops.
         model: the axes over which layers are cut, in order.
         turns: the axes over which there was a choice, in the order in which they were solved; those of a turn at once.
-        bound: seconds that no placement takes less than, of all choices that were compared; 0 if that is unknown.
+        bound: seconds that no placement that fits a rank takes less than, if the fastest does not fit; 0 if unknown.
         freed: seconds of the best placements that were found without the plan's entries for leaves, infinite if they do
             not fit a rank; None without such entries, or if the seconds of these do not compare.
         batch: of a search that may, the axes over which it cuts samples or tokens.

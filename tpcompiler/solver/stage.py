@@ -52,6 +52,7 @@ class Stage:
         before: the choices over these.
         rest: what leaves without a constraint may be.
         read: results that hold for all axes, such as the rules of the graphs.
+        is_open: no input is placed over it, nor layers: inputs, which are whole, may be cut along dim 0 for their uses.
         most: the most choices of an op, and shardings of a value with several users, without a plan.
         parts: of a stage over several axes at once, a stage over each by itself; its own `axis` is the last of them,
             over which layers are cut.
@@ -64,6 +65,7 @@ class Stage:
     rest: AnyStyle | AsUsed
     read: Known = field(default_factory=Known)
     most: int = MOST_CHOICES
+    is_open: bool = False
     parts: tuple[Stage, ...] = ()
     known: Known = field(default_factory=Known)
 
@@ -73,7 +75,7 @@ class Stage:
         last = parts[-1]
         axes, most = tuple(part.axis for part in parts), math.prod(part.most for part in parts)
         known = last.read.once(("together", *(part.what for part in parts)), Known)
-        return cls(last.mesh, axes, {}, last.rest, last.read, most, tuple(parts), known)
+        return cls(last.mesh, axes, {}, last.rest, last.read, most, parts=tuple(parts), known=known)
 
     @property
     def axis(self) -> str:
@@ -91,7 +93,7 @@ class Stage:
     @property
     def what(self) -> tuple[Any, ...]:
         """Equal for stages over one axis, none before it, that leave the same choices."""
-        return self.mesh, self.axis, self.rest, self.most
+        return self.mesh, self.axis, self.rest, self.most, self.is_open
 
     @property
     def own(self) -> tuple[str, ...]:

@@ -98,7 +98,7 @@ def _search(
 
 def _holding(found: Solution, cut: Collection[str]) -> Held:
     def held(problem: Problem) -> Iterator[tuple[int, list[bool]]]:
-        for weight, layer in problem.layers.items() if len(problem.stage.axes) == 1 else ():
+        for weight, layer in problem.layers.items() if found.model[0] in problem.stage.own else ():
             dims = list(layer.styles.values())
             own = found.layers.get(weight)
             if weight in cut and any(dim is not None for dim in dims):

@@ -163,7 +163,7 @@ def _held_units(problem: Problem, node: fx.Node, shardings: Sequence[Sharding]) 
             return objective.held_seconds(count)
         held = count / mesh.size(gathers.axes)
         sent = objective.machine.collective_seconds("all_gather", gathers.axes, count - held, mesh)
-        return objective.held_seconds(held) + gathers.times * sent / objective.spread
+        return objective.held_seconds(held) + gathers.times * sent
 
     known = "held", key(node), shardings, gathers
     return problem.known.once(known, lambda: in_units([price(local_bytes(value, each, mesh)) for each in shardings]))
