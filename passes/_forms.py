@@ -32,10 +32,9 @@ from tpcompiler.passes.regions.spread_experts import Experts, find_matmuls, leaf
 from tpcompiler.plan.plan import Plan
 from tpcompiler.plan.styles import STYLES
 from tpcompiler.rules.registry import rule_of
-from tpcompiler.solver.drive import PLACING, solve
-from tpcompiler.solver.memory import measure_memory
+from tpcompiler.solver.estimate import measure_memory, measure_step_time, seconds_of_ops, sends_of
+from tpcompiler.solver.search import PLACING, solve
 from tpcompiler.solver.solution import Solution
-from tpcompiler.solver.step_time import measure_step_time, seconds_of_ops, sends_of
 from tpcompiler.solver.task import Finder, Task
 from tpcompiler.terminal.printed import format_bytes
 

@@ -26,9 +26,9 @@ from tpcompiler.rules.index_range import Ranges, is_needed, position_checks, wit
 from tpcompiler.rules.infer import Option
 from tpcompiler.rules.notation import Rule
 from tpcompiler.runtime.records import Why
-from tpcompiler.solver.pose import FREE
+from tpcompiler.solver.build_problem import FREE
 from tpcompiler.solver.solution import Solution
-from tpcompiler.solver.stage import Choice
+from tpcompiler.solver.turn import Strategy
 
 
 @dataclass
@@ -155,7 +155,7 @@ def _mark_op(node: fx.Node, walk: Walk) -> NodePlacement:
     return _mark_choice(node, choice, reason, why, walk.at_door)
 
 
-def _mark_choice(node: fx.Node, choice: Choice, reason: str, why: Why, at_door: Ranges | None) -> NodePlacement:
+def _mark_choice(node: fx.Node, choice: Strategy, reason: str, why: Why, at_door: Ranges | None) -> NodePlacement:
     rule, option = choice.rule, choice.option
     sizes = {}
     local = None

@@ -21,8 +21,8 @@ from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.timeline import StepTime
 from tpcompiler.errors import MeshError, ShardingError, UnsupportedError
 from tpcompiler.parallel.pipeline import convert_programs
-from tpcompiler.solver.memory import measure_memory
-from tpcompiler.solver.obstacles import find_obstacles
+from tpcompiler.solver.estimate import measure_memory
+from tpcompiler.solver.report import find_obstacles
 from tpcompiler.solver.task import Aim
 from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.terminal.tables import text_of

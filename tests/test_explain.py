@@ -30,13 +30,13 @@ from tpcompiler.ir.constraints import AnyStyle
 from tpcompiler.ir.program import PlacedProgram, PlannedProgram
 from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize
-from tpcompiler.solver.changes import UNIT
-from tpcompiler.solver.drive import PLACING, solve
-from tpcompiler.solver.otherwise import price_otherwise
-from tpcompiler.solver.pose import pose
+from tpcompiler.solver.build_problem import build_problem
+from tpcompiler.solver.resharding_cost import UNIT
+from tpcompiler.solver.search import PLACING, solve
 from tpcompiler.solver.solution import Solution
-from tpcompiler.solver.stage import Stage
 from tpcompiler.solver.task import Task
+from tpcompiler.solver.turn import Turn
+from tpcompiler.solver.what_if import price_otherwise
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 
@@ -79,7 +79,7 @@ def test_prices_are_the_least_of_all_assignments() -> None:
     """Every assignment of the variables of the whole problem, tried one by one."""
     program = apply_plan(canonicalize(mlp()), Plan().with_search(), Mesh.of(2))
     found = solve(Task([program], Objective.of(read_machine())), PLACING)
-    problem = pose([program], Stage(program.mesh, ("tp",), {}, AnyStyle()), Objective.of(read_machine()), {})
+    problem = build_problem([program], Turn(program.mesh, ("tp",), {}, AnyStyle()), Objective.of(read_machine()), {})
     tables = problem.tables
     totals = numpy.full(tables.sizes, tables.constant)
     for variables, table in tables.factors:

@@ -37,7 +37,7 @@ from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.passes.divide_sizes import divide_sizes
 from tpcompiler.passes.regions.join_branches import join_branches
 from tpcompiler.plan.plan import Plan
-from tpcompiler.solver.drive import PLACING, solve
+from tpcompiler.solver.search import PLACING, solve
 from tpcompiler.solver.task import Task
 
 

@@ -29,8 +29,8 @@ from tpcompiler.cost.timeline import duration
 from tpcompiler.ir.edit import module_path
 from tpcompiler.parallel.conversion import Conversion
 from tpcompiler.parallel.pipeline import find_placements
+from tpcompiler.solver.estimate import measure_step_time, sends_of
 from tpcompiler.solver.solution import Solution
-from tpcompiler.solver.step_time import measure_step_time, sends_of
 from tpcompiler.solver.task import Aim
 
 LAYERS, BEFORE = 2, 1024  # tokens before the one of a decode

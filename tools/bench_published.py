@@ -34,7 +34,7 @@ from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.timeline import StepTime
 from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.plan.plan import Plan
-from tpcompiler.solver.step_time import measure_step_time
+from tpcompiler.solver.estimate import measure_step_time
 from tpcompiler.solver.task import Aim
 
 ROWS = Path(__file__).parent / "published" / "steps.csv"

@@ -13,7 +13,7 @@ from tpcompiler.api import conversions_of, read_plan
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.timeline import duration
 from tpcompiler.parallel.pipeline import find_placements
-from tpcompiler.solver.step_time import StepTime, measure_step_time, sent_by
+from tpcompiler.solver.estimate import StepTime, measure_step_time, sent_by
 from tpcompiler.solver.task import Aim
 
 BF16 = torch.bfloat16

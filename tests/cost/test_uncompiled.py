@@ -21,7 +21,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import parse_placement
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.parallel.pipeline import convert_programs
-from tpcompiler.solver.step_time import changes_of, measure_step_time
+from tpcompiler.solver.estimate import changes_of, measure_step_time
 from tpcompiler.solver.task import Aim
 
 LINKS = "links:\n- {latency: 1.0e-6, bandwidth: 1.0e+10}\n"

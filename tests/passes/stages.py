@@ -41,9 +41,8 @@ from tpcompiler.passes.regions.join_branches import join_branches
 from tpcompiler.passes.shard_state import shard_state
 from tpcompiler.plan.plan import Plan
 from tpcompiler.rules.registry import ops_with_rules
-from tpcompiler.solver.drive import solve
-from tpcompiler.solver.refuse import refuse_unplaced
-from tpcompiler.solver.remarks import note_search, with_notes
+from tpcompiler.solver.report import note_search, refuse_unplaced, with_notes
+from tpcompiler.solver.search import solve
 from tpcompiler.solver.task import Aim, Task
 
 Given = Mapping[str, str] | Sequence[str | None] | None

@@ -13,7 +13,7 @@ from torch.export import Dim, export
 
 import tpcompiler
 from tests.passes.stages import Call
-from tpcompiler.solver import ways
+from tpcompiler.solver import strategies
 from tpcompiler.terminal.tables import text_of
 
 STEPS, FEATURES = 32, 4
@@ -64,7 +64,7 @@ def test_heads_instead_of_keys(ranks: int, is_causal: bool, plan: Any) -> None:
 
 def test_other_dims_are_what_makes_it_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the others: keys and values are gathered."""
-    monkeypatch.setattr(ways, "_other_dims", lambda *_: iter(()))
+    monkeypatch.setattr(strategies, "_other_dims", lambda *_: iter(()))
     gathered = 8 * STEPS * FEATURES * 4 * 3 // 4
     assert sent(converted(attend(), qkv(8), 4)) == {("all_gather", gathered): 2}
 

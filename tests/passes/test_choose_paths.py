@@ -17,7 +17,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.node_placement import read_claim
 from tpcompiler.judge.sound.check import check_programs
 from tpcompiler.parallel.pipeline import find_placements
-from tpcompiler.solver.step_time import sent_by
+from tpcompiler.solver.estimate import sent_by
 from tpcompiler.solver.task import Aim
 
 MESH = {"dp": 2, "tp": 2}

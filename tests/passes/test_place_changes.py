@@ -14,7 +14,7 @@ from tpcompiler.ir.node_placement import PLACEMENT, has_reshard, reshard_of
 from tpcompiler.ir.program import PlacedProgram, pin
 from tpcompiler.ir.text import program_text
 from tpcompiler.passes.place import place
-from tpcompiler.solver.drive import solve
+from tpcompiler.solver.search import solve
 from tpcompiler.solver.task import Aim, Task
 
 X, Y = torch.randn(2, 4), torch.randn(2, 4)

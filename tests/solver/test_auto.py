@@ -25,9 +25,9 @@ from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.plan.plan import Plan
 from tpcompiler.runtime.inputs import write_tensors
-from tpcompiler.solver.drive import PLACING, solve
-from tpcompiler.solver.refuse import refuse_unplaced
-from tpcompiler.solver.step_time import measure_step_time
+from tpcompiler.solver.estimate import measure_step_time
+from tpcompiler.solver.report import refuse_unplaced
+from tpcompiler.solver.search import PLACING, solve
 from tpcompiler.solver.task import Aim, Task
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting

@@ -24,15 +24,14 @@ from tpcompiler.ir.constraints import AnyStyle, AsUsed
 from tpcompiler.ir.program import PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.parallel.pipeline import plan_program
-from tpcompiler.solver import together
+from tpcompiler.solver import domain as domains
+from tpcompiler.solver.build_problem import build_problem
 from tpcompiler.solver.domain import shardings_of_pin
-from tpcompiler.solver.drive import PLACING, solve
-from tpcompiler.solver.pose import pose
 from tpcompiler.solver.problem import Problem
-from tpcompiler.solver.search import search
+from tpcompiler.solver.search import PLACING, search, solve
 from tpcompiler.solver.solution import Turns
-from tpcompiler.solver.stage import Stage
 from tpcompiler.solver.task import Task
+from tpcompiler.solver.turn import Turn
 
 MESH = {"dp": 2, "tp": 2}
 MACHINE_FILE = """
@@ -91,25 +90,25 @@ def test_the_order_of_the_axes_matters() -> None:
 def test_at_once_is_the_least_of_all(boundary: dict[str, Any]) -> None:
     """Against every choice of every op, priced without tables."""
     programs = planned(**boundary)
-    parts = [Stage(programs[0].mesh, (axis,), {}, AnyStyle() if axis == "tp" else AsUsed()) for axis in ("dp", "tp")]
-    problem = pose(programs, Stage.together(parts), SLOW, {})
+    parts = [Turn(programs[0].mesh, (axis,), {}, AnyStyle() if axis == "tp" else AsUsed()) for axis in ("dp", "tp")]
+    problem = build_problem(programs, Turn.together(parts), SLOW, {})
     least = min(brute_force(problem))
     assert solve(Task(programs, SLOW), PLACING).seconds == pytest.approx(least, rel=1e-6)
 
 
 def brute_force(problem: Problem) -> Iterator[float]:
     """The seconds of every placement; of those that gather a weight, or cut it as no style does, infinite."""
-    (domain,), stage = problem.domains, problem.stage
-    program, mesh = domain.program, stage.mesh
+    (domain,), turn = problem.domains, problem.turn
+    program, mesh = domain.program, turn.mesh
     leaves = dict(program.leaves())
     given = {
-        node: stage.within(program.constraints[node.name].sharding, node.meta["val"]) for node in program.user_inputs()
+        node: turn.within(program.constraints[node.name].sharding, node.meta["val"]) for node in program.user_inputs()
     }
-    calls = [node for node in domain.operands if node.target is pin or node in domain.ways]
+    calls = [node for node in domain.operands if node.target is pin or node in domain.strategies]
     each = [
         [(None, (each,), (each,)) for each in shardings_of_pin(domain, node)]
         if node.target is pin
-        else [*domain.ways[node]]
+        else [(each.option, each.wants, each.made) for each in domain.strategies[node]]
         for node in calls
     ]
     for some in itertools.product(*each):
@@ -127,7 +126,7 @@ def brute_force(problem: Problem) -> Iterator[float]:
                     continue
                 over_tp = [dim for dim, cut in enumerate(want.only("tp").dims) if cut.axes]
                 total += math.inf if len(over_tp) > 1 or want.partial else 0.0
-                total += SLOW.held_seconds(local_bytes(value, want, mesh))
+                total += SLOW.storage_seconds(local_bytes(value, want, mesh))
             if option is None:
                 continue
             tensors = [operand.meta["val"] for operand in domain.operands[node]]
@@ -143,7 +142,7 @@ def brute_force(problem: Problem) -> Iterator[float]:
 def test_too_large_tables_give_the_better_order(boundary: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     programs = planned(**boundary)
     least = seconds(programs, AT_ONCE)
-    monkeypatch.setattr(together, "MOST_TOGETHER", 1)
+    monkeypatch.setattr(domains, "MOST_TOGETHER", 1)
     found = solve(Task(programs, SLOW), PLACING)
     assert found.seconds == min(seconds(programs, turns) for turns in (TP_FIRST, DP_FIRST))
     assert len(found.turns) == 2
@@ -170,18 +169,18 @@ def test_the_report_names_the_order_and_the_gap(tmp_path: Path, monkeypatch: pyt
     assert shared in [text.text for text in whole]
     cut = tpcompiler.parallelize(exported(), MESH, "auto", machine=machine, **CUT).converted.notes
     assert not any(text.text == shared for text in cut)
-    monkeypatch.setattr(together, "MOST_TOGETHER", 1)
+    monkeypatch.setattr(domains, "MOST_TOGETHER", 1)
     assert converted(**CUT).endswith(
         "one axis after the other: dp, then tp; how far above the least of all choices it may be is not known"
     )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("most", [together.MOST_TOGETHER, 1])
+@pytest.mark.parametrize("most", [domains.MOST_TOGETHER, 1])
 def test_the_plan_that_was_found_gives_the_same_files(
     most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(together, "MOST_TOGETHER", most)
+    monkeypatch.setattr(domains, "MOST_TOGETHER", most)
     machine = tmp_path / "slow.yaml"
     machine.write_text(MACHINE_FILE)
     how: dict[str, Any] = {"machine": machine, **CUT}

@@ -23,8 +23,8 @@ from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.errors import PlanError
 from tpcompiler.ir import edit
 from tpcompiler.parallel.pipeline import find_placements
+from tpcompiler.solver.estimate import measure_step_time, sent_by
 from tpcompiler.solver.solution import Solution
-from tpcompiler.solver.step_time import measure_step_time, sent_by
 from tpcompiler.solver.task import Aim
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting

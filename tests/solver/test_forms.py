@@ -26,9 +26,9 @@ from tpcompiler.parallel import pipeline
 from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.passes._forms import find_forms
 from tpcompiler.rules.experts import BY_BLOCK
-from tpcompiler.solver import retries
+from tpcompiler.solver import search
+from tpcompiler.solver.estimate import measure_step_time, seconds_of_ops, sent_by
 from tpcompiler.solver.solution import Solution
-from tpcompiler.solver.step_time import measure_step_time, seconds_of_ops, sent_by
 from tpcompiler.solver.task import Aim
 
 MACHINE = str(Path(__file__).with_name("waits.yaml"))
@@ -212,7 +212,7 @@ def test_no_form_is_tried_where_ranks_send_nothing(steps: int, monkeypatch: pyte
     found = find_placements(conversions, aim)
     assert not [*sent_by(found)]
     assert "in other forms" not in found.searches
-    monkeypatch.setattr(retries, "_could_gain", lambda *_: True)
+    monkeypatch.setattr(search, "_could_gain", lambda *_: True)
     tried = find_placements(conversions, aim)
     assert "in other forms" in tried.searches
     assert tried.seconds == found.seconds

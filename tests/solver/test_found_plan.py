@@ -18,7 +18,7 @@ from tpcompiler import Plan
 from tpcompiler.api import conversions_of
 from tpcompiler.errors import PlanError
 from tpcompiler.parallel.pipeline import convert_programs
-from tpcompiler.solver.memory import measure_memory
+from tpcompiler.solver.estimate import measure_memory
 from tpcompiler.solver.task import Aim
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting

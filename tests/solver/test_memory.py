@@ -20,7 +20,7 @@ from tpcompiler.parallel.pipeline import convert_programs
 from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.plan.plan import Plan
-from tpcompiler.solver.memory import measure_memory
+from tpcompiler.solver.estimate import measure_memory
 from tpcompiler.solver.search import search
 from tpcompiler.solver.task import Aim, Task
 

@@ -16,7 +16,7 @@ import tpcompiler
 from tests.passes.stages import Call
 from tests.passes.test_shared_heads import Attention
 from tests.zoo.case import randomise
-from tpcompiler.solver import eliminate, integer, pose, task
+from tpcompiler.solver import build_problem, minimize, task
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 
@@ -84,12 +84,12 @@ def test_where_tables_grow_too_large_fewer_choices_are_looked_at(plan: str, monk
     program = export(Attention(4, 4, packed=True), (x,))
     free = tpcompiler.parallelize(program, 2, plan)
     assert not capped(free)
-    monkeypatch.setattr(eliminate, "TOO_SLOW", 100)
-    monkeypatch.setattr(eliminate, "MOST_CELLS", 100)
+    monkeypatch.setattr(minimize, "TOO_SLOW", 100)
+    monkeypatch.setattr(minimize, "MOST_CELLS", 100)
     exact = tpcompiler.parallelize(program, 2, plan)  # as an integer program
     assert not capped(exact)
     assert sent(exact) == sent(free)
-    monkeypatch.setattr(integer, "MOST_CELLS", 100)
+    monkeypatch.setattr(minimize, "MOST_INTEGER_CELLS", 100)
     made = tpcompiler.parallelize(program, 2, plan)
     assert capped(made)
     assert made.verify((x,)).ok
@@ -109,7 +109,7 @@ def test_where_changes_of_sharding_are_too_many_axes_take_turns(monkeypatch: pyt
     program = export(Attention(4, 4, packed=True), (x,))
     joined = tpcompiler.parallelize(program, {"dp": 2, "tp": 2}, "auto")
     assert "that is the least of all choices" in joined.report()
-    monkeypatch.setattr(pose, "MOST_CHANGES", 0)
+    monkeypatch.setattr(build_problem, "MOST_CHANGES", 0)
     made = tpcompiler.parallelize(program, {"dp": 2, "tp": 2}, "auto")
     assert "that is the least found, one axis after the other" in made.report()
     assert made.verify((x,)).ok

@@ -18,8 +18,8 @@ from tpcompiler.ir import edit
 from tpcompiler.rules import infer
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.solver import domain as domains
-from tpcompiler.solver import stage
-from tpcompiler.solver.pieces import find_pieces
+from tpcompiler.solver import turn
+from tpcompiler.solver.domain import find_pieces
 
 
 class Recurrence(nn.Module):
@@ -53,7 +53,7 @@ def count_shardings(rows: int, monkeypatch: pytest.MonkeyPatch) -> int:
         return infer.shardings(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(stage, "shardings", counting)
+        patch.setattr(turn, "shardings", counting)
         tpcompiler.parallelize(exported(rows), 2, "auto")
     return next(counter)
 

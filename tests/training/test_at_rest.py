@@ -25,8 +25,7 @@ from tpcompiler.parallel.compared import compared_calls, subject_of
 from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.plan.plan import Plan
 from tpcompiler.runtime.artifact import SINGLE
-from tpcompiler.solver.memory import measure_memory
-from tpcompiler.solver.step_time import sent_by
+from tpcompiler.solver.estimate import measure_memory, sent_by
 from tpcompiler.solver.task import Aim
 from tpcompiler.terminal.tables import Table
 

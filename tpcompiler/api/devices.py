@@ -27,8 +27,8 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.optimizer import read_optimizer
 from tpcompiler.parallel.conversion import Conversion
 from tpcompiler.runtime.records import Optimizer, Record, mesh_text
-from tpcompiler.solver.memory import measure_memory
-from tpcompiler.solver.remarks import count_searches
+from tpcompiler.solver.estimate import measure_memory
+from tpcompiler.solver.report import count_searches
 from tpcompiler.solver.task import Aim
 from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.terminal.progress import counted

@@ -30,9 +30,8 @@ from tpcompiler.ir.program import PlannedProgram, tied
 from tpcompiler.parallel.conversion import Conversion
 from tpcompiler.runtime.artifact import is_single
 from tpcompiler.runtime.records import Collective, Optimizer, Record, mesh_text
-from tpcompiler.solver.memory import Memory, measure_memory
-from tpcompiler.solver.obstacles import Obstacle, find_obstacles
-from tpcompiler.solver.remarks import count_searches
+from tpcompiler.solver.estimate import Memory, measure_memory
+from tpcompiler.solver.report import Obstacle, count_searches, find_obstacles
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.task import Aim
 from tpcompiler.terminal.printed import format_bytes

@@ -11,8 +11,8 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.parallel.conversion import Conversion
 from tpcompiler.parallel.converted import ConvertedProgram
 from tpcompiler.parallel.pipeline import convert_programs
-from tpcompiler.solver.memory import Memory, measure_memory
-from tpcompiler.solver.refuse import TooLarge
+from tpcompiler.solver.estimate import Memory, measure_memory
+from tpcompiler.solver.report import TooLarge
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.task import Aim
 

@@ -35,10 +35,10 @@ from tpcompiler.parallel.unplanned import MOST_WHOLE
 from tpcompiler.passes.place import place
 from tpcompiler.passes.regions.attend_in_turns import ATTENTION, axis_of_turns
 from tpcompiler.plan.plan import Plan
-from tpcompiler.solver.otherwise import Otherwise, price_otherwise
+from tpcompiler.solver.estimate import sends_around
 from tpcompiler.solver.solution import Solution
-from tpcompiler.solver.step_time import sends_around
 from tpcompiler.solver.task import Aim
+from tpcompiler.solver.what_if import Otherwise, price_otherwise
 
 
 class Price(NamedTuple):

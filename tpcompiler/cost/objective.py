@@ -41,13 +41,13 @@ class Objective(NamedTuple):
     links. Without a compiler, copies before and after a collective are kernels too.
 
     Attributes:
-        held: seconds that a byte of weights is worth; a tiny value only breaks ties.
+        byte_price: seconds that a byte of weights is worth; a tiny value only breaks ties.
         calls: the weights of one call of each of several programs placed together; all 1 by default.
         optimizer: whose state ranks hold next to parameters with gradients.
     """
 
     machine: Machine
-    held: float
+    byte_price: float
     calls: tuple[float, ...] = ()
     optimizer: Optimizer = "adamw"
 
@@ -55,12 +55,12 @@ class Objective(NamedTuple):
     def of(
         cls,
         machine: Machine,
-        held: float | None = None,
+        byte_price: float | None = None,
         calls: tuple[float, ...] = (),
         optimizer: Optimizer = "adamw",
     ) -> Objective:
-        """Return the objective; by default `held` is a small share of the time to read a byte of weights."""
-        price = TIE / machine.memory_bandwidth if held is None else held
+        """Return the objective; by default `byte_price` is a small share of the time to read a byte of weights."""
+        price = TIE / machine.memory_bandwidth if byte_price is None else byte_price
         return cls(machine, price, calls, optimizer=optimizer)
 
     def weight(self, program: int) -> float:
@@ -109,9 +109,9 @@ class Objective(NamedTuple):
         count = sum(local_bytes(*value, mesh) for value in values)
         return TIE * count / self.machine.memory_bandwidth
 
-    def held_seconds(self, count: float) -> float:
+    def storage_seconds(self, count: float) -> float:
         """Return the value of holding so many bytes of weights less."""
-        return self.held * count
+        return self.byte_price * count
 
 
 def copied_bytes(step: Step, value: torch.Tensor, mesh: Mesh) -> int:

@@ -23,7 +23,7 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.passes.place import place
 from tpcompiler.plan.plan import Plan, PlanEntry
 from tpcompiler.plan.styles import STYLES, read_style
-from tpcompiler.solver.drive import PLACING, solve
+from tpcompiler.solver.search import PLACING, solve
 from tpcompiler.solver.task import Aim, Task
 from tpcompiler.terminal.printed import format_bytes
 

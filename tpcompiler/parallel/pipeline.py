@@ -30,10 +30,9 @@ from tpcompiler.passes.regions.group_queries import group_queries
 from tpcompiler.passes.regions.join_branches import join_branches
 from tpcompiler.passes.regions.spread_experts import spread_experts
 from tpcompiler.plan.plan import Plan
-from tpcompiler.solver.drive import solve
-from tpcompiler.solver.memory import measure_leaves, measure_state
-from tpcompiler.solver.refuse import refuse_unplaced
-from tpcompiler.solver.remarks import Remarks, count_searches, note_search, with_notes
+from tpcompiler.solver.estimate import measure_leaves, measure_state
+from tpcompiler.solver.report import Remarks, count_searches, note_search, refuse_unplaced, with_notes
+from tpcompiler.solver.search import solve
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.task import Aim, Forms, Styles, Task
 

@@ -16,9 +16,8 @@ from tpcompiler.ir.names import modules_around
 from tpcompiler.ir.program import PlannedProgram, tied
 from tpcompiler.parallel.conversion import Conversion, unseen
 from tpcompiler.plan.plan import Plan
-from tpcompiler.solver.memory import measure_leaves
+from tpcompiler.solver.estimate import measure_leaves, measure_step_time
 from tpcompiler.solver.solution import Solution
-from tpcompiler.solver.step_time import measure_step_time
 from tpcompiler.solver.task import Aim, Goal
 
 MOST_WHOLE = 0.25  # of all bytes, that a plan may leave whole without naming them

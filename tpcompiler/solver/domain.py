@@ -1,7 +1,9 @@
-"""Choices of every op, from which the search takes one."""
+"""Strategies of every op of a program, over one axis or several at once, from which the search takes one."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -11,6 +13,7 @@ import torch
 from torch import fx
 
 from tpcompiler.cost.kernels import Kernel, factors_of_product, is_attention
+from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.backward import is_backward
 from tpcompiler.ir.constraints import Dims, Exactly, Over
@@ -19,15 +22,13 @@ from tpcompiler.ir.program import PIN, PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.static import computed_from_leaves
 from tpcompiler.rules.infer import Option, is_one
-from tpcompiler.rules.notation import Rule
+from tpcompiler.rules.notation import Dim, Joined, Rule
 from tpcompiler.rules.registry import rule_of
-from tpcompiler.solver.leaf import Leaf
-from tpcompiler.solver.pieces import find_pieces
-from tpcompiler.solver.samples import NO_SAMPLES, Samples
-from tpcompiler.solver.stage import MOST_CHOICES, Stage
-from tpcompiler.solver.ways import (
+from tpcompiler.solver.batch_dims import NO_SAMPLES, Samples
+from tpcompiler.solver.leaves import Leaf
+from tpcompiler.solver.strategies import (
     Limits,
-    Ways,
+    Strategies,
     can_take,
     made_of,
     make_wanted,
@@ -36,6 +37,7 @@ from tpcompiler.solver.ways import (
     take_operands,
     to_cut,
 )
+from tpcompiler.solver.turn import MOST_CHOICES, Turn
 from tpcompiler.terminal.progress import counted
 
 MOST_PLANNED = 64  # choices of an op, with a plan
@@ -43,7 +45,7 @@ MOST_PLANNED = 64  # choices of an op, with a plan
 
 @dataclass(eq=False)
 class Domain:
-    """The ways of every op of a program, and the shardings that its leaves may have.
+    """The strategies of every op of a program, and the shardings that its leaves may have.
 
     Attributes:
         leaves: by placeholder name.
@@ -54,11 +56,11 @@ class Domain:
     """
 
     program: PlannedProgram
-    stage: Stage
+    turn: Turn
     leaves: Mapping[str, Leaf]
     operands: dict[fx.Node, list[fx.Node]]
     rules: dict[fx.Node, Rule | None]
-    ways: dict[fx.Node, Ways] = field(default_factory=dict)
+    strategies: dict[fx.Node, Strategies] = field(default_factory=dict)
     kernels: Mapping[fx.Node, Kernel] = field(default_factory=dict)
     weight: float = 1.0
     comes_of: dict[fx.Node, frozenset[str]] = field(default_factory=dict)
@@ -67,43 +69,43 @@ class Domain:
 
 
 def find_domain(
-    program: PlannedProgram, stage: Stage, leaves: Mapping[str, Leaf], samples: Samples = NO_SAMPLES
+    program: PlannedProgram, turn: Turn, leaves: Mapping[str, Leaf], samples: Samples = NO_SAMPLES
 ) -> Domain:
-    """Find the options of every op with a rule, over the axis of a stage.
+    """Find the options of every op with a rule, over the axis of a turn.
 
     They are the op whole, those that take its operands as they may be, and those that make what its users want.
     """
-    domain = Domain(program, stage, leaves, *stage.read.once(program.graph, partial(_read_calls, program.graph)))
+    domain = Domain(program, turn, leaves, *turn.read.once(program.graph, partial(_read_calls, program.graph)))
     domain.samples = samples
-    if stage.is_searched:
-        _find_all_ways(domain)
+    if turn.is_searched:
+        _find_all_strategies(domain)
     else:
-        _find_planned_ways(domain)
+        _find_planned_strategies(domain)
     return domain
 
 
-def _find_all_ways(domain: Domain) -> None:
-    """Find ways without a plan: every factor of every rule is cut, except samples and tokens of the inputs.
+def _find_all_strategies(domain: Domain) -> None:
+    """Find strategies without a plan: every factor of every rule is cut, except samples and tokens of the inputs.
 
     What lies within each token may be cut, such as heads that are merged with samples. Where the neighbours of an op
     are cut along tokens it may follow, unless it multiplies with weights: these would be whole.
     """
-    stage, tokens = domain.stage, find_tokens(domain)
+    turn, tokens = domain.turn, find_tokens(domain)
     pieces = find_pieces(domain.operands, domain.rules, MOST_CHOICES)
     for node, rule in domain.rules.items():
         if rule is not None:
             is_product = is_attention(node) or factors_of_product(node, rule) is not None
             many = pieces.get(node, frozenset())
-            own = _limits_without_plan(rule, {} if stage.gathers else tokens[node], many)
+            own = _limits_without_plan(rule, {} if turn.gathers else tokens[node], many)
             limits = own if is_product else _limits_without_plan(rule, {}, many)
-            base = stage.base(node)
-            known = "first", rule, stage.name(base), limits, own, bool(many)
-            find = partial(_every_way, stage, rule, base, limits, own, bool(many))
-            domain.ways[node] = stage.known.once(known, find)
+            base = turn.base(node)
+            known = "first", rule, turn.name(base), limits, own, bool(many)
+            find = partial(_every_strategy, turn, rule, base, limits, own, bool(many))
+            domain.strategies[node] = turn.known.once(known, find)
     for node in counted([*domain.operands][::-1], "finding choices", "ops"):
         _make_wanted(domain, node)
         _take_operands(domain, node)
-    _settle_ways(domain)
+    _settle_strategies(domain)
 
 
 def _limits_without_plan(rule: Rule, tokens: Mapping[str, bool], pieces: Set[str]) -> Limits:
@@ -112,29 +114,31 @@ def _limits_without_plan(rule: Rule, tokens: Mapping[str, bool], pieces: Set[str
     return Limits(frozenset(barred), frozenset(tokens), left_out)
 
 
-def _every_way(stage: Stage, rule: Rule, base: Option, limits: Limits, own: Limits, is_capped: bool) -> Ways:
-    options = (stage.extended(base, each) for each in stage.own_options(rule))
-    ways = Ways.whole(stage, rule, base, limits, stage.most).adding(stage, options, own)
-    return replace(ways, is_capped=is_capped or ways.is_capped)
+def _every_strategy(turn: Turn, rule: Rule, base: Option, limits: Limits, own: Limits, is_capped: bool) -> Strategies:
+    options = (turn.extended(base, each) for each in turn.own_options(rule))
+    strategies = Strategies.whole(turn, rule, base, limits, turn.most).adding(turn, options, own)
+    return replace(strategies, is_capped=is_capped or strategies.is_capped)
 
 
-def _find_planned_ways(domain: Domain) -> None:
-    """Find ways with a plan: shards and pending reductions come from the leaves, inputs and pins that it cuts.
+def _find_planned_strategies(domain: Domain) -> None:
+    """Find strategies with a plan: shards and pending reductions come from the leaves, inputs and pins that it cuts.
 
-    Where an op cannot take a shard, its ways to cut that dim count too, or another dim of that operand.
+    Where an op cannot take a shard, its strategies to cut that dim count too, or another dim of that operand.
     """
-    stage, touched = domain.stage, _find_touched(domain)
+    turn, touched = domain.turn, _find_touched(domain)
     loose = set(computed_from_leaves(domain.program.graph, {leaf for leaf, _ in domain.program.leaves()})) - touched
     for node, rule in domain.rules.items():
         if rule is not None:
-            base, limits = stage.base(node), _limits_with_plan(rule, node, domain.operands[node], touched, loose)
-            known = "first", rule, stage.name(base), limits
-            domain.ways[node] = stage.known.once(known, partial(Ways.whole, stage, rule, base, limits, MOST_PLANNED))
-    for node in domain.ways:
+            base, limits = turn.base(node), _limits_with_plan(rule, node, domain.operands[node], touched, loose)
+            known = "first", rule, turn.name(base), limits
+            domain.strategies[node] = turn.known.once(
+                known, partial(Strategies.whole, turn, rule, base, limits, MOST_PLANNED)
+            )
+    for node in domain.strategies:
         _take_operands(domain, node)
     for node in counted([*domain.operands][::-1], "finding choices", "ops"):
         _make_wanted(domain, node)
-    _settle_ways(domain)
+    _settle_strategies(domain)
     _let_leaves_be_whole(domain, touched)
     _move_cuts(domain)
 
@@ -151,12 +155,12 @@ def _limits_with_plan(
     return Limits(frozenset(factors[True] - factors[False]))
 
 
-def _settle_ways(domain: Domain) -> None:
+def _settle_strategies(domain: Domain) -> None:
     """Let a leaf be what is written to it, or what its gradient is, and ops follow it."""
     placeholders = {fqn: domain.leaves[node.name] for node, fqn in domain.program.leaves()}
     for value, name in domain.program.followers():
         for sharding in shardings_of(domain, value) if name in placeholders else ():
-            placeholders[name].want(sharding.settled(), domain.stage)
+            placeholders[name].want(sharding.settled(), domain.turn)
     for node in domain.operands:
         _take_operands(domain, node)
         _make_wanted(domain, node)
@@ -179,7 +183,7 @@ def find_tokens(domain: Domain) -> dict[fx.Node, dict[str, bool]]:
     for node in domain.program.user_inputs():
         value, cut = edit.fake(node), domain.program.constraints[node.name].sharding
         own = range(value.ndim)[: 1 if value.is_floating_point() else None]
-        tokens[node] = {dim: True for dim in own if domain.stage.axis not in cut.dims[dim].axes}
+        tokens[node] = {dim: True for dim in own if domain.turn.axis not in cut.dims[dim].axes}
     for node, operands in domain.operands.items():
         if node.target is pin and operands[0] in tokens:
             tokens[node] = tokens[operands[0]]
@@ -202,7 +206,7 @@ def find_tokens(domain: Domain) -> dict[fx.Node, dict[str, bool]]:
 
 def _find_touched(domain: Domain) -> Set[fx.Node]:
     """Return the leaves, inputs and pins that are cut over the axis, and all values that depend on one."""
-    program, axis = domain.program, domain.stage.axis
+    program, axis = domain.program, domain.turn.axis
     touched = {node for node in program.user_inputs() if any(axis in own.axes for own in shardings_of(domain, node))}
     for leaf, _ in program.leaves():
         known = domain.leaves[leaf.name]
@@ -227,43 +231,43 @@ def shardings_of(domain: Domain, value: fx.Node) -> tuple[Sharding, ...]:
         leaf = domain.leaves.get(value.name)
         if leaf is not None:
             exact = leaf.within.shardings[:1] if isinstance(leaf.within, Exactly) else ()
-            return (*leaf.shardings, *(domain.stage.within(each, leaf.value) for each in exact))
+            return (*leaf.shardings, *(domain.turn.within(each, leaf.value) for each in exact))
         given = domain.program.constraints.get(value.name)
-        return () if given is None else _shardings_of_input(domain.stage, given.sharding, edit.fake(value))
+        return () if given is None else _shardings_of_input(domain.turn, given.sharding, edit.fake(value))
     source, at = edit.producer(value)
     if source.target is pin:
         allowed = source.meta[PIN].allowed
-        if isinstance(allowed, Over) and set(allowed.axes).isdisjoint(domain.stage.own):
+        if isinstance(allowed, Over) and set(allowed.axes).isdisjoint(domain.turn.own):
             return shardings_of(domain, domain.operands[source][0])
         return shardings_of_pin(domain, source)
-    return domain.ways[source].made[at] if source in domain.ways else ()
+    return domain.strategies[source].made[at] if source in domain.strategies else ()
 
 
-def _shardings_of_input(stage: Stage, given: Sharding, value: torch.Tensor) -> tuple[Sharding, ...]:
+def _shardings_of_input(turn: Turn, given: Sharding, value: torch.Tensor) -> tuple[Sharding, ...]:
     """Return the sharding of an input, and over an open axis the one with dim 0 cut, which is a local slice."""
-    own = stage.within(given, value)
-    if not stage.is_open or not value.ndim or is_one(value.shape[0]):
+    own = turn.within(given, value)
+    if not turn.is_open or not value.ndim or is_one(value.shape[0]):
         return (own,)
-    cut = own.dims[0].inside(DimSharding.by(stage.axis))
-    return (own,) if cut.find_misfit(value.shape[0], stage.mesh) else (own, stage.within(own.with_dim(0, cut), value))
+    cut = own.dims[0].inside(DimSharding.by(turn.axis))
+    return (own,) if cut.find_misfit(value.shape[0], turn.mesh) else (own, turn.within(own.with_dim(0, cut), value))
 
 
 def shardings_of_pin(domain: Domain, node: fx.Node) -> tuple[Sharding, ...]:
     """Return the shardings of a pin: the requested one; over other axes, any sharding of its value."""
-    asked, stage, (value,) = node.meta[PIN], domain.stage, domain.operands[node]
+    asked, turn, (value,) = node.meta[PIN], domain.turn, domain.operands[node]
     have = dict.fromkeys([*shardings_of(domain, value), Sharding.replicated(edit.ndim(value))])
-    return tuple(dict.fromkeys(stage.within(asked.applied(sharding), edit.fake(value)) for sharding in have))
+    return tuple(dict.fromkeys(turn.within(asked.applied(sharding), edit.fake(value)) for sharding in have))
 
 
 def _take_operands(domain: Domain, node: fx.Node) -> None:
-    """Let an op run by what its operands are; where it cannot, by the ways in which it could cut that dim."""
-    if node not in domain.ways:
+    """Let an op run by what its operands are; where it cannot, by the strategies in which it could cut that dim."""
+    if node not in domain.strategies:
         return
-    stage, had, operands = domain.stage, domain.ways[node], domain.operands[node]
+    turn, had, operands = domain.turn, domain.strategies[node], domain.operands[node]
     have = tuple((*(own := shardings_of(domain, value)), *_cut_again(domain, value, own)) for value in operands)
-    domain.ways[node] = stage.known.once(("takes", had, have), partial(take_operands, stage, had, have))
+    domain.strategies[node] = turn.known.once(("takes", had, have), partial(take_operands, turn, had, have))
     pairs = zip(operands, have, strict=True)
-    behind = [domain.comes_of[o] for o, own in pairs if o in domain.comes_of and to_cut(stage, own)]
+    behind = [domain.comes_of[o] for o, own in pairs if o in domain.comes_of and to_cut(turn, own)]
     if behind:
         comes_of = behind[0] if len(behind) == 1 else frozenset().union(*behind)
         for made, _ in edit.results(node):
@@ -272,10 +276,10 @@ def _take_operands(domain: Domain, node: fx.Node) -> None:
 
 def _cut_again(domain: Domain, value: fx.Node, have: Sequence[Sharding]) -> Iterator[Sharding]:
     """Yield a value of samples cut along them, such as sorted tokens, if what makes it has to have them whole."""
-    dims, axis = domain.samples.dims_of(value, domain.stage.axis), domain.stage.axis
+    dims, axis = domain.samples.dims_of(value, domain.turn.axis), domain.turn.axis
     if dims and not any(axis in sharding.dims[dim].axes for sharding in have for dim in dims):
         whole = Sharding.replicated(edit.ndim(value))
-        yield domain.stage.within(whole.with_dim(dims[0], DimSharding.by(axis)), edit.fake(value))
+        yield domain.turn.within(whole.with_dim(dims[0], DimSharding.by(axis)), edit.fake(value))
 
 
 def _let_leaves_be_whole(domain: Domain, touched: Set[fx.Node]) -> None:
@@ -283,17 +287,19 @@ def _let_leaves_be_whole(domain: Domain, touched: Set[fx.Node]) -> None:
     them cut, such as keys and values of which there are fewer heads than ranks. Operands that are made of the same
     leaves do not count: they would be whole too.
     """
-    stage = domain.stage
+    turn = domain.turn
     reached: dict[fx.Node, tuple[Sharding, ...]] = {  # what values may be without a change on the way from such a leaf
         node: shardings_of(domain, node) for node, _ in domain.program.leaves() if node in domain.comes_of
     }
-    for node, ways in domain.ways.items():
+    for node, strategies in domain.strategies.items():
         operands = domain.operands[node]
         have = tuple(reached.get(operand, ()) for operand in operands)
         if not any(have) or is_backward(node):
             continue  # a backward takes what its forward did
         for made, at in edit.results(node):
-            reached[made] = stage.known.once(("reached", ways, have, at), partial(made_of, stage, ways, have, at))
+            reached[made] = turn.known.once(
+                ("reached", strategies, have, at), partial(made_of, turn, strategies, have, at)
+            )
         if any(domain.leaves[o.name].is_fixed for o in operands if o.name in domain.leaves):
             continue
         for index, operand in enumerate(operands):
@@ -301,8 +307,8 @@ def _let_leaves_be_whole(domain: Domain, touched: Set[fx.Node]) -> None:
             are_touched = tuple(
                 o in touched and not (o in domain.comes_of and domain.comes_of[o] <= leaves) for o in operands
             )
-            known = "can", ways, index, are_touched, have
-            if not stage.known.once(known, partial(can_take, stage, ways, index, are_touched, have)):
+            known = "can", strategies, index, are_touched, have
+            if not turn.known.once(known, partial(can_take, turn, strategies, index, are_touched, have)):
                 for leaf in domain.leaves.values():
                     if leaf.group in leaves:
                         leaf.let_be_whole()
@@ -310,17 +316,17 @@ def _let_leaves_be_whole(domain: Domain, touched: Set[fx.Node]) -> None:
 
 def _move_cuts(domain: Domain) -> None:
     """Let ops cut another dim of operands that they cannot take as they are cut, and the ops around them follow."""
-    stage, is_moved = domain.stage, False
-    for node, had in domain.ways.items():
+    turn, is_moved = domain.turn, False
+    for node, had in domain.strategies.items():
         have = tuple(_computed(domain, operand) for operand in domain.operands[node])
-        domain.ways[node] = stage.known.once(("moves", had, have), partial(move_cuts, stage, had, have))
-        is_moved = is_moved or domain.ways[node] is not had
+        domain.strategies[node] = turn.known.once(("moves", had, have), partial(move_cuts, turn, had, have))
+        is_moved = is_moved or domain.strategies[node] is not had
         if is_moved:
             _take_operands(domain, node)
     if is_moved:
         for node in [*domain.operands][::-1]:
             _make_wanted(domain, node)
-        _settle_ways(domain)
+        _settle_strategies(domain)
 
 
 def _computed(domain: Domain, operand: fx.Node) -> tuple[Sharding, ...]:
@@ -330,20 +336,20 @@ def _computed(domain: Domain, operand: fx.Node) -> tuple[Sharding, ...]:
 
 def _make_wanted(domain: Domain, node: fx.Node) -> None:
     """Let those who make an op's operands make what it wants of them."""
-    stage, wanted = domain.stage, list[tuple[Sharding, ...]]()
+    turn, wanted = domain.turn, list[tuple[Sharding, ...]]()
     if node.target is pin:
         wanted = [shardings_of_pin(domain, node)]
-    elif node in domain.ways:
-        wanted = domain.ways[node].wants
+    elif node in domain.strategies:
+        wanted = domain.strategies[node].wants
     for value, shardings in zip(domain.operands[node] if wanted else (), wanted, strict=True):
         source, at = edit.producer(value)
         if value.name in domain.leaves:
-            for sharding in to_cut(stage, shardings):
-                domain.leaves[value.name].want(sharding, stage)
-        elif source in domain.ways:
-            had, is_one = domain.ways[source], source is not value
+            for sharding in to_cut(turn, shardings):
+                domain.leaves[value.name].want(sharding, turn)
+        elif source in domain.strategies:
+            had, is_one = domain.strategies[source], source is not value
             known = "makes", had, at, is_one, shardings
-            domain.ways[source] = stage.known.once(known, partial(make_wanted, stage, had, at, is_one, shardings))
+            domain.strategies[source] = turn.known.once(known, partial(make_wanted, turn, had, at, is_one, shardings))
 
 
 def find_shared_heads(domain: Domain) -> set[tuple[int, bool]]:
@@ -351,11 +357,136 @@ def find_shared_heads(domain: Domain) -> set[tuple[int, bool]]:
 
     With each degree of the outer axis: True if the inner one shards the heads, and the outer one the steps as before.
     """
-    stage, found = domain.stage, set[tuple[int, bool]]()
-    for node, ways in domain.ways.items():
+    turn, found = domain.turn, set[tuple[int, bool]]()
+    for node, strategies in domain.strategies.items():
         have = tuple(
             _computed(domain, operand) if edit.fake(operand).is_floating_point() else ()  # no masks: few samples
             for operand in domain.operands[node]
         )
-        found |= stage.known.once(("shared", ways, have), partial(shared_heads, stage, ways, have))
+        found |= turn.known.once(("shared", strategies, have), partial(shared_heads, turn, strategies, have))
     return found
+
+
+MOST_TOGETHER = 64  # choices of an op: what is found for two axes takes as long as 4 times that many over one
+
+
+def combine_domains(turn: Turn, alone: Sequence[Sequence[Domain]]) -> list[Domain]:
+    """The domains of programs over all axes of a turn, made of those over each.
+
+    Raises:
+        UnsupportedError: an op has more than `MOST_TOGETHER` choices.
+    """
+    found, leaves = list[Domain](), dict[str, Leaf]()  # by group: programs share them
+    for own in zip(*alone, strict=True):
+        first, named = own[0], dict[str, Leaf]()
+        for name, leaf in first.leaves.items():
+            if leaf.group not in leaves:
+                leaves[leaf.group] = _combine_leaf(turn, [domain.leaves[name] for domain in own])
+            named[name] = leaves[leaf.group]
+        strategies = {
+            node: _combine_strategies(turn, [domain.strategies[node] for domain in own]) for node in first.strategies
+        }
+        found.append(Domain(first.program, turn, named, first.operands, first.rules, strategies, first.kernels))
+    return found
+
+
+def _combine_strategies(turn: Turn, each: Sequence[Strategies]) -> Strategies:
+    return turn.known.once(("together", *each), partial(_find_strategies, turn, each))
+
+
+def _find_strategies(turn: Turn, each: Sequence[Strategies]) -> Strategies:
+    if (count := math.prod(len(strategies.found) for strategies in each)) > MOST_TOGETHER:
+        raise UnsupportedError(f"an op has {count} choices over {len(each)} axes", help="solve one axis at a time")
+    limits = each[0].limits._replace(barred=frozenset(), blocked=frozenset(), left_out=frozenset(), is_closed=False)
+    strategies = Strategies(each[0].rule, Option(), limits, math.factorial(len(each)) * MOST_TOGETHER)
+    made = strategies.adding(turn, _nested_options(turn, [[way.option for way in own] for own in each]))
+    return replace(made, is_capped=any(own.is_capped for own in each))
+
+
+def _nested_options(turn: Turn, each: Sequence[Sequence[Option]]) -> Iterator[Option]:
+    """One of each axis together; where two cut one factor, either is outside."""
+    for some in itertools.product(*each):
+        for order in itertools.permutations(some):
+            made = Option()
+            for option in order:
+                made = turn.extended(made, option)
+            if sum(len(cut.axes) for cut in made.cuts.values()) == sum(
+                len(c.axes) for o in some for c in o.cuts.values()
+            ):
+                yield made
+
+
+def _combine_leaf(turn: Turn, each: Sequence[Leaf]) -> Leaf:
+    leaf = each[0]
+    if isinstance(leaf.allowed, Exactly):
+        made = [turn.within(asked, leaf.value) for asked in leaf.allowed.shardings]
+    elif any(own.shardings for own in each):
+        made = [*_nested_shardings(turn, leaf, [list(own.shardings) or [leaf.before] for own in each])]
+    else:
+        made = []
+    return replace(leaf, shardings=dict.fromkeys(made))
+
+
+def _nested_shardings(turn: Turn, leaf: Leaf, each: Sequence[Sequence[Sharding]]) -> Iterator[Sharding]:
+    for some in itertools.product(*each):
+        for order in itertools.permutations(some):
+            made = leaf.before
+            for sharding in order:
+                made = sharding.beside(made, sharding.axes)
+            is_made = made.axes == frozenset().union(*(sharding.axes for sharding in some))
+            sizes = zip(made.dims, leaf.value.shape, strict=True)
+            if is_made and not any(cut.find_misfit(size, turn.mesh) for cut, size in sizes):
+                yield turn.known.setdefault(made, made)
+
+
+Place = tuple[fx.Node, int]  # a dim of a value
+
+
+def find_pieces(
+    operands: Mapping[fx.Node, Sequence[fx.Node]], rules: Mapping[fx.Node, Rule | None], most: int
+) -> dict[fx.Node, frozenset[str]]:
+    """Return, by op, the pieces of dims that have more than `most` different ones.
+
+    Before    each row gets a sum of the rows before it: 63 slices [..., :i] of one matrix
+    After     these ops need the matrix whole, or cut along another dim
+
+    A piece could be cut by itself in every value that has the dim, so the search would compare only some of the
+    choices of all these ops anyway, and take most of its time for them.
+    """
+    above: dict[Place, Place] = {}  # a union-find forest of dims that ops hand on as they are
+
+    def root(place: Place) -> Place:
+        while above.setdefault(place, place) != place:
+            above[place] = above[above[place]]
+            place = above[place]
+        return place
+
+    rows: list[tuple[fx.Node, Rule, Place, Joined]] = []
+    for node, rule in rules.items():
+        first: dict[object, Place] = {}
+        for value, at, dim in _dims_of(node, operands[node], rule):
+            if isinstance(dim, Joined) and rule is not None:
+                rows.append((node, rule, (value, at), dim))
+            if len(dim) == 1 or isinstance(dim, Joined):
+                above[root((value, at))] = root(first.setdefault((type(dim), dim), (value, at)))
+    pieces: dict[Place, set[object]] = {}  # where each begins and ends
+    for _, rule, place, dim in rows:
+        ends = [0, *itertools.accumulate(rule.extent[factor] for factor in dim)]
+        for factor, piece in zip(dim, itertools.pairwise(ends), strict=True):
+            if not factor.startswith("_") and not is_one(rule.extent[factor]):
+                pieces.setdefault(root(place), set()).add(piece)
+    found: dict[fx.Node, frozenset[str]] = {}
+    for node, _, place, dim in rows:
+        if len(pieces.get(root(place), ())) > most:
+            found[node] = found.get(node, frozenset()) | frozenset(dim)
+    return found
+
+
+def _dims_of(node: fx.Node, operands: Sequence[fx.Node], rule: Rule | None) -> Iterator[tuple[fx.Node, int, Dim]]:
+    """Yield each dim of an op's operands and results: the value, the dim's place in it, and its factors."""
+    if rule is not None:
+        values = [(value, rule.pattern.inputs[at]) for at, value in enumerate(operands)]
+        values += [(made, rule.pattern.outputs[at]) for made, at in edit.results(node)]
+        for value, term in values:
+            for at, dim in enumerate(term):
+                yield value, at, dim

@@ -12,11 +12,11 @@ from torch import fx
 from tpcompiler.cost.objective import Objective
 from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.solver.changes import in_units
+from tpcompiler.solver.batch_dims import Samples
 from tpcompiler.solver.domain import Domain
-from tpcompiler.solver.samples import Samples
-from tpcompiler.solver.stage import Choice, Known, Stage
-from tpcompiler.solver.tables import Tables
+from tpcompiler.solver.minimize import Tables
+from tpcompiler.solver.resharding_cost import in_units
+from tpcompiler.solver.turn import Memo, Strategy, Turn
 
 NEVER = numpy.inf
 FEATURES = frozenset({"colwise", "rowwise", "replicate"})  # styles of a layer; of one weight of several, placements
@@ -44,13 +44,13 @@ class Layer:
 class Choices(NamedTuple):
     """The choices of an op with their prices, and the shardings that they need and produce, by operand and result."""
 
-    each: Sequence[Choice]
+    each: Sequence[Strategy]
     units: numpy.ndarray
     wants: Sequence[tuple[Sharding, ...]]
     made: Sequence[tuple[Sharding, ...]]
 
     @classmethod
-    def of(cls, each: Sequence[Choice]) -> Choices:
+    def of(cls, each: Sequence[Strategy]) -> Choices:
         wants, made = (list(zip(*side, strict=True)) for side in ([c.wants for c in each], [c.made for c in each]))
         return cls(each, in_units([choice.seconds for choice in each]), wants, made)
 
@@ -67,7 +67,7 @@ class Problem:
     """The tables of programs, and what their variables are."""
 
     programs: Sequence[PlannedProgram]
-    stage: Stage
+    turn: Turn
     objective: Objective
     refused: float  # what it costs to gather a weight that the plan cuts
     samples: Samples
@@ -83,8 +83,8 @@ class Problem:
     choices: dict[fx.Node, Choices] = field(default_factory=dict)
     variables: dict[fx.Node, int] = field(default_factory=dict)
     changes: list[tuple[fx.Node, Values, Values, bool, float]] = field(default_factory=list)
-    known: Known = field(default_factory=Known)  # what layers alike share, and problems over this axis
-    held: set[str] = field(default_factory=set)  # weights whose bytes have a price
+    known: Memo = field(default_factory=Memo)  # what layers alike share, and problems over this axis
+    priced: set[str] = field(default_factory=set)  # weights whose bytes have a price
     resting: dict[fx.Node, Gathers] = field(default_factory=dict)  # leaves that are gathered for their uses
     capped: int = 0
 

@@ -3,41 +3,49 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy
 from torch import fx
 
-from tpcompiler.errors import UnsupportedError
+from tpcompiler.cost.collective import KINDS
+from tpcompiler.errors import TpCompilerError, UnsupportedError
 from tpcompiler.ir import edit
-from tpcompiler.ir.constraints import AsUsed
+from tpcompiler.ir.constraints import AnyStyle, AsUsed, Constraint, Dims
 from tpcompiler.ir.dim_sharding import DimSharding
+from tpcompiler.ir.local import no_new_guards
+from tpcompiler.ir.program import PlannedProgram, relax
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.solver.changes import UNIT
+from tpcompiler.ir.split_axis import keeps_shares, on_split_axis
+from tpcompiler.solver.batch_dims import find_sample_axes
+from tpcompiler.solver.build_problem import build_problem, find_program_kernels
 from tpcompiler.solver.domain import Domain, find_shared_heads, find_tokens
-from tpcompiler.solver.eliminate import TOO_SLOW, eliminate, solve
-from tpcompiler.solver.pose import pose
+from tpcompiler.solver.estimate import measure_memory, sends_of
+from tpcompiler.solver.minimize import TOO_SLOW, eliminate, minimize
 from tpcompiler.solver.problem import FEATURES, NEVER, Problem, Values
-from tpcompiler.solver.samples import find_sample_axes
-from tpcompiler.solver.solution import Layered, Place, Solution, Turns, join_places
-from tpcompiler.solver.stage import MOST_CHOICES, Choice, Known, Stage
-from tpcompiler.solver.task import Task
-from tpcompiler.solver.variants import find_openings, find_places
+from tpcompiler.solver.resharding_cost import UNIT
+from tpcompiler.solver.solution import Layered, Openings, Place, Solution, Turns, join_places
+from tpcompiler.solver.task import Styles, Task
+from tpcompiler.solver.turn import MOST_CHOICES, Memo, Strategy, Turn
+from tpcompiler.solver.variants import find_needed, find_openings, find_places, write_variants
+from tpcompiler.terminal.progress import counted
 
 FEWER = (MOST_CHOICES, 8, 4, 2, 1)  # choices of an op, as long as the tables are too large
 REFUSED = 0.05  # seconds for a weight that would be gathered, where nothing else can be: more than all else
 
 
-def _stage_of(task: Task, axes: tuple[str, ...], before: Mapping[fx.Node, Choice], most: int) -> Stage:
+def _turn_of(task: Task, axes: tuple[str, ...], before: Mapping[fx.Node, Strategy], most: int) -> Turn:
     mesh, axis = task.programs[0].mesh, axes[-1]
     rest = task.programs[0].rest if axis in task.model_axes else AsUsed()
     inputs = [own.constraints[node.name].sharding for own in task.programs for node in own.user_inputs()]
     is_open = task.is_searched and axis not in task.model_axes and not any(axis in own.axes for own in inputs)
-    known = task.known.once(("over", mesh, axes, rest, most, is_open), Known)
-    return Stage(mesh, axes, before, rest, task.known, most, is_open, known=known)
+    known = task.known.once(("over", mesh, axes, rest, most, is_open), Memo)
+    return Turn(mesh, axes, before, rest, task.known, most, is_open, known=known)
 
 
 def search(task: Task) -> Solution:
@@ -73,27 +81,28 @@ def _search_in_order(task: Task, axes: Sequence[str]) -> Solution:
 
 
 def _search_in_turns(task: Task, turns: Turns) -> Solution:
-    programs, objective, held, model = task.programs, task.objective, task.held, task.model_axes
+    programs, objective, fixed, model = task.programs, task.objective, task.fixed, task.model_axes
     heads = list[tuple[str, int, bool]]()
     found = Solution(programs, objective.machine, model=model, optimizer=objective.optimizer)
     groups, solved = dict[str, Sharding](), list[tuple[str, ...]]()
-    for at, turn in enumerate(turns):
+    for at, axes in enumerate(turns):
         before = tuple(axis for each in turns[:at] for axis in each)
         for most in FEWER:
-            parts = [_stage_of(task, (*before, axis), found.choices, most) for axis in turn]
-            stage = parts[0] if len(parts) == 1 else Stage.together(parts)
-            problem = pose(programs, stage, objective, groups)
-            for variable, allowed in held(problem) if held else ():
-                problem.tables.price([variable], numpy.where(allowed, 0.0, NEVER))
+            parts = [_turn_of(task, (*before, axis), found.choices, most) for axis in axes]
+            turn = parts[0] if len(parts) == 1 else Turn.together(parts)
+            build = partial(build_problem, programs, turn, objective, groups)
+            # What other choices cost is asked of one problem many times.
+            what = ("problem", *programs, axes, most, objective[1:])
+            problem = task.known.once(what, build) if fixed and not before else build()
             task.tally.prices += problem.tables.count_cells()
             try:
-                values = _solved(problem)
+                values = _solved(problem, fixed(problem) if fixed else ())
                 break
             except UnsupportedError:
-                if stage.parts or held or most == FEWER[-1]:
+                if turn.parts or fixed or most == FEWER[-1]:
                     raise
-        if values is None and not stage.is_searched and held is None:
-            problem = pose(programs, stage, objective, groups, REFUSED)
+        if values is None and not turn.is_searched and fixed is None:
+            problem = build_problem(programs, turn, objective, groups, REFUSED)
             values = _solved(problem)
         if values is None:
             return Solution(programs, objective.machine, seconds=math.inf)
@@ -101,7 +110,7 @@ def _search_in_turns(task: Task, turns: Turns) -> Solution:
         solved += [own for own in [_open_axes(problem)] if own]
         heads += [
             (part.axis, *shared)
-            for part, domains in zip(stage.parts or (stage,), problem.alone, strict=True)
+            for part, domains in zip(turn.parts or (turn,), problem.alone, strict=True)
             for domain in domains
             for shared in sorted(find_shared_heads(domain))
         ]
@@ -110,17 +119,19 @@ def _search_in_turns(task: Task, turns: Turns) -> Solution:
 
 def _open_axes(problem: Problem) -> tuple[str, ...]:
     """Return the axes over which a problem has choices."""
-    if len(problem.stage.own) == 1 or not problem.tables.sizes:
-        return problem.stage.own if problem.tables.sizes else ()
+    if len(problem.turn.own) == 1 or not problem.tables.sizes:
+        return problem.turn.own if problem.tables.sizes else ()
     return tuple(
         axis
-        for axis, domains in zip(problem.stage.own, problem.alone, strict=True)
-        if any(len(ways.found) > 1 for domain in domains for ways in domain.ways.values())
+        for axis, domains in zip(problem.turn.own, problem.alone, strict=True)
+        if any(len(strategies.found) > 1 for domain in domains for strategies in domain.strategies.values())
     )
 
 
-def _solved(problem: Problem) -> tuple[float, list[int]] | None:
-    cost, values = eliminate(problem.tables, TOO_SLOW) if problem.stage.parts else solve(problem.tables)
+def _solved(problem: Problem, fixed: Iterable[tuple[int, Sequence[bool]]] = ()) -> tuple[float, list[int]] | None:
+    limits = [((variable,), numpy.where(allowed, 0.0, NEVER)) for variable, allowed in fixed]
+    tables = replace(problem.tables, factors=[*problem.tables.factors, *limits])
+    cost, values = eliminate(tables, TOO_SLOW) if problem.turn.parts else minimize(tables)
     return None if math.isinf(cost) else (cost * UNIT, values)
 
 
@@ -160,10 +171,10 @@ def _read(
     return solution, groups
 
 
-def _axes_of_batch(problem: Problem, choices: Mapping[fx.Node, Choice]) -> Iterator[str]:
+def _axes_of_batch(problem: Problem, choices: Mapping[fx.Node, Strategy]) -> Iterator[str]:
     """Yield the axes of a search that may cut the batch of whole inputs over which it does."""
-    is_open = {part.axis for part in problem.stage.parts or (problem.stage,) if part.is_open}
-    domains = problem.domains if problem.stage.gathers else ()
+    is_open = {part.axis for part in problem.turn.parts or (problem.turn,) if part.is_open}
+    domains = problem.domains if problem.turn.gathers else ()
     tokens = {node: own for domain in domains for node, own in find_tokens(domain).items()}
     cut = {
         axis
@@ -172,7 +183,7 @@ def _axes_of_batch(problem: Problem, choices: Mapping[fx.Node, Choice]) -> Itera
         for axis in by.axes
         if axis in is_open or factor in tokens.get(node, ())
     }
-    return (axis for axis in problem.stage.own if axis in cut)
+    return (axis for axis in problem.turn.own if axis in cut)
 
 
 def _layers(
@@ -183,7 +194,7 @@ def _layers(
     None of a layer that no style says: one that both halves cut along other dims, or a weight that is cut elsewhere
     than a plain placement does, or by one half alone.
     """
-    axis, made, earlier = problem.stage.axis, dict[str, Layered](), {*problem.stage.axes} - {*problem.stage.own}
+    axis, made, earlier = problem.turn.axis, dict[str, Layered](), {*problem.turn.axes} - {*problem.turn.own}
     is_second = not earlier.isdisjoint(before.model)
     for fqn, layer in problem.layers.items():
         style, dim = [*layer.styles.items()][found[layer.variable]]
@@ -202,7 +213,7 @@ def _chosen(values: Values, found: Sequence[int]) -> Sharding:
 
 
 def _openings(
-    problem: Problem, choices: Mapping[fx.Node, Choice], found: Sequence[int]
+    problem: Problem, choices: Mapping[fx.Node, Strategy], found: Sequence[int]
 ) -> Iterator[tuple[tuple[int, str], Set[Place]]]:
     """The calls that might do with less than what the solution gathers or reduces.
 
@@ -210,7 +221,7 @@ def _openings(
     which something is paid on the way from the weights that the plan names.
     """
     for domains in problem.alone:
-        axis, is_searched = domains[0].stage.axis, domains[0].stage.is_searched
+        axis, is_searched = domains[0].turn.axis, domains[0].turn.is_searched
         for at, (alone, domain) in enumerate(zip(domains, problem.domains, strict=True)):
             openings = list(find_openings(alone))
             paid = _paid(problem, domain, axis, choices, found) if openings else set()
@@ -228,7 +239,7 @@ def _openings(
 
 
 def _paid(
-    problem: Problem, domain: Domain, axis: str, choices: Mapping[fx.Node, Choice], found: Sequence[int]
+    problem: Problem, domain: Domain, axis: str, choices: Mapping[fx.Node, Strategy], found: Sequence[int]
 ) -> Set[fx.Node]:
     """The values that are gathered or reduced over an axis."""
     paid = set[fx.Node]()
@@ -239,7 +250,7 @@ def _paid(
     return paid
 
 
-def _wanted(domain: Domain, choices: Mapping[fx.Node, Choice]) -> Iterator[tuple[fx.Node, Sharding]]:
+def _wanted(domain: Domain, choices: Mapping[fx.Node, Strategy]) -> Iterator[tuple[fx.Node, Sharding]]:
     """Every operand of every call, and what it must be."""
     for node, operands in domain.operands.items():
         if node in choices:
@@ -263,3 +274,250 @@ def _comes_of(domain: Domain, value: fx.Node, paid: Set[fx.Node]) -> bool:
         else:
             ahead += operands
     return False
+
+
+Again = Callable[[Task], Solution]
+MOST_TRIALS = 12  # searches for placements that fit
+STEPS = 16.0  # by which the price of a byte grows until they do
+MOST_ENTRIES = 32  # of a plan that are left out in turn to find those that conflict
+
+
+def cut_shared_heads(task: Task, best: Solution, again: Again) -> Solution:
+    """Search with an axis as two where it has more ranks than there are heads: keys are then whole over one of them,
+    and queries cut along their heads or their steps.
+    """
+    for axis, outer, is_inner_first in best.heads:
+        if task.ends():
+            break
+        if axis in dict(best.mesh.axes) and all(keeps_shares(program, axis, outer) for program in task.programs):
+            split = [on_split_axis(program, axis, outer) for program in task.programs]
+            parts = split[0].mesh.parts_of(axis)
+            halves = parts[::-1] if is_inner_first else parts
+            model = tuple(half for each in task.model_axes for half in (halves if each == axis else (each,)))
+            halved = replace(task, programs=split, model=model)
+            found = again(halved)
+            best = min(best, found, key=_seconds)
+    return best
+
+
+def write_simpler_ops(task: Task, best: Solution, again: Again) -> Solution:
+    """Search with ops in simpler ones, where a dim that they need whole may be cut; keep those that gain by it."""
+    openings, bodies = best.openings, Memo()
+    while openings and not task.ends():
+        pairs = _written(task.programs, openings, bodies)
+        found = again(replace(task, programs=[program for program, _ in pairs]))
+        if found.seconds > best.seconds or (found.seconds == best.seconds and not best.simpler):
+            break
+        needed = join_places(
+            ((at, name), places)
+            for at, (program, (_, written)) in enumerate(zip(task.programs, pairs, strict=True))
+            for name, places in find_needed(program, written, found.programs[at].graph, found.choices, found.mesh)
+        )
+        if not needed:  # they seem faster only as they are, which their ops' own kernels would not be
+            break
+        best = replace(found, simpler=openings)
+        if needed == openings:
+            break
+        openings = needed
+    return best
+
+
+def _written(
+    programs: Sequence[PlannedProgram], calls: Openings, bodies: Memo
+) -> list[tuple[PlannedProgram, dict[str, list[str]]]]:
+    return [
+        write_variants(program, {name: places for (at, name), places in calls.items() if at == own}, bodies)
+        for own, program in enumerate(programs)
+    ]
+
+
+def ignore_plan(task: Task, best: Solution, again: Again) -> Solution:
+    """Search without the plan for the simpler ops and the mesh that its layers may hide; then with it on these."""
+    if not any(own.narrows for program in task.programs for own in program.planned.values()):
+        return best
+    rest = again(replace(task, programs=[relax(program, attrgetter("narrows")) for program in task.programs]))
+    is_far = task.limit is not None and not math.isinf(rest.seconds) and measure_memory(rest).total > task.limit
+    freed = math.inf if is_far else rest.seconds
+    if (rest.simpler, rest.mesh) == (best.simpler, best.mesh):
+        return replace(best, freed=freed)
+    mesh = task.programs[0].mesh
+    same = [program for program, _ in _written(task.programs, rest.simpler, Memo())]
+    for axis, (outer, *_) in rest.mesh.factors if rest.mesh != mesh else ():
+        same = [on_split_axis(program, axis, outer) for program in same]
+    own = replace(task, programs=same, model=rest.model)
+    found = replace(search(own), simpler=rest.simpler)
+    best = found if found.seconds == rest.seconds else min(best, found, key=_seconds)
+    return replace(best, freed=freed)
+
+
+def fit_memory(task: Task, best: Solution, again: Again) -> Solution:
+    """Raise the price of the bytes of weights until a rank holds no more than the limit.
+
+    See Everett, "Generalized Lagrange multiplier method", 1963. The optimum at each price bounds the cheapest
+    placements that fit from below. Without any that fit, the result is the fastest, marked as too large.
+    """
+    if task.limit is None or math.isinf(best.seconds) or (least := measure_memory(best)).total <= task.limit:
+        return best
+    limit, objective = task.limit, task.objective
+    low, high, times = 1.0, math.inf, STEPS
+    bound = best.seconds if best.above == 0.0 else 0.0
+    fitting: Solution | None = None
+    for _ in counted(range(MOST_TRIALS if task.is_searched else 0), "making it fit", "searches"):
+        trial = again(replace(task, objective=objective._replace(byte_price=objective.byte_price * times)))
+        memory, more = measure_memory(trial), times - 1
+        grown = memory.floats + memory.gradients + memory.state  # with weights
+        room = (limit - memory.total + grown) * memory.floats / max(1, grown)  # for weights
+        bound = max(bound, trial.seconds - more * objective.storage_seconds(room)) if trial.above == 0.0 else bound
+        seconds = trial.seconds - more * objective.storage_seconds(memory.floats)
+        least = min(least, memory, key=lambda each: each.total)
+        if memory.total > limit:
+            low = times
+        else:
+            high = times
+            if fitting is None or seconds < fitting.seconds:
+                fitting = replace(trial, seconds=seconds)
+        times = times * STEPS if math.isinf(high) else math.sqrt(low * high)
+    if fitting is None:
+        return replace(best, too_large=least)
+    # at its own price, the best of everything else next to these layers
+    settled = again(replace(task, programs=[_keeping(program, fitting) for program in task.programs]))
+    fitting = settled if measure_memory(settled).total <= limit else fitting
+    return replace(fitting, is_tight=True, bound=bound, freed=None)
+
+
+def _keeping(program: PlannedProgram, found: Solution) -> PlannedProgram:
+    """Return the program with its layers cut as in a solution; where in its dim each is cut stays open."""
+    axis, constraints = program.mesh.model_axis, dict(program.constraints)
+    for node, fqn in program.leaves():
+        if (layer := found.layers.get(fqn)) is not None:
+            whole = Sharding.replicated(edit.ndim(node))
+            sharding = whole if layer.dim is None else whole.with_dim(layer.dim, DimSharding.by(axis))
+            allowed = AnyStyle(Dims((sharding,)))
+            constraints.setdefault(node.name, Constraint(allowed, "the search", fqn))
+    return replace(program, constraints=constraints)
+
+
+def take_forms(task: Task, best: Solution, again: Again) -> Solution:
+    """Search with the programs in other forms, one after the other, and keep each that is better."""
+    best = replace(best, given=task.programs)
+    if task.forms is None or math.isinf(best.seconds) or not _could_gain(task, best):
+        return best
+    for find in task.forms.finders:
+        if not best.lacks_memory and task.ends():
+            break
+        styles: Styles = {}
+        try:
+            styles = dict(find(best))
+            forms = (*best.forms, styles)
+            if not (programs := task.forms.plan(forms)):
+                continue
+            with no_new_guards(*(program.graph for program in programs)):
+                found = again(replace(task, programs=programs))
+                if not found.rank < best.rank:  # a smaller problem, of which fewer choices may have been left out
+                    kept = [_keeping(program, best) for program in programs]
+                    found = min(found, again(replace(task, programs=kept)), key=lambda each: each.rank)
+        except TpCompilerError as error:
+            best = replace(best, declined=(*best.declined, *_declined(task, styles, error.message)))
+            continue
+        if math.isinf(found.seconds):
+            declined = _declined(task, styles, "no placement of all values suits it")
+            best = replace(best, declined=(*best.declined, *declined))
+        elif found.rank < best.rank:
+            best = replace(found, given=programs, forms=forms, declined=best.declined)
+    return best
+
+
+def _could_gain(task: Task, best: Solution) -> bool:
+    """Return False if ranks send nothing, and what they could share takes less time than one collective.
+
+    Kernels start as often in every form, and a form that shares anything sends something for the results, which are
+    whole on every rank.
+    """
+    returned = (value for own in best.programs for value in own.output.all_input_nodes if edit.is_tensor(value))
+    if best.lacks_memory or not all(best.seen(value).is_replicated for value in returned) or any(sends_of(best)):
+        return True
+    objective, mesh, floors = task.objective, best.mesh, 0.0
+    for at, program in enumerate(best.programs):
+        kernels = find_program_kernels(program.graph, objective, task.known)
+        floors += objective.weight(at) * sum(map(objective.floor_seconds, kernels.values()))
+    saved = (best.seconds - floors) * (1 - 1 / mesh.size(mesh.names))
+    sent = (objective.machine.collective_seconds(kind, [axis], 0, mesh) for kind in KINDS for axis in mesh.names)
+    return saved >= min(sent) * min(map(objective.weight, range(len(best.programs))))
+
+
+def _declined(task: Task, styles: Styles, reason: str) -> Iterator[str]:
+    """Report that a form cannot be had, unless the plan places a weight in it otherwise."""
+    narrowed = [own for program in task.programs for own in program.planned.values() if own.narrows]
+    if not any(f"{own.leaf}.".startswith(f"{name}.") for own in narrowed for name in styles):
+        tried = ", ".join(dict.fromkeys(styles.values())) or "another form"
+        yield f"{tried} was tried, and cannot be had: {reason}"
+
+
+def find_conflict(task: Task, best: Solution, again: Again) -> Solution:
+    """Find conflicting entries of a plan that nothing satisfies: without any one of them, the others can be satisfied.
+
+    By a deletion filter (Chinneck and Dravnieks, "Locating minimal infeasible constraint sets in linear programs",
+    1991).
+    """
+    if not math.isinf(best.seconds):
+        return best
+
+    def fails_with(entries: Sequence[str]) -> bool:
+        fewer = [relax(program, lambda own: own.asked_by not in entries) for program in task.programs]
+        return math.isinf(again(replace(task, programs=fewer, limit=None, forms=None)).seconds)
+
+    kept = list(dict.fromkeys(own.asked_by for program in task.programs for own in program.planned.values()))
+    for entry in counted(kept[:MOST_ENTRIES], "looking for what conflicts", "entries"):
+        rest = [each for each in kept if each != entry]
+        kept = rest if fails_with(rest) else kept
+    return replace(best, conflict=tuple(kept))
+
+
+def _seconds(found: Solution) -> float:
+    return found.seconds
+
+
+class Retry(NamedTuple):
+    """A way to improve on a solution.
+
+    `searches`: the words for its searches in the report. `improve`: takes the task, the best solution until now, and
+    a function that solves another task with the retries before this one; returns a solution that is no worse.
+    `is_needed`: also where enough has been priced (`Task.ends`).
+    """
+
+    searches: str
+    improve: Callable[[Task, Solution, Callable[[Task], Solution]], Solution]
+    is_needed: bool = False
+
+
+RETRIES = (
+    Retry("with heads that ranks share", cut_shared_heads),
+    Retry("with simpler ops", write_simpler_ops),
+    Retry("without the plan", ignore_plan),
+    Retry("to fit the memory", fit_memory, is_needed=True),
+    Retry("in other forms", take_forms),
+    Retry("to find a conflict", find_conflict, is_needed=True),
+)
+PLACING = RETRIES[:3]  # the cheapest placements, whatever a rank holds
+
+
+def solve(task: Task, retries: Sequence[Retry] = RETRIES) -> Solution:
+    """Find the cheapest placements of all values of programs that share their leaves.
+
+    Returns:
+        A solution with infinite seconds where the task has none (`refuse_unplaced` raises the error).
+
+    Raises:
+        UnsupportedError: as `search`.
+    """
+    before, best = task.tally.searches, search(task)
+    counts = {"as planned": 1}
+    for at, retry in enumerate(retries):
+        is_needed = retry.is_needed or best.lacks_memory or math.isinf(best.seconds)
+        if not is_needed and task.ends():
+            continue
+        done = task.tally.searches
+        best = retry.improve(task, best, partial(solve, retries=retries[:at]))
+        counts[retry.searches] = task.tally.searches - done
+    assert sum(counts.values()) == task.tally.searches - before
+    return replace(best, searches={words: count for words, count in counts.items() if count})

@@ -14,10 +14,10 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.runtime.records import Optimizer
-from tpcompiler.solver.stage import Choice
+from tpcompiler.solver.turn import Strategy
 
 if TYPE_CHECKING:
-    from tpcompiler.solver.memory import Memory
+    from tpcompiler.solver.estimate import Memory
 
 Turns = tuple[tuple[str, ...], ...]
 
@@ -82,7 +82,7 @@ class Solution:
 
     programs: Sequence[PlannedProgram]
     machine: Machine
-    choices: Mapping[fx.Node, Choice] = field(default_factory=dict)
+    choices: Mapping[fx.Node, Strategy] = field(default_factory=dict)
     leaves: Mapping[fx.Node, Sharding] = field(default_factory=dict)
     settled: Mapping[fx.Node, Sharding] = field(default_factory=dict)
     layers: Mapping[str, Layered] = field(default_factory=dict)

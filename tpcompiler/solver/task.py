@@ -14,12 +14,12 @@ from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.runtime.records import Optimizer
 from tpcompiler.solver.problem import Problem
 from tpcompiler.solver.solution import Solution, Turns
-from tpcompiler.solver.stage import Known
+from tpcompiler.solver.turn import Memo
 
 MOST_PRICES = 1_000_000  # from which nothing better is looked for: a minute or so
 Goal = Literal["latency", "memory"]
 # Variables of a problem, and which of its values each may take.
-Held = Callable[[Problem], Iterable[tuple[int, Sequence[bool]]]]
+Fixed = Callable[[Problem], Iterable[tuple[int, Sequence[bool]]]]
 Styles = Mapping[str, str]  # of layers, by name
 Finder = Callable[[Solution], Iterable[tuple[str, str]]]  # of layers for which a form could pay, with its style
 
@@ -96,18 +96,18 @@ class Task:
         limit: the most bytes that a rank may hold.
         forms: other forms to try.
         model: the axes over which layers are cut; by default the mesh's.
-        held: limits the values of some variables; then no weight is gathered at all.
+        fixed: limits the values of some variables; then no weight is gathered at all.
         turns: the order of the axes; by default `model` one by one, then the others.
         tally: the work for this task and those made from it.
     """
 
     programs: Sequence[PlannedProgram]
     objective: Objective
-    known: Known = field(default_factory=Known)
+    known: Memo = field(default_factory=Memo)
     limit: int | None = None
     forms: Forms | None = None
     model: tuple[str, ...] = ()
-    held: Held | None = None
+    fixed: Fixed | None = None
     turns: Turns = ()
     tally: Tally = field(default_factory=Tally)
 

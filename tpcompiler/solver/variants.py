@@ -23,8 +23,8 @@ from tpcompiler.rules.notation import Rule, Term
 from tpcompiler.rules.registry import call_variant, rule_of, takes_pieces, variant_of
 from tpcompiler.solver.domain import Domain, shardings_of
 from tpcompiler.solver.solution import Place
-from tpcompiler.solver.stage import Choice, Known
-from tpcompiler.solver.ways import made_of, take_operands, to_cut
+from tpcompiler.solver.strategies import made_of, take_operands, to_cut
+from tpcompiler.solver.turn import Memo, Strategy
 
 ATTENTION = aten.scaled_dot_product_attention.default
 
@@ -34,22 +34,22 @@ def find_openings(domain: Domain) -> Iterator[tuple[fx.Node, int, Set[Place]]]:
 
     An operand may also be cut as calls before it, as variants, make it.
     """
-    stage, more = domain.stage, dict[fx.Node, list[Sharding]]()
-    for node, ways in domain.ways.items():
+    turn, more = domain.turn, dict[fx.Node, list[Sharding]]()
+    for node, strategies in domain.strategies.items():
         have = tuple((*shardings_of(domain, each), *more.get(each, ())) for each in domain.operands[node])
         made = list[tuple[Sharding, ...]]()  # if the call takes shares of an operand that it needs whole
         for index, each in enumerate(have if variant_of(node.target) is not None else ()):
-            cuts = tuple(to_cut(stage, each))
-            find = partial(_made_as_variant, ways.rule, index, cuts, stage.mesh)
-            if (as_variant := stage.known.once(("as variant", ways.rule, index, cuts), find)) is not None:
+            cuts = tuple(to_cut(turn, each))
+            find = partial(_made_as_variant, strategies.rule, index, cuts, turn.mesh)
+            if (as_variant := turn.known.once(("as variant", strategies.rule, index, cuts), find)) is not None:
                 yield node, index, find_places(domain, node, index, cuts)
                 made += as_variant
         if not more.keys().isdisjoint(domain.operands[node]):
-            ways = stage.known.once(("takes", ways, have), partial(take_operands, stage, ways, have))
-        for value, at in edit.results(node) if made or ways is not domain.ways[node] else ():
+            strategies = turn.known.once(("takes", strategies, have), partial(take_operands, turn, strategies, have))
+        for value, at in edit.results(node) if made or strategies is not domain.strategies[node] else ():
             known = shardings_of(domain, value)
-            results = dict.fromkeys([*(every[at] for every in made), *made_of(stage, ways, have, at)])
-            if new := [each for each in results if stage.axis in each.axes and each not in known]:
+            results = dict.fromkeys([*(every[at] for every in made), *made_of(turn, strategies, have, at)])
+            if new := [each for each in results if turn.axis in each.axes and each not in known]:
                 more[value] = new
 
 
@@ -70,10 +70,10 @@ def _made_as_variant(rule: Rule, index: int, cuts: Sequence[Sharding], mesh: Mes
 
 
 def find_places(domain: Domain, node: fx.Node, index: int, shardings: Sequence[Sharding]) -> Set[Place]:
-    """Return the dims of an operand that the axis of the stage shards, and that the op needs whole."""
-    rule, stage = domain.ways[node].rule, domain.stage
-    term, axes = rule.pattern.inputs[index], [stage.axis]
-    return {place for each in shardings for place in _refused_places(node, rule, term, each, axes, stage.mesh)}
+    """Return the dims of an operand that the axis of the turn shards, and that the op needs whole."""
+    rule, turn = domain.strategies[node].rule, domain.turn
+    term, axes = rule.pattern.inputs[index], [turn.axis]
+    return {place for each in shardings for place in _refused_places(node, rule, term, each, axes, turn.mesh)}
 
 
 def _refused_places(
@@ -89,7 +89,7 @@ def _refused_places(
 
 
 def write_variants(
-    program: PlannedProgram, calls: Mapping[str, Set[Place]], bodies: Known
+    program: PlannedProgram, calls: Mapping[str, Set[Place]], bodies: Memo
 ) -> tuple[PlannedProgram, dict[str, list[str]]]:
     """Write calls as their variants, with no placements yet.
 
@@ -154,7 +154,7 @@ def find_needed(
     program: PlannedProgram,
     written: Mapping[str, Sequence[str]],
     graph: fx.Graph,
-    choices: Mapping[fx.Node, Choice],
+    choices: Mapping[fx.Node, Strategy],
     mesh: Mesh,
 ) -> Iterator[tuple[str, Set[Place]]]:
     """Yield the calls, written as variants, that take a shard that the op itself cannot take; and where.

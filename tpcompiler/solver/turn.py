@@ -23,28 +23,28 @@ Side = Literal["in", "out"]
 Both = tuple[tuple[Sharding, ...], tuple[Sharding, ...]]  # what an option needs, and what it makes
 
 
-class Known(dict[Any, Any]):
+class Memo(dict[Any, Any]):
     """A memo of results by key. Keys are long, so each is looked up once."""
 
     def once(self, key: Any, find: Callable[[], T]) -> T:
         """Return the known result for a key, or find it."""
-        if (found := self.get(key, Known)) is Known:
+        if (found := self.get(key, Memo)) is Memo:
             found = self[key] = find()
         return found  # type: ignore[no-any-return]
 
 
-class Choice(NamedTuple):
-    """A way to run an op: what it needs of its operands, what it makes, its own seconds, and by which rule."""
+class Strategy(NamedTuple):
+    """A way to run an op: what it needs of every operand, what it makes, its price, and by which rule."""
 
     wants: tuple[Sharding, ...]
     made: tuple[Sharding, ...]
-    seconds: float
+    seconds: float = 0.0
     option: Option = Option()
     rule: Rule | None = None
 
 
 @dataclass
-class Stage:
+class Turn:
     """The search over one axis.
 
     Attributes:
@@ -54,27 +54,27 @@ class Stage:
         read: results that hold for all axes, such as the rules of the graphs.
         is_open: no input is placed over it, nor layers: inputs, which are whole, may be cut along dim 0 for their uses.
         most: the most choices of an op, and shardings of a value with several users, without a plan.
-        parts: of a stage over several axes at once, a stage over each by itself; its own `axis` is the last of them,
+        parts: of a turn over several axes at once, a turn over each by itself; its own `axis` is the last of them,
             over which layers are cut.
         known: results over this axis; equal calls have one rule.
     """
 
     mesh: Mesh
     axes: tuple[str, ...]
-    before: Mapping[fx.Node, Choice]
+    before: Mapping[fx.Node, Strategy]
     rest: AnyStyle | AsUsed
-    read: Known = field(default_factory=Known)
+    read: Memo = field(default_factory=Memo)
     most: int = MOST_CHOICES
     is_open: bool = False
-    parts: tuple[Stage, ...] = ()
-    known: Known = field(default_factory=Known)
+    parts: tuple[Turn, ...] = ()
+    known: Memo = field(default_factory=Memo)
 
     @classmethod
-    def together(cls, parts: Sequence[Stage]) -> Stage:
+    def together(cls, parts: Sequence[Turn]) -> Turn:
         """Over the axes of these at once."""
         last = parts[-1]
         axes, most = tuple(part.axis for part in parts), math.prod(part.most for part in parts)
-        known = last.read.once(("together", *(part.what for part in parts)), Known)
+        known = last.read.once(("together", *(part.what for part in parts)), Memo)
         return cls(last.mesh, axes, {}, last.rest, last.read, most, parts=tuple(parts), known=known)
 
     @property
@@ -97,7 +97,7 @@ class Stage:
 
     @property
     def own(self) -> tuple[str, ...]:
-        """The axes that are solved in this stage."""
+        """The axes that are solved in this turn."""
         return tuple(part.axis for part in self.parts) or (self.axis,)
 
     def within(self, sharding: Sharding, value: torch.Tensor) -> Sharding:

@@ -24,16 +24,14 @@ from tpcompiler.ir.local import key
 from tpcompiler.ir.program import PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.static import computed_from_leaves
-from tpcompiler.solver.changes import UNIT, find_common, in_units, price_changes
-from tpcompiler.solver.domain import Domain, find_domain, shardings_of_pin
-from tpcompiler.solver.eliminate import check_size
-from tpcompiler.solver.leaf import Leaf
+from tpcompiler.solver.batch_dims import Part, find_samples
+from tpcompiler.solver.domain import Domain, combine_domains, find_domain, shardings_of_pin
+from tpcompiler.solver.leaves import Leaf, add_layers, add_leaf, find_groups, find_leaves, price_use
+from tpcompiler.solver.minimize import check_size
 from tpcompiler.solver.problem import NEVER, Choices, Gathers, Problem, Values
-from tpcompiler.solver.samples import Part, find_samples
-from tpcompiler.solver.stage import Choice, Known, Stage
-from tpcompiler.solver.together import combine_domains
-from tpcompiler.solver.ways import Ways
-from tpcompiler.solver.weights import add_layers, add_leaf, find_groups, find_leaves, price_use
+from tpcompiler.solver.resharding_cost import UNIT, find_common, in_units, price_changes
+from tpcompiler.solver.strategies import Strategies
+from tpcompiler.solver.turn import Memo, Strategy, Turn
 from tpcompiler.terminal.progress import counted
 
 MANY, FEW = 4, 3  # users, from which these are fewer, for tables over such values grow with every one of them
@@ -42,14 +40,14 @@ MOST_CHANGES = 4_000  # of one sharding into another, over all axes at once: eac
 FREE = aten.sym_size.int  # it takes a value as it is
 
 
-def pose(
+def build_problem(
     programs: Sequence[PlannedProgram],
-    stage: Stage,
+    turn: Turn,
     objective: Objective,
     before: Mapping[str, Sharding],
     refused: float = NEVER,
 ) -> Problem:
-    """State the placements of programs that share their leaves, over the axis of a stage, as one problem.
+    """State the placements of programs that share their leaves, over the axis of a turn, as one problem.
 
     A variable for each op that may be cut: which of its rule's factors, or what passes through. One for each leaf that
     a style leaves open or that is written. One for each value with several users: what it is turned into for all of
@@ -60,28 +58,28 @@ def pose(
     Args:
         before: what each leaf is over the axes before, by group.
     """
-    samples = stage.read.once(("samples", *programs), partial(find_samples, programs))
-    problem = Problem(programs, stage, objective, refused, samples)
-    problem.known = stage.known.once(("prices", objective[1:], refused), Known)  # `known` is of one machine
+    samples = turn.read.once(("samples", *programs), partial(find_samples, programs))
+    problem = Problem(programs, turn, objective, refused, samples)
+    problem.known = turn.known.once(("prices", objective[1:], refused), Memo)  # `known` is of one machine
     problem.groups = find_groups(programs)
-    parts = stage.parts or (stage,)
+    parts = turn.parts or (turn,)
     problem.alone = [
         _find_domains(problem, part, before)
         if part.before
         else part.read.once((*part.what, *programs), partial(_find_domains, problem, part, before))
         for part in parts
     ]
-    problem.domains = combine_domains(stage, problem.alone) if stage.parts else problem.alone[0]
+    problem.domains = combine_domains(turn, problem.alone) if turn.parts else problem.alone[0]
     for at, domain in enumerate(problem.domains):
         domain.weight = objective.weight(at)
-        domain.kernels = find_program_kernels(domain.program.graph, objective, stage.read)
-    if stage.rest == AnyStyle():
+        domain.kernels = find_program_kernels(domain.program.graph, objective, turn.read)
+    if turn.rest == AnyStyle():
         add_layers(problem)
-        if problem.layers and sum(part.is_searched for part in stage.parts) > 1:
+        if problem.layers and sum(part.is_searched for part in turn.parts) > 1:
             raise UnsupportedError("a layer is cut over one axis at a time", help="solve one axis at a time")
     for domain in problem.domains:
         _state(problem, domain)
-    if stage.parts:
+    if turn.parts:
         check_size(problem.tables, [(source.variable, to.variable) for _, source, to, *_ in problem.changes])
         _check_changes(problem)
     for change in counted(problem.changes, "pricing changes", "values"):
@@ -102,22 +100,20 @@ def _check_changes(problem: Problem) -> None:
         if have != want
     }
     if len(changes) > MOST_CHANGES:
-        raise UnsupportedError(f"values may change their shardings in {len(changes):,} ways", help="give a plan")
+        raise UnsupportedError(f"values may change their shardings in {len(changes):,} strategies", help="give a plan")
 
 
-def find_program_kernels(graph: fx.Graph, objective: Objective, known: Known) -> dict[fx.Node, Kernel]:
+def find_program_kernels(graph: fx.Graph, objective: Objective, known: Memo) -> dict[fx.Node, Kernel]:
     """Return each op's part in a kernel, as `find_kernels`, found once for each graph."""
     return known.once(("kernels", graph), partial(find_kernels, graph, objective.machine.fuses))
 
 
-def _find_domains(problem: Problem, stage: Stage, before: Mapping[str, Sharding]) -> list[Domain]:
-    leaves = find_leaves(problem, stage, before)
+def _find_domains(problem: Problem, turn: Turn, before: Mapping[str, Sharding]) -> list[Domain]:
+    leaves = find_leaves(problem, turn, before)
     found: list[Domain] = []
     for _ in range(MOST_SWEEPS if len(problem.programs) > 1 else 1):
         known = _sizes_of(leaves)
-        found = [
-            find_domain(program, stage, leaves[at], problem.samples) for at, program in enumerate(problem.programs)
-        ]
+        found = [find_domain(program, turn, leaves[at], problem.samples) for at, program in enumerate(problem.programs)]
         growing = sum(map(operator.ne, known, _sizes_of(leaves)))
         if not growing:  # what one program makes of a leaf is a choice of the others
             break
@@ -131,19 +127,19 @@ def _sizes_of(leaves: Sequence[Mapping[str, Leaf]]) -> list[int]:
 
 def _state(problem: Problem, domain: Domain) -> None:
     """Add what a program chooses and pays."""
-    program, stage = domain.program, problem.stage
+    program, turn = domain.program, problem.turn
     leaves = dict(program.leaves())
     static = computed_from_leaves(program.graph, leaves.keys())
     unmoved = _find_unmoved(domain, static)
     uses: dict[fx.Node, list[Values]] = {}
-    problem.capped += sum(ways.is_capped for ways in domain.ways.values()) + domain.growing
+    problem.capped += sum(strategies.is_capped for strategies in domain.strategies.values()) + domain.growing
     for node in leaves:
         if (request := program.resting.get(node.name)) is not None:
             times = len({is_backward(user) for user in node.users})
             problem.resting[node] = Gathers(program.mesh.parts_of(request.axis), times)
         add_leaf(problem, node, domain.leaves[node.name])
     for node in program.user_inputs():
-        problem.values[node] = Values(None, (stage.within(program.constraints[node.name].sharding, edit.fake(node)),))
+        problem.values[node] = Values(None, (turn.within(program.constraints[node.name].sharding, edit.fake(node)),))
     for node in counted(list(edit.calls(program.graph)), "pricing choices", "ops"):
         if node.target in (FREE, operator.getitem):
             continue
@@ -163,15 +159,15 @@ def _state(problem: Problem, domain: Domain) -> None:
     names = {fqn: node for node, fqn in leaves.items()} | {node.name: node for node in program.user_inputs()}
     for value, name in program.followers():
         if value in problem.values:
-            uses.setdefault(value, []).append(_at_rest(problem.values[names[name]], names[name], program, stage))
+            uses.setdefault(value, []).append(_at_rest(problem.values[names[name]], names[name], program, turn))
     for value, wanted_by in uses.items():
         _find_changes(problem, value, wanted_by, value in unmoved, domain.weight)
 
 
-def _at_rest(leaf: Values, node: fx.Node, program: PlannedProgram, stage: Stage) -> Values:
+def _at_rest(leaf: Values, node: fx.Node, program: PlannedProgram, turn: Turn) -> Values:
     """Return the shardings of a gradient: those in which ranks hold its leaf."""
     request = program.resting.get(node.name)
-    if request is None or request.axis not in stage.axes:
+    if request is None or request.axis not in turn.axes:
         return leaf
     return leaf._replace(shardings=tuple(program.at_rest(node, used) for used in leaf.shardings))
 
@@ -179,36 +175,36 @@ def _at_rest(leaf: Values, node: fx.Node, program: PlannedProgram, stage: Stage)
 def _choices(problem: Problem, domain: Domain, node: fx.Node) -> Choices:
     operands = domain.operands[node]
     if node.target is pin:
-        return Choices.of([Choice((each,), (each,), 0.0) for each in shardings_of_pin(domain, node)])
-    if node not in domain.ways:
+        return Choices.of([Strategy((each,), (each,), 0.0) for each in shardings_of_pin(domain, node)])
+    if node not in domain.strategies:
         whole = tuple(Sharding.replicated(edit.ndim(o)) for o in operands)
-        return Choices.of([Choice(whole, tuple(Sharding.replicated(v.ndim) for v in edit.outputs(node)), 0.0)])
-    ways = domain.ways[node]
+        return Choices.of([Strategy(whole, tuple(Sharding.replicated(v.ndim) for v in edit.outputs(node)), 0.0)])
+    strategies = domain.strategies[node]
     tensors = [*(edit.fake(o) for o in operands), *edit.outputs(node)]
     kernel = domain.kernels.get(node, NO_KERNEL)
     parts = problem.samples.parts_of(node, operands)
-    known = "priced", ways, kernel, domain.weight, parts, problem.samples.axes
-    price = partial(_priced, problem, node, ways, kernel, tensors, domain.weight, parts)
+    known = "priced", strategies, kernel, domain.weight, parts, problem.samples.axes
+    price = partial(_priced, problem, node, strategies, kernel, tensors, domain.weight, parts)
     return problem.known.once(known, lambda: Choices.of(price()))
 
 
 def _priced(
     problem: Problem,
     node: fx.Node,
-    ways: Ways,
+    strategies: Strategies,
     kernel: Kernel,
     tensors: Sequence[torch.Tensor],
     weight: float,
     parts: Sequence[Part],
-) -> list[Choice]:
-    mesh, found, objective = problem.stage.mesh, dict[Any, Choice](), problem.objective
-    for option, wants, made in ways:
+) -> list[Strategy]:
+    mesh, found, objective = problem.turn.mesh, dict[Any, Strategy](), problem.objective
+    for wants, made, _, option, _ in strategies:
         values = list(zip(tensors, (*wants, *made), strict=True))
         seconds = objective.floor_seconds(kernel) + objective.tie_seconds(values, mesh)
-        seconds += objective.work_seconds(kernel, local_work(node, ways.rule, option, mesh), values, mesh)
+        seconds += objective.work_seconds(kernel, local_work(node, strategies.rule, option, mesh), values, mesh)
         seconds += problem.samples.seconds(parts, (*wants, *made))
         seconds = weight * seconds + UNIT * len(option.through)  # of equals, the one that reduces first
-        found.setdefault((wants, made), Choice(wants, made, seconds, option, ways.rule))
+        found.setdefault((wants, made), Strategy(wants, made, seconds, option, strategies.rule))
     return list(found.values())
 
 
@@ -216,8 +212,8 @@ def _find_unmoved(domain: Domain, static: Set[fx.Node]) -> Set[fx.Node]:
     """Return the values that may not be gathered: all that is computed from leaves, or with a plan the leaves that it
     names, and values of their size that are computed from them, such as floats of a quantised weight.
     """
-    if domain.stage.is_searched:
-        return set() if domain.stage.gathers else static
+    if domain.turn.is_searched:
+        return set() if domain.turn.gathers else static
     found = {node for node, _ in domain.program.leaves() if domain.leaves[node.name].is_fixed}
     for node, rule in domain.rules.items():
         weights = [operand for operand in domain.operands[node] if operand in found]
@@ -236,8 +232,8 @@ def _find_changes(problem: Problem, value: fx.Node, uses: Sequence[Values], is_w
     made = problem.values[value]
     if len(uses) > 1 and not is_weight:
         wanted = tuple(use.shardings for use in uses)
-        many = FEW ** len(problem.stage.own) if len(uses) >= MANY else math.inf
-        find = partial(find_common, made.shardings, wanted, int(min(many, problem.stage.most)))
+        many = FEW ** len(problem.turn.own) if len(uses) >= MANY else math.inf
+        find = partial(find_common, made.shardings, wanted, int(min(many, problem.turn.most)))
         domain, more = problem.known.once(("settled", made.shardings, wanted), find)
         problem.capped += more
         settled = problem.settled[value] = problem.variable(domain)
@@ -253,7 +249,7 @@ def _price_changes(
     refused = problem.refused / weight if is_weight else None
 
     def find() -> numpy.ndarray:
-        prices = price_changes(have, want, tensor, problem.stage.mesh, problem.objective, problem.stage.read, refused)
+        prices = price_changes(have, want, tensor, problem.turn.mesh, problem.objective, problem.turn.read, refused)
         return in_units(weight * prices)
 
     known = have, want, key(value), is_weight, weight

@@ -4,21 +4,58 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy
 
 from tpcompiler.errors import UnsupportedError
-from tpcompiler.solver.integer import solve_integer_program
-from tpcompiler.solver.tables import Tables
 from tpcompiler.terminal.progress import counted
+
+if TYPE_CHECKING:  # scipy takes a second to import, and few searches need it
+    from scipy.optimize import LinearConstraint
+
+
+@dataclass
+class Tables:
+    """Variables, of which each takes one of `sizes[v]` values, and what values together cost (infinite: not allowed).
+
+    `factors`: (variables, a table with one axis for each of them). `constant`: what all assignments cost.
+    """
+
+    constant: float = 0.0
+    sizes: list[int] = field(default_factory=list)
+    factors: list[tuple[tuple[int, ...], numpy.ndarray]] = field(default_factory=list)
+
+    def variable(self, size: int) -> int:
+        self.sizes.append(size)
+        return len(self.sizes) - 1
+
+    def price(self, variables: Sequence[int], table: numpy.ndarray) -> None:
+        """Add a table, or a constant; of a variable that the table names twice, the diagonal."""
+        if not variables:
+            self.constant += float(table)
+            return
+        if len(set(variables)) < len(variables):
+            assert len(variables) == 2
+            variables, table = variables[:1], numpy.diagonal(table)
+        assert table.shape == tuple(self.sizes[v] for v in variables)
+        self.factors.append((tuple(variables), table))
+
+    def count_cells(self) -> int:
+        """Return the number of prices; layers alike have the very same tables."""
+        return sum(table.size for table in {id(table): table for _, table in self.factors}.values())
+
+    def cost(self, values: Sequence[int]) -> float:
+        return self.constant + float(sum(table[tuple(values[v] for v in over)] for over, table in self.factors))
+
 
 MOST_CELLS = 1 << 25  # of one table: 256 MiB
 TOO_SLOW = 1 << 20  # from which it is worth while to look for dead ends first
 
 
-def solve(tables: Tables) -> tuple[float, list[int]]:
+def minimize(tables: Tables) -> tuple[float, list[int]]:
     """Return the least cost, and a value of every variable that gives it.
 
     By bucket elimination; where its tables grow too large, without the values that are dead ends; and where they still
@@ -191,3 +228,65 @@ def _sum(parts: Sequence[tuple[tuple[int, ...], numpy.ndarray]], sizes: Sequence
         shape = [size if at in axes else 1 for at, size in enumerate(sizes)]
         total = total + table.transpose(sorted(range(len(axes)), key=axes.__getitem__)).reshape(shape)
     return total
+
+
+MOST_INTEGER_CELLS = 1 << 17  # of all tables together
+MOST_NODES = 1000  # of branch and bound
+LARGEST = 1e6  # the largest cost that HiGHS sees, whose tolerances are absolute
+INFEASIBLE = 2  # a status of scipy's
+
+
+def solve_integer_program(tables: Tables) -> tuple[float, list[int]]:
+    """Return the least cost, infinite if nothing is allowed, and a value of every variable that gives it.
+
+    HiGHS minimises over the local polytope (Wainwright and Jordan, "Graphical models, exponential families, and
+    variational inference", 2008, section 4.1) with whole numbers: an indicator of each value of a variable and of each
+    cell of a table; those of a table's cells with one value sum up to the indicator of that value.
+
+    Raises:
+        UnsupportedError: more than `MOST_INTEGER_CELLS` cells, or no proof after `MOST_NODES` nodes.
+    """
+    from scipy.optimize import Bounds, milp
+
+    cells = sum(table.size for _, table in tables.factors)
+    if cells > MOST_INTEGER_CELLS:
+        raise UnsupportedError(f"the choices depend on each other in {cells:,} cells", help="give a plan")
+    first = numpy.cumsum([0, *tables.sizes])
+    starts = first[-1] + numpy.cumsum([0, *(table.size for _, table in tables.factors)])
+    costs = numpy.concatenate([numpy.zeros(first[-1]), *(table.reshape(-1) for _, table in tables.factors)])
+    allowed = numpy.isfinite(costs)
+    costs[~allowed] = 0.0
+    rows = [(range(first[v], first[v + 1]), None) for v in range(len(tables.sizes))]
+    for start, (variables, table) in zip(starts, tables.factors, strict=False):
+        numbers = start + numpy.arange(table.size).reshape(table.shape)
+        for axis, v in enumerate(variables):
+            rows += [(numbers.take(at, axis).reshape(-1), first[v] + at) for at in range(table.shape[axis])]
+    found = milp(
+        costs * (LARGEST / max(numpy.abs(costs).max(initial=0.0), 1.0)),
+        integrality=numpy.arange(len(costs)) < first[-1],
+        bounds=Bounds(0.0, allowed.astype(float)),
+        constraints=_equal(rows, len(costs)),
+        options={"node_limit": MOST_NODES, "mip_rel_gap": 0.0},
+    )
+    if found.status == INFEASIBLE:
+        return math.inf, [0] * len(tables.sizes)
+    if not found.success:
+        raise UnsupportedError(f"the choices are not solved in {MOST_NODES:,} nodes", help="give a plan")
+    values = [int(found.x[first[v] : first[v + 1]].argmax()) for v in range(len(tables.sizes))]
+    return tables.cost(values), values
+
+
+def _equal(rows: Iterable[tuple[Iterable[int], int | None]], columns: int) -> LinearConstraint:
+    """Return the constraint that the columns of each row sum up to another column, or to 1."""
+    at, entries, sums = list[tuple[int, int]](), list[float](), list[float]()
+    for number, (ones, other) in enumerate(rows):
+        at += [(number, int(column)) for column in ones]
+        entries += [1.0] * (len(at) - len(entries))
+        if other is not None:
+            at.append((number, int(other)))
+            entries.append(-1.0)
+        sums.append(float(other is None))
+    from scipy.optimize import LinearConstraint
+    from scipy.sparse import csr_array
+
+    return LinearConstraint(csr_array((entries, tuple(zip(*at, strict=True))), (len(sums), columns)), sums, sums)

@@ -16,7 +16,7 @@ from tpcompiler.cost.path import reshard_wire_bytes
 from tpcompiler.ir.dim_sharding import DimSharding, Size, divides
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.solver.stage import Known
+from tpcompiler.solver.turn import Memo
 
 # Seconds: prices are whole numbers of it, so that equal sums are equal whatever their order. Sums above 0.9 s are
 # rounded to 53 bits: of all samples on a rank (`ALL_SAMPLES`) they are, and ties in the rest may then break otherwise.
@@ -33,7 +33,7 @@ def price_changes(
     tensor: torch.Tensor,
     mesh: Mesh,
     objective: Objective,
-    known: Known,
+    known: Memo,
     refused: float | None = None,
 ) -> numpy.ndarray:
     """The seconds of every change of a value from one of `have` (a row) to one of `want`.

@@ -1,29 +1,95 @@
-"""Add weights to a problem: what each may be by its constraint, its layer's style and its uses, and what it costs."""
+"""Leaves in a problem: what each may be by its constraint, its layer's style and its uses, and what it costs."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
 import numpy
+import torch
 from torch import fx
 
 from tpcompiler._torch import sym_hint
 from tpcompiler.cost.objective import local_bytes
 from tpcompiler.ir import edit
-from tpcompiler.ir.constraints import Allowed, Dims
+from tpcompiler.ir.constraints import Allowed, AnyStyle, Dims, Exactly
+from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.local import key
 from tpcompiler.ir.names import layer_of, weight_of
 from tpcompiler.ir.program import PlannedProgram, tied
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.static import computed_from_leaves
 from tpcompiler.rules.features import feature_dims
-from tpcompiler.solver.changes import in_units
-from tpcompiler.solver.leaf import Leaf
 from tpcompiler.solver.problem import NEVER, Layer, Problem, Values
-from tpcompiler.solver.stage import Stage
+from tpcompiler.solver.resharding_cost import in_units
+from tpcompiler.solver.turn import Turn
+
+
+@dataclass
+class Leaf:
+    """A tensor of the model, whatever names and programs share it, and its possible shardings so far.
+
+    `is_followed`: values are placed as it is, as it is written or has a gradient. `before`: its sharding over the axes
+    before. `shardings`: empty for one that takes the sharding that its uses want.
+    """
+
+    group: str
+    allowed: Allowed
+    is_followed: bool
+    before: Sharding
+    value: torch.Tensor
+    has_gradient: bool = False
+    shardings: dict[Sharding, None] = field(default_factory=dict)
+
+    @property
+    def is_fixed(self) -> bool:
+        """True if a constraint places it."""
+        return isinstance(self.allowed, Exactly | Dims)
+
+    @property
+    def within(self) -> Exactly | Dims | None:
+        """The plan's entry for it, if that only narrows what the search may find."""
+        return self.allowed.within if isinstance(self.allowed, AnyStyle) else None
+
+    def start(self, turn: Turn) -> None:
+        """Let it be what its constraint names, or as before if other values are placed as it is."""
+        if isinstance(self.allowed, Exactly | Dims):
+            is_whole = isinstance(self.allowed, Exactly) and len(self.allowed.shardings) == 1  # over all axes
+            for asked in self.allowed.shardings:
+                sharding = asked if is_whole else asked.only(turn.axis).beside(self.before, {turn.axis})
+                self.shardings.setdefault(turn.within(sharding, self.value))
+        elif self.is_followed:
+            self.let_be_whole()
+        if turn.gathers:  # whole, or cut evenly along any dim, whatever its uses want
+            self.let_be_whole()
+            for dim, size in enumerate(self.value.shape if self.value.is_floating_point() else ()):
+                cut = self.before.dims[dim].inside(DimSharding.by(turn.axis))
+                if cut.is_even(size, turn.mesh):
+                    self.shardings.setdefault(self.before.settled().with_dim(dim, cut))
+
+    def want(self, sharding: Sharding, turn: Turn) -> None:
+        """Let it be what a use wants, if its constraint leaves that open."""
+        earlier = sharding.within(turn.axes[:-1], self.value.shape, turn.mesh)
+        if sharding.partial or earlier != self.before:
+            return
+        is_open = not self.is_fixed and self.is_followed
+        if is_open or (isinstance(self.allowed, Dims) and self.allowed.admits(sharding, turn.axis)):
+            self.shardings.setdefault(sharding)
+
+    def may_be(self, sharding: Sharding, turn: Turn) -> bool:
+        """Return True unless the plan excludes a sharding; on a half of an axis, a style lets it be whole too."""
+        within = self.within
+        if within is None or not turn.is_searched or within.admits(sharding, turn.axis):
+            return True
+        halves = within.shardings[0].axes - {turn.axis}
+        is_other = bool(halves - set(turn.axes) or halves & self.before.axes)
+        return isinstance(within, Dims) and is_other and not sharding.dims_cut_by(turn.axis)
+
+    def let_be_whole(self) -> None:
+        self.shardings.setdefault(self.before)
 
 
 def find_groups(programs: Sequence[PlannedProgram]) -> dict[fx.Node, str]:
@@ -37,7 +103,7 @@ def find_groups(programs: Sequence[PlannedProgram]) -> dict[fx.Node, str]:
     return groups
 
 
-def find_leaves(problem: Problem, stage: Stage, before: Mapping[str, Sharding]) -> list[dict[str, Leaf]]:
+def find_leaves(problem: Problem, turn: Turn, before: Mapping[str, Sharding]) -> list[dict[str, Leaf]]:
     """Return each program's leaves by the names of their placeholders."""
     allowed: dict[str, Allowed] = {}
     leading, graded = set[str](), set[str]()
@@ -55,9 +121,9 @@ def find_leaves(problem: Problem, stage: Stage, before: Mapping[str, Sharding]) 
     for node, group in problem.groups.items():
         if group not in made:
             known, value = before.get(group, Sharding.replicated(edit.ndim(node))), edit.fake(node)
-            asked = allowed.get(group, stage.rest)
+            asked = allowed.get(group, turn.rest)
             made[group] = Leaf(group, asked, group in leading, known, value, group in graded)
-            made[group].start(stage)
+            made[group].start(turn)
     return [{node.name: made[problem.groups[node]] for node, _ in program.leaves()} for program in problem.programs]
 
 
@@ -89,7 +155,7 @@ def add_layers(problem: Problem) -> None:
                 "rowwise": feature_dims(nodes, "in", static, owner),
             }
             if any(sides.values()):
-                styles = _styles_of(edit.fake(node), sides, problem.stage, owned[owner] == 1)
+                styles = _styles_of(edit.fake(node), sides, problem.turn, owned[owner] == 1)
                 name = owner if "replicate" in styles else weight_of(fqn)
                 problem.owners.add(owner)
                 problem.layers[fqn] = Layer(name, problem.tables.variable(len(styles)), styles)
@@ -100,8 +166,8 @@ def _has_style(leaf: Leaf) -> bool:
     return not leaf.shardings or (leaf.has_gradient and not leaf.is_fixed)
 
 
-def _styles_of(value: Any, sides: Mapping[str, Set[int]], stage: Stage, is_alone: bool) -> dict[str, int | None]:
-    degree = stage.mesh.degree(stage.axis)
+def _styles_of(value: Any, sides: Mapping[str, Set[int]], turn: Turn, is_alone: bool) -> dict[str, int | None]:
+    degree = turn.mesh.degree(turn.axis)
     large = [dim for dim, size in enumerate(value.shape) if sym_hint(size) >= degree]
     if is_alone and all(len(dims) <= 1 for dims in sides.values()):
         return {**{style: dim for style, dims in sides.items() for dim in dims if dim in large}, "replicate": None}
@@ -114,10 +180,10 @@ def add_leaf(problem: Problem, node: fx.Node, leaf: Leaf) -> None:
         values = problem.leaves[leaf.group] = problem.variable(tuple(leaf.shardings))
         problem.price([values], _held_units(problem, node, values.shardings))
         if leaf.within is not None:
-            allowed = [leaf.may_be(sharding, problem.stage) for sharding in values.shardings]
+            allowed = [leaf.may_be(sharding, problem.turn) for sharding in values.shardings]
             problem.price([values], numpy.where(allowed, 0.0, NEVER))
         if (layer := problem.layers.get(leaf.group)) is not None:
-            cuts = [own.only(problem.stage.axis) for own in values.shardings]
+            cuts = [own.only(problem.turn.axis) for own in values.shardings]
             fits = [[_is_cut(cut, dim) for cut in cuts] for dim in layer.styles.values()]
             problem.price([Values(layer.variable, ()), values], numpy.where(fits, 0.0, NEVER))
     if leaf.group in problem.leaves:
@@ -129,41 +195,41 @@ def price_use(problem: Problem, leaf: fx.Node, fqn: str, wanted: Values, placed:
 
     A style that is kept to is one of the layer's weight, which its other leaves follow.
     """
-    group, stage = problem.groups[leaf], problem.stage
+    group, turn = problem.groups[leaf], problem.turn
     layer = problem.layers.get(group)
-    is_held = group in problem.held
-    problem.held.add(group)
-    is_fixed = stage.is_searched and layer is None and weight_of(fqn) == fqn and not edit.fake(leaf).is_floating_point()
+    is_priced = group in problem.priced
+    problem.priced.add(group)
+    is_fixed = turn.is_searched and layer is None and weight_of(fqn) == fqn and not edit.fake(leaf).is_floating_point()
     styles = None if layer is None else tuple(layer.styles.values())
     follows = isinstance(placed.within, Dims) and layer is None and layer_of(fqn) in problem.owners
-    allowed = tuple(follows or placed.may_be(want, stage) for want in wanted.shardings)
+    allowed = tuple(follows or placed.may_be(want, turn) for want in wanted.shardings)
 
     def find() -> numpy.ndarray:
-        units = _held_units(problem, leaf, wanted.shardings) * (0 if is_held else 1)
+        units = _held_units(problem, leaf, wanted.shardings) * (0 if is_priced else 1)
         units = numpy.where(allowed, units, NEVER)
         if is_fixed:
             units = numpy.where([want.is_replicated for want in wanted.shardings], 0.0, NEVER)
         if styles is None:
             return units
-        fits = [[_is_cut(want.only(stage.axis), dim) for want in wanted.shardings] for dim in styles]
+        fits = [[_is_cut(want.only(turn.axis), dim) for want in wanted.shardings] for dim in styles]
         return numpy.where(fits, units, NEVER)
 
     gathers = problem.resting.get(leaf)
-    known = "use", key(leaf), wanted.shardings, is_held, is_fixed, styles, allowed, gathers
+    known = "use", key(leaf), wanted.shardings, is_priced, is_fixed, styles, allowed, gathers
     problem.price([wanted] if layer is None else [Values(layer.variable, ()), wanted], problem.known.once(known, find))
 
 
 def _held_units(problem: Problem, node: fx.Node, shardings: Sequence[Sharding]) -> numpy.ndarray:
     """Return the price of a leaf in each of these shardings: of its bytes, and at rest of gathering it for its uses."""
-    value, mesh, objective = edit.fake(node), problem.stage.mesh, problem.objective
+    value, mesh, objective = edit.fake(node), problem.turn.mesh, problem.objective
     gathers = problem.resting.get(node)
 
     def price(count: int) -> float:
         if gathers is None:
-            return objective.held_seconds(count)
+            return objective.storage_seconds(count)
         held = count / mesh.size(gathers.axes)
         sent = objective.machine.collective_seconds("all_gather", gathers.axes, count - held, mesh)
-        return objective.held_seconds(held) + gathers.times * sent
+        return objective.storage_seconds(held) + gathers.times * sent
 
     known = "held", key(node), shardings, gathers
     return problem.known.once(known, lambda: in_units([price(local_bytes(value, each, mesh)) for each in shardings]))

@@ -19,11 +19,11 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.plan.plan import Plan
-from tpcompiler.solver import retries
-from tpcompiler.solver.changes import price_changes
-from tpcompiler.solver.drive import PLACING, solve
-from tpcompiler.solver.stage import Known
+from tpcompiler.solver import search
+from tpcompiler.solver.resharding_cost import price_changes
+from tpcompiler.solver.search import PLACING, solve
 from tpcompiler.solver.task import Task
+from tpcompiler.solver.turn import Memo
 
 OBJECTIVE = Objective.of(read_machine("h100"))
 CUTS = [
@@ -46,7 +46,7 @@ def placed(ndim: int) -> Iterator[Sharding]:
 @pytest.mark.slow
 def test_as_by_itself() -> None:
     """Of shapes of as many elements: what divides the dims of one does not divide another's."""
-    known = Known()
+    known = Memo()
     for shape in ((12, 6, 1), (8, 9), (24, 3), (4, 18, 1)):
         tensor = torch.empty(shape)
         have = [own for own in placed(len(shape)) if not any(map(misfit, own.dims, shape))]
@@ -68,7 +68,7 @@ def test_a_view_is_priced_with_its_source(monkeypatch: pytest.MonkeyPatch) -> No
         return 1.0
 
     monkeypatch.setattr(Objective, "change_seconds", priced)
-    mesh, known = Mesh.of(4), Known()
+    mesh, known = Mesh.of(4), Memo()
     for shape in ((4, 8, 16), (32, 16), (8, 4, 16)):
         cut = Sharding.of({"tp": torch.distributed.tensor.Shard(len(shape) - 1)}, mesh, len(shape), "x")
         price_changes([cut] * 3, [Sharding.replicated(len(shape))] * 2, torch.empty(shape), mesh, OBJECTIVE, known)
@@ -78,6 +78,6 @@ def test_a_view_is_priced_with_its_source(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.slow
 def test_a_mask_of_few_samples_has_no_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two samples on 8 ranks: the dim of a mask is no dim of heads that ranks could share."""
-    monkeypatch.setattr(retries, "on_split_axis", lambda *_: pytest.fail("the axis was tried as two"))
+    monkeypatch.setattr(search, "on_split_axis", lambda *_: pytest.fail("the axis was tried as two"))
     program = apply_plan(canonicalize(export(1, dynamic=False)), Plan().with_search(), Mesh.of(8))
     assert solve(Task([program], OBJECTIVE), PLACING).styles["model.layers.0.mlp.down_proj"] == "rowwise"

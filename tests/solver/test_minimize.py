@@ -10,11 +10,8 @@ import numpy
 import pytest
 
 from tpcompiler.errors import UnsupportedError
-from tpcompiler.solver import eliminate as solver
-from tpcompiler.solver import integer
-from tpcompiler.solver.eliminate import eliminate
-from tpcompiler.solver.integer import solve_integer_program
-from tpcompiler.solver.tables import Tables
+from tpcompiler.solver import minimize as solver
+from tpcompiler.solver.minimize import Tables, eliminate, solve_integer_program
 
 
 def random_tables(seed: int, most: int, never: float = 0.0) -> Tables:
@@ -49,7 +46,7 @@ def test_against_every_assignment(seed: int, never: float) -> None:
 def test_without_dead_ends_the_least_is_the_same(seed: int, never: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(solver, "TOO_SLOW", 0)  # every elimination is too slow
     tables = random_tables(seed, 7, never)
-    found, values = solver.solve(tables)
+    found, values = solver.minimize(tables)
     assert found == eliminate(tables)[0]
     assert tables.cost(values) == found
 
@@ -70,8 +67,8 @@ def test_layers_alike_share_tables(seed: int, monkeypatch: pytest.MonkeyPatch) -
             tables.price([v], own)
     apart = Tables(0.0, tables.sizes, [(over, table.copy()) for over, table in tables.factors])
     assert solver.find_live_values(tables) == solver.find_live_values(apart)
-    assert solver.solve(tables) == solver.solve(apart)
-    assert solver.solve(tables)[0] == min(tables.cost([*v]) for v in itertools.product(range(3), repeat=7))
+    assert solver.minimize(tables) == solver.minimize(apart)
+    assert solver.minimize(tables)[0] == min(tables.cost([*v]) for v in itertools.product(range(3), repeat=7))
 
 
 def test_dead_ends_are_dropped() -> None:
@@ -116,9 +113,9 @@ def test_what_is_too_large_to_eliminate_is_an_integer_program(monkeypatch: pytes
         graph.add_edge(v, "one", capacity=int(own[0]))
     with pytest.raises(UnsupportedError):
         eliminate(tables)
-    found, values = solver.solve(tables)
+    found, values = solver.minimize(tables)
     assert found == tables.cost(values) == networkx.minimum_cut_value(graph, "zero", "one")
-    monkeypatch.setattr(integer, "MOST_CELLS", 100)
+    monkeypatch.setattr(solver, "MOST_INTEGER_CELLS", 100)
     with pytest.raises(UnsupportedError, match="in 1,800 cells"):
         solve_integer_program(tables)
 

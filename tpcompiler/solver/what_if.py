@@ -1,4 +1,4 @@
-"""Layers that the search leaves whole, and what a call would take with them cut."""
+"""Prices of a whole program with another choice for an op or a leaf, or with a layer cut that is whole."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from typing import NamedTuple
+
+from torch import fx
 
 from tpcompiler.cost.objective import Objective
 from tpcompiler.cost.timeline import duration
@@ -15,15 +18,99 @@ from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.names import fold_layers, layer_of
 from tpcompiler.ir.program import PlannedProgram, relax
-from tpcompiler.solver.drive import RETRIES, solve
-from tpcompiler.solver.memory import measure_memory
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.solver.estimate import measure_memory, measure_step_time
 from tpcompiler.solver.problem import Problem
+from tpcompiler.solver.search import RETRIES, search, solve
 from tpcompiler.solver.solution import Layered, Solution
-from tpcompiler.solver.stage import Known
-from tpcompiler.solver.step_time import measure_step_time
-from tpcompiler.solver.task import Held, Task
+from tpcompiler.solver.task import Fixed, Task
+from tpcompiler.solver.turn import Memo
 from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.terminal.progress import counted
+
+
+class Otherwise(NamedTuple):
+    """One way in which a call may run, or one sharding of a leaf (`wants` is empty).
+
+    `axes`: a choice over the last of these, given the solution over those before. `solution`: the cheapest of all
+    programs with it; of infinite seconds if none has it.
+    """
+
+    axes: tuple[str, ...]
+    wants: tuple[Sharding, ...]
+    made: tuple[Sharding, ...]
+    solution: Solution
+
+
+class _Option(NamedTuple):
+    wants: tuple[Sharding, ...]
+    made: tuple[Sharding, ...]
+    fixed: list[tuple[int, list[bool]]]
+
+
+def price_otherwise(found: Solution, value: fx.Node, objective: Objective) -> list[Otherwise]:
+    """Every choice of a call or a leaf of `found.programs`, axis by axis, each with the least total that it leaves.
+
+    Exact, as the search is: the variable is fixed to each of its values in turn, and the rest is solved again. Axes are
+    solved in the turns of `found`: later ones follow. Axes that run as two, and ops in simpler ones, stay as
+    they are in `found`.
+    """
+    options: list[tuple[tuple[str, ...], _Option]] = []
+    open_axes, mesh = {axis for turn in found.turns for axis in turn}, found.mesh
+    closed = [axis for axis in mesh.names if mesh.degree(axis) > 1 and axis not in open_axes]
+    turns = (*found.turns, *((axis,) for axis in closed)) if found.turns else ()  # where nothing is open, as ever
+
+    def note_options(problem: Problem) -> Iterator[tuple[int, list[bool]]]:
+        each = _of_leaf(problem, value) if value in problem.groups else _of_call(problem, value)
+        options.extend((problem.turn.axes, option) for option in each)
+        yield from ()
+
+    task = Task(found.programs, objective, model=found.model, turns=turns)
+
+    def solve(fixed: Fixed) -> Solution:
+        return search(replace(task, fixed=fixed))
+
+    def fixing(axes: tuple[str, ...], option: _Option) -> Fixed:
+        return lambda problem: option.fixed if problem.turn.axes == axes else ()
+
+    solve(note_options)
+    return [
+        Otherwise(axes, each.wants, each.made, solve(fixing(axes, each)))
+        for axes, each in counted(options, "trying other choices", "choices")
+    ]
+
+
+def _of_call(problem: Problem, call: fx.Node) -> Iterator[_Option]:
+    each = problem.choices[call].each
+    for at, choice in enumerate(each):
+        fixed = [(problem.variables[call], [i == at for i in range(len(each))])] if len(each) > 1 else []
+        yield _Option(choice.wants, choice.made, fixed)
+
+
+def _of_leaf(problem: Problem, leaf: fx.Node) -> Iterator[_Option]:
+    """Price a leaf without a plan entry by the shardings that its uses want, the same for all."""
+    if (group := problem.groups[leaf]) in problem.leaves:
+        variable, shardings = problem.leaves[group]
+        for at, sharding in enumerate(shardings):
+            own = [] if variable is None else [(variable, [i == at for i in range(len(shardings))])]
+            yield _Option((), (sharding,), own)
+        return
+    uses = [
+        (problem.variables.get(call), problem.choices[call].wants[index])
+        for domain in problem.domains
+        for call, operands in domain.operands.items()
+        for index, operand in enumerate(operands)
+        if problem.groups.get(operand) == group and call in problem.choices
+    ]
+    for sharding in dict.fromkeys(each for _, wants in uses for each in wants):
+        fixed = [(variable, _equal(wants, sharding)) for variable, wants in uses if variable is not None]
+        if all(any(_equal(wants, sharding)) for _, wants in uses):
+            yield _Option((), (sharding,), fixed)
+
+
+def _equal(wants: Sequence[Sharding], sharding: Sharding) -> list[bool]:
+    return [want == sharding for want in wants]
+
 
 MOST_GROUPS = 4  # that are searched again, those that hold most
 
@@ -67,7 +154,7 @@ def find_uncut(found: Solution, objective: Objective) -> list[Uncut]:
         return []
     programs = [relax(program, attrgetter("narrows")) for program in found.programs]
     is_asked = any(own.narrows for program in found.programs for own in program.planned.values())
-    read = Known()
+    read = Memo()
     freed = _search(found, programs, objective, (), read) if is_asked else None
     least = found if freed is None or found.seconds <= freed.seconds else freed
     together: dict[frozenset[str], tuple[list[str], Solution]] = {}
@@ -86,19 +173,19 @@ def find_uncut(found: Solution, objective: Objective) -> list[Uncut]:
 
 
 def _search(
-    found: Solution, programs: Sequence[PlannedProgram], objective: Objective, cut: Collection[str], read: Known
+    found: Solution, programs: Sequence[PlannedProgram], objective: Objective, cut: Collection[str], read: Memo
 ) -> Solution | None:
     """The cheapest placements with these weights cut; None where their tables are too large."""
     try:
-        task = Task(programs, objective, known=read, model=found.model, held=_holding(found, cut))
+        task = Task(programs, objective, known=read, model=found.model, fixed=_fixing(found, cut))
         return solve(task, RETRIES[:1])
     except UnsupportedError:
         return None
 
 
-def _holding(found: Solution, cut: Collection[str]) -> Held:
-    def held(problem: Problem) -> Iterator[tuple[int, list[bool]]]:
-        for weight, layer in problem.layers.items() if found.model[0] in problem.stage.own else ():
+def _fixing(found: Solution, cut: Collection[str]) -> Fixed:
+    def fixed(problem: Problem) -> Iterator[tuple[int, list[bool]]]:
+        for weight, layer in problem.layers.items() if found.model[0] in problem.turn.own else ():
             dims = list(layer.styles.values())
             own = found.layers.get(weight)
             if weight in cut and any(dim is not None for dim in dims):
@@ -106,7 +193,7 @@ def _holding(found: Solution, cut: Collection[str]) -> Held:
             elif own is not None and own.dim is not None:
                 yield layer.variable, [dim == own.dim for dim in dims]
 
-    return held
+    return fixed
 
 
 def _group_of(layer: Layered) -> str:
