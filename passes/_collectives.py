@@ -11,10 +11,10 @@ from tpcompiler._torch import DeviceMesh, c10d_functional, redistribute
 from tpcompiler.cost.path import overlap
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding, Size, chunk
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.ordered import decode, encode, is_lossy
+from tpcompiler.ir.nan_safe_reduce import decode, encode, is_lossy
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut_dim, join_dim
-from tpcompiler.passes._lines import Line
+from tpcompiler.passes._collective_steps import Line
 
 Number = Callable[[], torch.Tensor]  # returns the next of `numbers_of`
 

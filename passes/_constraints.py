@@ -12,16 +12,16 @@ from tpcompiler.errors import PlanError
 from tpcompiler.ir import edit
 from tpcompiler.ir.constraints import Constraint, Dims, Exactly
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
+from tpcompiler.ir.leaf_values import LeafValues
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import layer_of, modules_around
 from tpcompiler.ir.program import UNCUT
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import fitted
-from tpcompiler.ir.static import LeafValues
 from tpcompiler.plan.plan import PlanEntry
 from tpcompiler.plan.styles import Style
-from tpcompiler.rules.features import feature_dims, is_addend
 from tpcompiler.rules.registry import rule_of
+from tpcompiler.rules.weight_features import feature_dims, is_addend
 
 
 def find_constraints(

@@ -18,16 +18,16 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.at_rest import AtRest
 from tpcompiler.ir.backward import is_backward
 from tpcompiler.ir.constraints import AnyStyle, AsUsed, Constraint, Dims, Exactly, Over
+from tpcompiler.ir.leaf_values import LeafValues
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import fold_layers, layer_of, modules_around, weight_of
 from tpcompiler.ir.placements import PlacementSpec
 from tpcompiler.ir.program import DISPATCH, PIN, CanonicalProgram, Dispatch, Note, PlannedProgram, pin, tied
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import fitted
-from tpcompiler.ir.static import LeafValues
 from tpcompiler.ir.text import value_text
 from tpcompiler.passes._constraints import find_constraints
-from tpcompiler.passes._wrapped import find_wrapped
+from tpcompiler.passes._wrapper_modules import find_wrapped
 from tpcompiler.passes.regions.attend_in_turns import ask_for_turns
 from tpcompiler.plan.plan import Plan, PlanEntry
 

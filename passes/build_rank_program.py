@@ -14,12 +14,12 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind
 
 from tpcompiler._torch import aten, check_built, size_range, symbols_of, tree_flatten, tree_unflatten
 from tpcompiler.ir import edit
-from tpcompiler.ir.bodies import change_bodies
+from tpcompiler.ir.control_flow import change_bodies
+from tpcompiler.ir.exported import add_constant, copy_signature, rebuilt
 from tpcompiler.ir.local import KEY, fake_mode_of
 from tpcompiler.ir.node_placement import PLACEMENT, NodePlacement, placement_of, write_claims
 from tpcompiler.ir.program import DISPATCH, GLOBAL, PIN, ShardedProgram
 from tpcompiler.ir.rank_numbers import name_rank_numbers, numbers_read
-from tpcompiler.ir.rebuilt import add_constant, copy_signature, rebuilt
 from tpcompiler.ir.shares import cut
 
 Built = dict[Any, ExportedProgram]

@@ -24,7 +24,7 @@ from tpcompiler.frontend.spell_out import spell_out
 from tpcompiler.frontend.written_back import find_hidden_views, keep_old_values
 from tpcompiler.ir import edit
 from tpcompiler.ir.backward import mark_backward
-from tpcompiler.ir.bodies import read_bodies
+from tpcompiler.ir.control_flow import read_bodies
 from tpcompiler.ir.draws import RECURRENT, draws, draws_for_a_shape, remove_unused
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, memory_order, no_new_guards
 from tpcompiler.ir.program import CanonicalProgram

@@ -21,7 +21,7 @@ from tpcompiler._torch import (
 )
 from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir import edit
-from tpcompiler.ir.bodies import change_bodies
+from tpcompiler.ir.control_flow import change_bodies
 from tpcompiler.ir.local import fake_mode_of
 from tpcompiler.ir.program import IN_TURNS, PIN, Note, PlannedProgram
 from tpcompiler.ir.sharding import Sharding

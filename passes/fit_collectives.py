@@ -12,10 +12,10 @@ from torch.export import ExportedProgram
 
 from tpcompiler._torch import aten
 from tpcompiler.ir import edit
-from tpcompiler.ir.bodies import read_bodies
+from tpcompiler.ir.control_flow import read_bodies
+from tpcompiler.ir.exported import add_constant, copy_signature, rebuilt
 from tpcompiler.ir.local import is_contiguous
 from tpcompiler.ir.node_placement import CLAIM, claim_data, read_claim
-from tpcompiler.ir.rebuilt import add_constant, copy_signature, rebuilt
 from tpcompiler.ir.symm_mem import ALL_REDUCE, ONE_SHOT, WAIT, insert_call
 
 # Limits of torch's one-shot kernel.

@@ -11,18 +11,18 @@ from torch import fx
 
 from tpcompiler._torch import OpOverload, aten, enable_python_dispatcher
 from tpcompiler.ir import edit
-from tpcompiler.ir.bodies import copy_body, has_bodies, is_cond
+from tpcompiler.ir.control_flow import copy_body, has_bodies, is_cond
+from tpcompiler.ir.leaf_values import computed_from_leaves
 from tpcompiler.ir.local import fake_mode_of, no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import layer_of, weight_of
 from tpcompiler.ir.program import BOTH, UNCUT, CanonicalProgram
 from tpcompiler.ir.sizes import statically_equal
-from tpcompiler.ir.static import computed_from_leaves
 from tpcompiler.ir.text import value_text
 from tpcompiler.passes.apply_plan import names_of
 from tpcompiler.plan.plan import Plan, PlanEntry
 from tpcompiler.rules.index_range import door_ranges
-from tpcompiler.rules.unguarded import obstacle
+from tpcompiler.rules.speculation import obstacle
 
 
 def flatten_branches(program: CanonicalProgram, plan: Plan, mesh: Mesh) -> CanonicalProgram:
@@ -36,7 +36,7 @@ def flatten_branches(program: CanonicalProgram, plan: Plan, mesh: Mesh) -> Canon
 
     The result is the same for both values of the predicate, including NaN and infinities, and every rank runs the same
     collectives. It takes the time of both branches, which the report notes. So a cond without a planned weight stays,
-    as does a cond with a branch that must not run unless chosen (`rules/unguarded.py`): one that writes, draws,
+    as does a cond with a branch that must not run unless chosen (`rules/speculation.py`): one that writes, draws,
     asserts, or may raise. Loops stay too. `meta[UNCUT]` holds the reason, for a later error.
     """
     calls = [node for node in edit.calls(program.graph) if has_bodies(node)]

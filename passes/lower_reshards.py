@@ -12,15 +12,15 @@ import torch
 from torch import fx
 
 from tpcompiler._torch import FakeTensorMode, aten, fake_group, trace_ops, traced_mesh
-from tpcompiler.cost.program import held_by_first, steps_of
+from tpcompiler.cost.reshard_bytes import held_by_first, steps_of
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, key, local_value, memory_order
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.node_placement import PLACEMENT, NodePlacement, Reshard, origin_of, placement_of, reshard_of
 from tpcompiler.ir.program import GLOBAL, LoweredProgram, PlacedProgram, reshard
 from tpcompiler.ir.rank_numbers import read_number
+from tpcompiler.passes._collective_steps import LINE, Line, numbers_of, put_on_line
 from tpcompiler.passes._collectives import change_on_line, on_first
-from tpcompiler.passes._lines import LINE, Line, numbers_of, put_on_line
 
 Traces = dict[Any, fx.Graph]
 
@@ -39,7 +39,7 @@ def lower_reshards(program: PlacedProgram, ranks: Sequence[int], traces: Traces)
 
     Equal changes of equal local shapes are traced once; `traces` caches them across calls. S(i) -> S(j) is our own
     all_to_all, because torch's needs the caller's rank and gathers on CPU. A maximum or minimum of floats is reduced as
-    integers of the same order (`ir/ordered.py`), because backends lose NaN.
+    integers of the same order (`ir/nan_safe_reduce.py`), because backends lose NaN.
     """
     graph = edit.copy_graph(program.graph)
     mode = fake_mode_of(graph)

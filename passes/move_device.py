@@ -11,11 +11,11 @@ from torch.export import ExportedProgram
 
 from tpcompiler._torch import FakeTensorMode, OpOverload, tree_map
 from tpcompiler.ir import edit
-from tpcompiler.ir.bodies import change_bodies, read_bodies
+from tpcompiler.ir.control_flow import change_bodies, read_bodies
+from tpcompiler.ir.exported import rebuilt
 from tpcompiler.ir.local import fake_mode_of, key, no_new_guards
-from tpcompiler.ir.rebuilt import rebuilt
 from tpcompiler.ir.sizes import statically_equal
-from tpcompiler.passes._kernels import Call, kernel_for
+from tpcompiler.passes._attention_kernels import Call, kernel_for
 
 
 def move_device(program: ExportedProgram, device_type: str) -> ExportedProgram:
@@ -28,7 +28,7 @@ def move_device(program: ExportedProgram, device_type: str) -> ExportedProgram:
               rows = reshape(table, [2, 4])          what is a view on one device may be a copy on another
               flag = scalar_tensor(1.0, device=cuda)
 
-    Attention in turns gets the kernel of the device (`_kernels.py`), even if the program already is on that device.
+    Attention in turns gets the kernel of the device (`_attention_kernels.py`), even if the program is already there.
 
     Works on any flat functional program, in both directions. Parameters, buffers and constants stay where they are,
     because this machine may lack the device: `runtime/place.py` moves them where the program runs. It is the last pass:

@@ -13,8 +13,8 @@ from tpcompiler.ir.notes import notes_of, shared_leaves, whole_leaves
 from tpcompiler.ir.program import PIN, Note, PlacedProgram, PlannedProgram, pin, reshard
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.text import op_name
-from tpcompiler.passes._causes import completed_sum, refuses
-from tpcompiler.passes._marks import Walk, mark_node, refuse_without_parts
+from tpcompiler.passes._placements import Walk, mark_node, refuse_without_parts
+from tpcompiler.passes._reshard_reasons import completed_sum, refuses
 from tpcompiler.rules.index_range import door_ranges
 from tpcompiler.rules.registry import rule_of
 from tpcompiler.runtime.records import Why

@@ -20,10 +20,10 @@ from tests.compared import compare
 from tests.launch import called
 from tests.test_control_flow import choose, choose_twice, program_of
 from tpcompiler.errors import InternalError
-from tpcompiler.ir.bodies import all_calls, has_bodies
+from tpcompiler.ir.control_flow import all_calls, has_bodies
 from tpcompiler.judge.sound.check import check_programs
 from tpcompiler.judge.sound.written import read_ranks
-from tpcompiler.parallel.compared import layout_of
+from tpcompiler.parallel.program_subject import layout_of
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.runtime.artifact import read_manifest
 

@@ -24,8 +24,8 @@ from tests.passes.stages import Call
 from tpcompiler._torch import symbols_of
 from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir import edit
-from tpcompiler.ir.bodies import all_calls, has_bodies
-from tpcompiler.parallel.compared import layout_of
+from tpcompiler.ir.control_flow import all_calls, has_bodies
+from tpcompiler.parallel.program_subject import layout_of
 
 
 def choose(self: Any, x: torch.Tensor) -> torch.Tensor:

@@ -115,19 +115,20 @@ def test_what_the_search_found_is_the_cheapest(tmp_path: Path, program: Exported
 
 
 def test_every_axis_has_its_choices(tmp_path: Path) -> None:
-    """By hand of the last: samples are gathered before it (2,048 bytes) and not after it, and the sum is of all."""
+    """By hand of the second: samples are gathered before it (2,048 bytes) and not after it, and the sum is of all."""
     tpcompiler.parallelize(mlp(), {"dp": 2, "tp": 2}, "auto", inputs=[{"dp": "S(0)"}]).save(tmp_path / "out")
     text = right("explain", tmp_path / "out", "relu")
     assert_expected_inline(
         text[text.index("alternatives") :],
         """\
 alternatives (us above the least of these; a call of the artifact takes 34.8 ns on ideal)
-axis  makes         needs             us  wire bytes  held bytes  sends
-tp    [R, S(2)]     [R, S(2)]     +0.000        +0 B        +0 B                the artifact's
-tp    [R, S(1)]     [R, S(1)]     +0.012    +1.02 kB    +32.8 kB  1 all_to_all
-tp    [R, R]        [R, R]        +0.012    -1.02 kB    +32.8 kB
-dp    [S(0), S(2)]  [S(0), S(2)]  +0.000        +0 B        +0 B                the artifact's
-dp    [R, S(2)]     [R, S(2)]     +0.009    +2.05 kB        +0 B
+makes         needs             us  wire bytes  held bytes  sends
+[S(0), S(2)]  [S(0), S(2)]  +0.000        +0 B        +0 B                the artifact's
+[R, S(2)]     [R, S(2)]     +0.009    +2.05 kB        +0 B
+[S(0), S(1)]  [S(0), S(1)]  +0.009     +4.1 kB        +0 B  2 all_to_all
+[S(0), R]     [S(0), R]     +0.010    +3.07 kB        +0 B  1 all_gather
+[R, S(1)]     [R, S(1)]     +0.020    +3.07 kB    +32.8 kB  1 all_to_all
+[R, R]        [R, R]        +0.025    +1.02 kB    +32.8 kB
 
 """,
     )

@@ -19,8 +19,8 @@ from tests.passes.stages import Call
 from tests.training.test_steps import group_of_one as group_of_one
 from tests.zoo.case import randomise
 from tpcompiler import ArtifactError, InputsError, MeshError, ParallelProgram, PlanError, ProgramError, UnsupportedError
-from tpcompiler.parallel import families
-from tpcompiler.parallel.converted import ConvertedProgram
+from tpcompiler.parallel import model_families
+from tpcompiler.parallel.converted_program import ConvertedProgram
 
 PLAN = {"up": "colwise", "down": "rowwise"}
 IDS, PIXELS = torch.tensor([[3, 1, 4], [1, 5, 9]]), torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
@@ -244,7 +244,7 @@ def test_a_buffer_that_programs_of_other_ranks_have_too_is_refused(degrees: dict
 def test_an_artifact_of_such_programs_is_refused(degrees: dict[str, int]) -> None:
     """Nothing else sees it. The draft's cache of the same name is the draft's."""
     programs = {name: exported()[name] for name in ("prefill", "decode", "draft")}
-    with patch.object(families, "_refuse_state_apart"):
+    with patch.object(model_families, "_refuse_state_apart"):
         made = tpcompiler.parallelize(programs, 2, PLAN, degrees=degrees)
         calls = [("prefill", (IDS, PIXELS)), ("decode", (IDS[:, :1],))]
         if "draft" in degrees:

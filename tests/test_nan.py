@@ -20,7 +20,7 @@ from tests.trust.damage import Artifact
 from tpcompiler.cost.path import reshard_wire_bytes
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.ordered import decode, encode
+from tpcompiler.ir.nan_safe_reduce import decode, encode
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.judge.sound.check import check_programs
 from tpcompiler.judge.sound.written import read_ranks

@@ -19,7 +19,7 @@ from tests.state.models import PLAN, WIDTH, Llama, call
 from tests.zoo.case import randomise
 from tpcompiler import ArtifactError, InputsError, ParallelProgram, PlanError, ProgramError
 from tpcompiler.cost.collective import wire_bytes
-from tpcompiler.parallel.compared import shardings_of
+from tpcompiler.parallel.program_subject import shardings_of
 from tpcompiler.runtime.artifact import read_manifest
 
 PROMPT, *STEPS = call(2, 0, 4), call(2, 4, 1), call(2, 5, 1)

@@ -19,7 +19,7 @@ from tests.compared import compare
 from tests.zoo.case import randomise
 from tpcompiler._torch import fake_group
 from tpcompiler.errors import InputsError, UnsupportedError
-from tpcompiler.parallel.compared import layout_of
+from tpcompiler.parallel.program_subject import layout_of
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.model_file import read_model
 

@@ -30,7 +30,7 @@ from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.objective import Objective
 from tpcompiler.cost.timeline import duration
 from tpcompiler.errors import TpCompilerError
-from tpcompiler.ir.collector import collector_rests
+from tpcompiler.ir.gc_pause import collector_rests
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize

@@ -29,7 +29,7 @@ from torch.export import ExportedProgram
 from tools.measured import front_line, record
 from tools.published.model import Dims, export_decoder, export_from_config, megatron_plan
 from tpcompiler.api import conversions_of, read_plan
-from tpcompiler.cost.kernels import PARTS
+from tpcompiler.cost.fusion import PARTS
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.timeline import StepTime
 from tpcompiler.parallel.pipeline import find_placements

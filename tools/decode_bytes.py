@@ -2,7 +2,7 @@
 
 Twenty architectures of transformers with the heads of a real model, 16 of queries to 4 of keys where the architecture
 has groups, are exported with `tpcompiler export --prefill-decode` without weights: one layer, one row, a cache of 2,048
-tokens. Each decode program is counted by the model of kernels that predicts seconds (`tpcompiler/cost/kernels.py`), for
+tokens. Each decode program is counted by the model of kernels that predicts seconds (`tpcompiler/cost/fusion.py`), for
 a GPU: as the model repeats heads, and as `convert` writes it. The least is every weight, chosen expert, cache and
 result once.
 """
@@ -21,14 +21,14 @@ from torch.export import ExportedProgram
 
 from tools.hf_models import ROWS, Row
 from tools.measured import record
-from tpcompiler.cost.kernels import LOOKUPS, find_kernels
+from tpcompiler.cost.fusion import LOOKUPS, find_kernels
 from tpcompiler.frontend.exporting import export_prefill_and_decode
 from tpcompiler.frontend.plain_weights import drop_replaced, unwrap_subclasses
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.ir.text import op_name
-from tpcompiler.passes._kernels import bytes_in_memory, read_again
+from tpcompiler.passes._attention_kernels import bytes_in_memory, read_again
 from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.passes.regions.group_queries import ATTENTION, group_queries

@@ -25,7 +25,7 @@ from tests.zoo.faults import collectives_of, without_collective
 from tests.zoo.index import CASES
 from tests.zoo.measure import strain
 from tools.gpu_check import name_of, on_device
-from tpcompiler.parallel.compared import compared_calls, subject_of
+from tpcompiler.parallel.program_subject import compared_calls, subject_of
 from tpcompiler.runtime.artifact import SINGLE
 
 

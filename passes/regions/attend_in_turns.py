@@ -20,8 +20,8 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import IN_TURNS, InTurns, PlannedProgram
 from tpcompiler.ir.region import Region, pinned, write_regions
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
+from tpcompiler.passes._attention_kernels import MULTIPLES, ON_CPU
 from tpcompiler.passes._distinct_heads import DistinctHeads, find_distinct_heads, region_on
-from tpcompiler.passes._kernels import MULTIPLES, ON_CPU
 from tpcompiler.plan.plan import PlanEntry
 from tpcompiler.plan.styles import STYLES
 

@@ -17,7 +17,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.program import DISPATCH, Dispatch, PlannedProgram
 from tpcompiler.ir.region import Region, pinned, write_regions
 from tpcompiler.ir.sizes import sym_quotient
-from tpcompiler.passes._routes import Route, find_routes, row_operands
+from tpcompiler.passes._token_routing import Route, find_routes, row_operands
 from tpcompiler.passes.regions.spread_experts import leaf_behind, over, refuse_uneven
 from tpcompiler.rules.experts import BY_BLOCK
 

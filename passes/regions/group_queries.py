@@ -11,15 +11,15 @@ from typing import Any
 from torch import Tensor, fx
 
 from tpcompiler._torch import aten, sym_hint
-from tpcompiler.cost.kernels import find_kernels
+from tpcompiler.cost.fusion import find_kernels
 from tpcompiler.ir import edit
 from tpcompiler.ir.draws import remove_unused
 from tpcompiler.ir.local import key, memory_order, no_new_guards
 from tpcompiler.ir.program import IN_TURNS, Note, PlannedProgram
 from tpcompiler.ir.region import Region
 from tpcompiler.ir.sizes import statically_equal
+from tpcompiler.passes._attention_kernels import bytes_in_memory, read_again
 from tpcompiler.passes._distinct_heads import HEADS, RESHAPES, DistinctHeads, find_distinct_heads, region_on
-from tpcompiler.passes._kernels import bytes_in_memory, read_again
 from tpcompiler.rules.attention import KERNELS
 from tpcompiler.terminal.printed import format_bytes
 

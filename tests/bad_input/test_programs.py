@@ -20,7 +20,7 @@ from tests.bad_input.models import PLAN, Net, X, exported, refusal
 from tests.compared import compare
 from tests.opaque import opaque
 from tpcompiler.errors import ProgramError, ShardingError
-from tpcompiler.parallel.compared import layout_of, shardings_of
+from tpcompiler.parallel.program_subject import layout_of, shardings_of
 
 
 @torch.library.custom_op("toy::add_one", mutates_args={"x"})

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tpcompiler.cost.collective import KINDS, wire_bytes
-from tpcompiler.cost.kernels import Kernel
+from tpcompiler.cost.fusion import Kernel
 from tpcompiler.cost.machine import Link, Machine
 from tpcompiler.cost.machine_file import SHIPPED, MachineEntry, read_machine, shipped_machines
 from tpcompiler.cost.objective import Objective, Work

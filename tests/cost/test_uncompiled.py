@@ -11,7 +11,7 @@ import torch
 from tests.cost.test_machine import RATES, machine
 from tests.zoo.index import CASES
 from tpcompiler.api import conversions_of, read_plan
-from tpcompiler.cost.kernels import Kernel
+from tpcompiler.cost.fusion import Kernel
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.objective import Objective, Work, copied_bytes

@@ -16,7 +16,7 @@ from tpcompiler._torch import tree_flatten, tree_unflatten
 from tpcompiler.errors import InternalError, TpCompilerError
 from tpcompiler.judge.sound.check import check_programs
 from tpcompiler.judge.sound.written import read_ranks
-from tpcompiler.passes._causes import ALSO_ASKED
+from tpcompiler.passes._reshard_reasons import ALSO_ASKED
 from tpcompiler.passes.canonicalize import canonicalize
 
 WORLD = 2

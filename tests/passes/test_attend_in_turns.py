@@ -19,7 +19,7 @@ from tpcompiler._torch import FakeTensorMode
 from tpcompiler.errors import PlanError
 from tpcompiler.ir import edit
 from tpcompiler.ir.text import program_text
-from tpcompiler.passes._kernels import ON_CPU, ON_CUDA
+from tpcompiler.passes._attention_kernels import ON_CPU, ON_CUDA
 from tpcompiler.passes.move_device import move_device
 from tpcompiler.passes.regions.attend_in_turns import attend_in_turns
 from tpcompiler.terminal.printed import format_bytes

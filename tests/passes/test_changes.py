@@ -19,7 +19,7 @@ from tpcompiler.ir.placements import REDUCE_OPS
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import read_sharding
 from tpcompiler.passes import lower_reshards as lowering
-from tpcompiler.passes._alike import ranks_alike
+from tpcompiler.passes._rank_classes import ranks_alike
 
 SQUARE, WIDE, CUBE = Mesh((("dp", 2), ("tp", 2))), Mesh((("dp", 2), ("tp", 3))), Mesh((("a", 2), ("b", 2), ("c", 2)))
 

@@ -13,7 +13,7 @@ from torch.export import Dim, export
 import tpcompiler
 from tests.zoo.case import randomise
 from tpcompiler.api import conversions_of, read_plan
-from tpcompiler.cost.kernels import rows_share
+from tpcompiler.cost.fusion import rows_share
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.errors import PlanError
 from tpcompiler.ir import edit

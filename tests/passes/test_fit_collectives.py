@@ -20,7 +20,7 @@ from tpcompiler.errors import ArtifactError, UnsupportedError
 from tpcompiler.ir.symm_mem import expand_collectives, is_fitted, rooms_of
 from tpcompiler.judge.sound.check import check_programs
 from tpcompiler.judge.sound.written import written
-from tpcompiler.parallel.compared import compared_calls, layout_of, on_cpu, subject_of
+from tpcompiler.parallel.program_subject import compared_calls, layout_of, on_cpu, subject_of
 from tpcompiler.passes.fit_collectives import Fit, fit_collectives
 from tpcompiler.runtime.artifact import MANIFEST
 

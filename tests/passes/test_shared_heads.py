@@ -15,7 +15,7 @@ import tpcompiler
 from tests.compared import compare
 from tests.zoo.case import randomise
 from tpcompiler import ParallelProgram
-from tpcompiler.parallel.compared import layout_of
+from tpcompiler.parallel.program_subject import layout_of
 
 WIDTH, HEAD = 16, 4
 X = torch.randn(4, 3, WIDTH)

@@ -16,7 +16,7 @@ from tests.zoo.faults import without_collective
 from tpcompiler.ir import edit
 from tpcompiler.ir.node_placement import read_claim
 from tpcompiler.judge.compare.compare import VerifyReport
-from tpcompiler.parallel.compared import layout_of
+from tpcompiler.parallel.program_subject import layout_of
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from tests.promises.models import NAMES, converted, inputs_of, ranks
 from tpcompiler.ir.node_placement import read_claim
 from tpcompiler.judge.compare.simulate import simulate
-from tpcompiler.parallel.compared import shardings_of
+from tpcompiler.parallel.program_subject import shardings_of
 
 
 def replicas(programs: Sequence[ExportedProgram], name: str) -> dict[str, list[torch.Tensor]]:

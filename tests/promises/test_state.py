@@ -16,7 +16,7 @@ from tests.promises.models import CACHE, NAMES, Counting, exported, functional, 
 from tests.zoo.case import randomise
 from tests.zoo.decoders import LLAMA
 from tpcompiler.judge.compare.simulate import simulate
-from tpcompiler.parallel.compared import shardings_of
+from tpcompiler.parallel.program_subject import shardings_of
 
 
 def kinds(signature: ExportGraphSignature) -> list[tuple[object, ...]]:

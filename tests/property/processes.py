@@ -14,7 +14,7 @@ from tests.launch import run_ranks
 from tpcompiler.judge.compare.compare import compare_calls
 from tpcompiler.judge.compare.simulate import RankResult
 from tpcompiler.judge.compare.subject import shares_of
-from tpcompiler.parallel.compared import subject_of
+from tpcompiler.parallel.program_subject import subject_of
 
 SECONDS = 120  # that the ranks may take, start included
 

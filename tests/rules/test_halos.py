@@ -23,7 +23,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placement_words import describe_sharding
 from tpcompiler.ir.shares import read_sharding
 from tpcompiler.judge.sound.check import check_programs
-from tpcompiler.parallel.compared import layout_of
+from tpcompiler.parallel.program_subject import layout_of
 
 ITEM, ROWS, WIDTH = 4, 2, 8
 Cut = Mapping[str, int]

@@ -16,7 +16,7 @@ from tests.compared import compare
 from tests.trust.damage import Artifact, inserted
 from tests.zoo.case import randomise
 from tpcompiler.judge.sound.check import check_programs
-from tpcompiler.parallel.compared import layout_of
+from tpcompiler.parallel.program_subject import layout_of
 from tpcompiler.rules import statistics
 
 aten = torch.ops.aten

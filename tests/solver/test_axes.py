@@ -17,7 +17,7 @@ from torch.export import ExportedProgram, export
 
 import tpcompiler
 from tpcompiler.api import conversions_of, read_plan
-from tpcompiler.cost.kernels import NO_KERNEL
+from tpcompiler.cost.fusion import NO_KERNEL
 from tpcompiler.cost.machine import Link, Machine
 from tpcompiler.cost.objective import Objective, local_bytes, local_work
 from tpcompiler.ir.constraints import AnyStyle, AsUsed

@@ -20,7 +20,7 @@ from tests.zoo.case import randomise
 from tpcompiler.errors import PlanError
 from tpcompiler.ir.program import Program
 from tpcompiler.ir.text import program_text
-from tpcompiler.parallel.compared import shardings_of
+from tpcompiler.parallel.program_subject import shardings_of
 
 X = torch.randn(2, 3, 8)
 PLAN = {"up": "colwise", "down": "rowwise"}

@@ -13,7 +13,7 @@ from torch import nn
 
 import tpcompiler
 from tests.trust.subjects import SUBJECTS, Subject, _subject
-from tpcompiler.ir import ordered
+from tpcompiler.ir import nan_safe_reduce
 from tpcompiler.judge.sound.check import CheckReport
 from tpcompiler.rules import infer
 
@@ -51,13 +51,13 @@ MUTANTS: dict[str, tuple[Callable[..., Any], str, str, str]] = {
     ),
     "a bias is no addend": (infer.shardings, "if index in rule.pattern.addends}", "if False}", "rows"),
     "what must be whole is cut": (infer._check, "if factor in rule.pattern.whole:", "if False:", "softmax"),
-    "NaN is not above all": (ordered._nan, "limits.max if", "limits.max - 1 if", "extrema"),
-    "NaN is not below all": (ordered._nan, "else limits.min", "else limits.min + 1", "extrema"),
-    "NaN in the wrong place": (ordered._nan, 'op == "max"', 'op != "max"', "extrema"),
-    "bits that are not flipped": (ordered._mirror, "torch.iinfo(bits.dtype).max)", "1)", "extrema"),
-    "another sign": (ordered._mirror, "bits - 1", "bits - 2", "extrema"),
-    "no extremum is lossy": (ordered.is_lossy, "op in EXTREMA", "False", "extrema"),
-    "a minimum is not lossy": (ordered.is_lossy, "op in EXTREMA", 'op == "max"', "extrema"),
+    "NaN is not above all": (nan_safe_reduce._nan, "limits.max if", "limits.max - 1 if", "extrema"),
+    "NaN is not below all": (nan_safe_reduce._nan, "else limits.min", "else limits.min + 1", "extrema"),
+    "NaN in the wrong place": (nan_safe_reduce._nan, 'op == "max"', 'op != "max"', "extrema"),
+    "bits that are not flipped": (nan_safe_reduce._mirror, "torch.iinfo(bits.dtype).max)", "1)", "extrema"),
+    "another sign": (nan_safe_reduce._mirror, "bits - 1", "bits - 2", "extrema"),
+    "no extremum is lossy": (nan_safe_reduce.is_lossy, "op in EXTREMA", "False", "extrema"),
+    "a minimum is not lossy": (nan_safe_reduce.is_lossy, "op in EXTREMA", 'op == "max"', "extrema"),
 }
 MOVES = "moves and reduces values, and does nothing else"
 FINDINGS = {

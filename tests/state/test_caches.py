@@ -21,7 +21,7 @@ from tests.state.models import PLAN, WRITES, Llama, Normed, call
 from tests.zoo.case import randomise
 from tpcompiler import ParallelProgram
 from tpcompiler.judge.compare.judge import FLOOR, SPREAD
-from tpcompiler.parallel.compared import layout_of
+from tpcompiler.parallel.program_subject import layout_of
 from tpcompiler.runtime.inputs import write_tensors
 
 # A prompt in two chunks, then four tokens one by one.

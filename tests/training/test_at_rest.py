@@ -21,8 +21,8 @@ from tpcompiler.artifact.summary import summarize
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.errors import PlanError
 from tpcompiler.ir import edit
-from tpcompiler.parallel.compared import compared_calls, subject_of
 from tpcompiler.parallel.pipeline import find_placements
+from tpcompiler.parallel.program_subject import compared_calls, subject_of
 from tpcompiler.plan.plan import Plan
 from tpcompiler.runtime.artifact import SINGLE
 from tpcompiler.solver.estimate import measure_memory, sent_by

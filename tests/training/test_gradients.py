@@ -22,7 +22,7 @@ from tests.trust.damage import Artifact
 from tests.zoo.faults import collectives_of, without_collective
 from tpcompiler.errors import InputsError, UnsupportedError
 from tpcompiler.judge.sound.check import check_programs
-from tpcompiler.parallel.compared import compared_calls, subject_of
+from tpcompiler.parallel.program_subject import compared_calls, subject_of
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.runtime.artifact import SINGLE
 

@@ -20,7 +20,7 @@ from tpcompiler.errors import InputsError, MeshError
 from tpcompiler.ir import edit
 from tpcompiler.judge.compare.compare import VerifyReport
 from tpcompiler.judge.compare.judge import FLOOR, SPREAD
-from tpcompiler.parallel.compared import layout_of, shardings_of
+from tpcompiler.parallel.program_subject import layout_of, shardings_of
 
 MACHINE = CALLS
 

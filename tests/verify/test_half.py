@@ -20,7 +20,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.node_placement import read_claim
 from tpcompiler.judge.compare.compare import VerifyReport
 from tpcompiler.judge.compare.judge import FLOOR
-from tpcompiler.parallel.compared import layout_of
+from tpcompiler.parallel.program_subject import layout_of
 
 HALF = [torch.bfloat16, torch.float16]
 

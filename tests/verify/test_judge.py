@@ -15,7 +15,7 @@ from tests.zoo.faults import without_collective
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.judge.compare.judge import Layout, difference, ordinary_magnitude
-from tpcompiler.parallel.compared import compared_calls, subject_of
+from tpcompiler.parallel.program_subject import compared_calls, subject_of
 from tpcompiler.runtime.artifact import SINGLE
 
 

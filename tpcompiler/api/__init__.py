@@ -24,14 +24,14 @@ from tpcompiler.cost.collective import Collectives
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.errors import MeshError, PlanError, ProgramError, UnsupportedError, option
-from tpcompiler.ir.collector import collector_rests
+from tpcompiler.ir.gc_pause import collector_rests
 from tpcompiler.ir.mesh import PIPELINE, Mesh, MeshLike
 from tpcompiler.ir.optimizer import read_optimizer
 from tpcompiler.ir.placements import PlacementSpec, parse_placement
 from tpcompiler.parallel.conversion import Conversion, share_conversions
-from tpcompiler.parallel.converted import ConvertedProgram
+from tpcompiler.parallel.converted_program import ConvertedProgram
 from tpcompiler.parallel.cut_batch import cut_batch
-from tpcompiler.parallel.families import find_families
+from tpcompiler.parallel.model_families import find_families
 from tpcompiler.parallel.pipeline import convert_programs, find_placements
 from tpcompiler.parallel.stages import StageProgram, mesh_of_stage, stage_programs
 from tpcompiler.passes.apply_plan import names_of

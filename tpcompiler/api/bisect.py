@@ -27,7 +27,7 @@ from tpcompiler.ir.program import PlacedProgram, reshard
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import row_sharding
 from tpcompiler.ir.text import op_name
-from tpcompiler.parallel.converted import ConvertedProgram
+from tpcompiler.parallel.converted_program import ConvertedProgram
 from tpcompiler.plan.plan import Plan
 from tpcompiler.runtime.inputs import flatten_inputs
 from tpcompiler.runtime.target import refuse_strange_name, replacing

@@ -21,8 +21,8 @@ from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.timeline import StepTime, duration
 from tpcompiler.errors import BudgetError, MeshError, ShardingError
-from tpcompiler.ir.collector import collector_rests
 from tpcompiler.ir.dim_sharding import apportion
+from tpcompiler.ir.gc_pause import collector_rests
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.optimizer import read_optimizer
 from tpcompiler.parallel.conversion import Conversion

@@ -22,7 +22,7 @@ from tpcompiler.cost.objective import local_bytes
 from tpcompiler.cost.timeline import StepTime, duration
 from tpcompiler.errors import MeshError, ShardingError, UnsupportedError
 from tpcompiler.ir import edit
-from tpcompiler.ir.collector import collector_rests
+from tpcompiler.ir.gc_pause import collector_rests
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import fold_layers
 from tpcompiler.ir.optimizer import read_optimizer

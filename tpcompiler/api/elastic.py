@@ -26,10 +26,10 @@ from tpcompiler.frontend.refused import refuse_hollow
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import same_bits
 from tpcompiler.judge.sound.check import read_proved_model
-from tpcompiler.parallel.compared import on_cpu
 from tpcompiler.parallel.conversion import Conversion, asked_boundary, share_conversions
-from tpcompiler.parallel.converted import ConvertedProgram
+from tpcompiler.parallel.converted_program import ConvertedProgram
 from tpcompiler.parallel.pipeline import convert_programs
+from tpcompiler.parallel.program_subject import on_cpu
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.plan.plan import Plan
 from tpcompiler.plan.share import join_plans

@@ -26,8 +26,8 @@ from tpcompiler.ir.mesh import Mesh, MeshLike
 from tpcompiler.judge.compare.compare import VerifyReport
 from tpcompiler.judge.compare.processes import LONGEST
 from tpcompiler.judge.sound.check import CheckReport, check_artifact
-from tpcompiler.parallel.compared import on_cpu
-from tpcompiler.parallel.converted import ConvertedProgram
+from tpcompiler.parallel.converted_program import ConvertedProgram
+from tpcompiler.parallel.program_subject import on_cpu
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.runtime.artifact import is_single, write_artifact
 from tpcompiler.runtime.package import read_package, refuse_other_package

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.parallel.conversion import Conversion
-from tpcompiler.parallel.converted import ConvertedProgram
+from tpcompiler.parallel.converted_program import ConvertedProgram
 from tpcompiler.parallel.pipeline import convert_programs
 from tpcompiler.solver.estimate import Memory, measure_memory
 from tpcompiler.solver.report import TooLarge

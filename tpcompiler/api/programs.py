@@ -22,8 +22,8 @@ from tpcompiler.ask.handover import HandoverTable, price_handover
 from tpcompiler.checkpoint.leaves import held_per_rank
 from tpcompiler.errors import ArtifactError, option
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.parallel.converted import ConvertedProgram
-from tpcompiler.parallel.piped import whole_of
+from tpcompiler.parallel.converted_program import ConvertedProgram
+from tpcompiler.parallel.stages_subject import whole_of
 from tpcompiler.runtime.artifact import Manifest, is_single
 from tpcompiler.runtime.beside import families, world_of
 from tpcompiler.runtime.records import Collective

@@ -21,8 +21,8 @@ from tpcompiler.judge.compare.compare import Call, VerifyReport, compare_calls, 
 from tpcompiler.judge.compare.processes import LONGEST, answers_of_ranks
 from tpcompiler.judge.compare.subject import Run, Subject, shares_of
 from tpcompiler.judge.sound.check import read_proved_model
-from tpcompiler.parallel.compared import compared_calls, on_cpu, subject_of
-from tpcompiler.parallel.piped import Held, subject_of_stages
+from tpcompiler.parallel.program_subject import compared_calls, on_cpu, subject_of
+from tpcompiler.parallel.stages_subject import Held, subject_of_stages
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.runtime.artifact import MODEL, SINGLE, is_single
 from tpcompiler.runtime.package import read_package

@@ -26,9 +26,9 @@ from tpcompiler._torch import (
 )
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir import edit
-from tpcompiler.ir.bodies import read_bodies, root_of
 from tpcompiler.ir.buckets import ALL_REDUCE, BUCKET
-from tpcompiler.ir.calls import nodes_named
+from tpcompiler.ir.call_record import nodes_named
+from tpcompiler.ir.control_flow import read_bodies, root_of
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.node_placement import claims_of
 from tpcompiler.ir.sizes import statically_equal

@@ -50,7 +50,7 @@ class Machine:
             of several counts.
         product: seconds of each matrix product on top of its bytes and FLOPs.
         attention: likewise, of each attention.
-        other: likewise, of each other kernel (`cost/kernels.py`).
+        other: likewise, of each other kernel (`cost/fusion.py`).
         view: likewise, of each view, if no compiler removes views.
         fuses: True if a compiler makes kernels of several ops; else every op is a kernel.
         cache_bandwidth: bytes/s of values that another kernel just wrote; 0 if it equals the memory's.

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from tpcompiler._torch import sym_hint
-from tpcompiler.cost.kernels import Kernel, factors_of_product, is_attention, rows_share
+from tpcompiler.cost.fusion import Kernel, factors_of_product, is_attention, rows_share
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.path import FREE, Step, steps_between
 from tpcompiler.ir.mesh import Mesh

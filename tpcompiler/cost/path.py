@@ -19,7 +19,7 @@ from tpcompiler.cost.machine import Link, Machine
 from tpcompiler.cost.shortest import Timed, find_shortest
 from tpcompiler.ir.dim_sharding import DimSharding, Size
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.ordered import sent_itemsize
+from tpcompiler.ir.nan_safe_reduce import sent_itemsize
 from tpcompiler.ir.placements import format_placement
 from tpcompiler.ir.sharding import Sharding, commute
 

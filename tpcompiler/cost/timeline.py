@@ -12,7 +12,7 @@ from torch import fx
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from tpcompiler._torch import HigherOrderOperator, OpOverload, calls_others, sym_hint
-from tpcompiler.cost.kernels import PARTS, Part, find_kernels, is_attention, part_of
+from tpcompiler.cost.fusion import PARTS, Part, find_kernels, is_attention, part_of
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.objective import Objective, Work, local_work
 from tpcompiler.ir import edit

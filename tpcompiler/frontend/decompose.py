@@ -33,8 +33,8 @@ from tpcompiler.frontend.call_body import Bodies, NotSimple
 from tpcompiler.frontend.written_back import hidden_bases, memory_of, updates_statistics, without_memory, writes
 from tpcompiler.ir import edit
 from tpcompiler.ir.draws import DROPOUTS
+from tpcompiler.ir.exported import copy_signature, rebuilt
 from tpcompiler.ir.local import fake_mode_of, key
-from tpcompiler.ir.rebuilt import copy_signature, rebuilt
 from tpcompiler.terminal.progress import counted
 
 Values = dict[fx.Node, Any]

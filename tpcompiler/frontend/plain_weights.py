@@ -14,12 +14,12 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind, Tensor
 from tpcompiler._torch import LEAF_KINDS, all_tensors, is_wrapper_subclass
 from tpcompiler.frontend.refused import refuse_others
 from tpcompiler.ir import edit
-from tpcompiler.ir.bodies import read_bodies
+from tpcompiler.ir.control_flow import read_bodies
+from tpcompiler.ir.exported import copy_signature, rebuilt
+from tpcompiler.ir.leaf_values import computed_from_leaves
 from tpcompiler.ir.local import fake_mode_of
 from tpcompiler.ir.names import layer_of, weight_of
 from tpcompiler.ir.program import Note, Program, tied
-from tpcompiler.ir.rebuilt import copy_signature, rebuilt
-from tpcompiler.ir.static import computed_from_leaves
 from tpcompiler.terminal.printed import format_bytes
 
 READ = "export.access_subclass_inner_tensor.default"

@@ -10,7 +10,7 @@ from torch.export.graph_signature import CustomObjArgument, InputKind, InputSpec
 from tpcompiler._torch import LEAF_KINDS, WRITTEN_KINDS, FakeTensor, HigherOrderOperator, OpOverload, user_inputs
 from tpcompiler.errors import ProgramError, UnsupportedError
 from tpcompiler.ir import edit
-from tpcompiler.ir.bodies import all_calls, has_bodies
+from tpcompiler.ir.control_flow import all_calls, has_bodies
 from tpcompiler.ir.text import value_text
 from tpcompiler.runtime.python_code import WRITE, find_difference
 from tpcompiler.runtime.weightless import weightless_names

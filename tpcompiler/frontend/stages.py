@@ -31,8 +31,8 @@ from tpcompiler._torch import GRADIENT_KINDS, LEAF_KINDS, check_built, sym_hint,
 from tpcompiler.errors import MeshError, UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.draws import draws
+from tpcompiler.ir.exported import rebuilt
 from tpcompiler.ir.program import CanonicalProgram, results_of, tied
-from tpcompiler.ir.rebuilt import rebuilt
 
 SMALL = 1 << 16  # elements of a leaf with one dim that every stage may hold
 NEVER = float("inf")

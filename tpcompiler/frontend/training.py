@@ -34,8 +34,8 @@ from tpcompiler.frontend.layouts import allow_copies
 from tpcompiler.frontend.refused import refuse_objects
 from tpcompiler.ir import edit
 from tpcompiler.ir.draws import draws
+from tpcompiler.ir.exported import copy_signature, rebuilt
 from tpcompiler.ir.program import Program, tied
-from tpcompiler.ir.rebuilt import copy_signature, rebuilt
 from tpcompiler.ir.shared_memory import find_shared
 
 KEPT_META = ("val", "stack_trace", "torch_fn", "source_fn_stack")

@@ -12,9 +12,9 @@ from torch.export import ExportedProgram
 
 from tpcompiler._torch import c10d_functional
 from tpcompiler.ir import edit
-from tpcompiler.ir.bodies import read_bodies
+from tpcompiler.ir.control_flow import read_bodies
+from tpcompiler.ir.exported import copy_signature, rebuilt
 from tpcompiler.ir.node_placement import CLAIM, claim_data, read_claim
-from tpcompiler.ir.rebuilt import copy_signature, rebuilt
 
 ALL_REDUCE, BUCKET = (getattr(c10d_functional, name).default for name in ("all_reduce", "all_reduce_coalesced"))
 

@@ -11,7 +11,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from tpcompiler.ir import edit
-from tpcompiler.ir.bodies import all_calls
+from tpcompiler.ir.control_flow import all_calls
 from tpcompiler.ir.dim_sharding import DimSharding, apportion, chunk, divides
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.mesh import Mesh

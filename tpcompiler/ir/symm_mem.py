@@ -18,10 +18,10 @@ from torch.export import ExportedProgram
 from tpcompiler._torch import c10d_functional, enable_python_dispatcher, symm_mem
 from tpcompiler.errors import ArtifactError, UnsupportedError, option
 from tpcompiler.ir import edit
-from tpcompiler.ir.bodies import read_bodies
+from tpcompiler.ir.control_flow import read_bodies
+from tpcompiler.ir.exported import copy_signature, rebuilt
 from tpcompiler.ir.local import fake_mode_of
 from tpcompiler.ir.node_placement import CLAIM, read_claim
-from tpcompiler.ir.rebuilt import copy_signature, rebuilt
 from tpcompiler.ir.text import op_name
 
 ALL_REDUCE, WAIT = c10d_functional.all_reduce.default, c10d_functional.wait_tensor.default

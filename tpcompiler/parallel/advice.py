@@ -13,7 +13,7 @@ from torch import fx
 
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.objective import Objective, local_bytes
-from tpcompiler.cost.program import changes, value_behind
+from tpcompiler.cost.reshard_bytes import changes, value_behind
 from tpcompiler.errors import ShardingError, TpCompilerError
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import no_new_guards

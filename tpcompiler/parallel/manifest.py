@@ -10,7 +10,7 @@ import torch
 
 from tpcompiler._torch import guards_of
 from tpcompiler.ir import edit
-from tpcompiler.ir.calling import calling_of
+from tpcompiler.ir.calling_convention import calling_of
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.node_placement import placement_of
 from tpcompiler.ir.program import Note, PlacedProgram, tied

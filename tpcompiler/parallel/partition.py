@@ -13,12 +13,12 @@ from tpcompiler.artifact.collective_records import collectives_of, is_exchange, 
 from tpcompiler.cost.collective import Collectives
 from tpcompiler.cost.machine import Machine
 from tpcompiler.ir import edit
-from tpcompiler.ir.collector import collector_rests
+from tpcompiler.ir.gc_pause import collector_rests
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.program import LocalProgram, PlacedProgram, ShardedProgram
 from tpcompiler.ir.rank_numbers import name_rank_numbers, numbers_of_rank
 from tpcompiler.ir.symm_mem import fitted_text
-from tpcompiler.passes._alike import ranks_alike
+from tpcompiler.passes._rank_classes import ranks_alike
 from tpcompiler.passes.bucket_sums import bucket_sums
 from tpcompiler.passes.build_rank_program import Built, build_rank_program
 from tpcompiler.passes.fit_collectives import Fit, fit_collectives

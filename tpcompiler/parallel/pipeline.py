@@ -13,11 +13,11 @@ from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.program import Note, PlacedProgram, PlannedProgram
 from tpcompiler.parallel.advice import Adviser
 from tpcompiler.parallel.conversion import After, Conversion, unseen
-from tpcompiler.parallel.converted import ConvertedProgram
+from tpcompiler.parallel.converted_program import ConvertedProgram
 from tpcompiler.parallel.partition import Partition
 from tpcompiler.parallel.shared_leaves import refuse_cut_shared
-from tpcompiler.parallel.unplanned import find_searched_plan
-from tpcompiler.passes._forms import find_forms, note_forms
+from tpcompiler.parallel.unplanned_weights import find_searched_plan
+from tpcompiler.passes._rewrite_candidates import find_forms, note_forms
 from tpcompiler.passes.apply_plan import apply_plan, names_of
 from tpcompiler.passes.choose_paths import choose_paths
 from tpcompiler.passes.divide_sizes import divide_sizes

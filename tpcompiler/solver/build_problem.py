@@ -14,16 +14,16 @@ import torch
 from torch import fx
 
 from tpcompiler._torch import aten, sym_hint
-from tpcompiler.cost.kernels import NO_KERNEL, Kernel, find_kernels
+from tpcompiler.cost.fusion import NO_KERNEL, Kernel, find_kernels
 from tpcompiler.cost.objective import Objective, local_work
 from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.backward import is_backward
 from tpcompiler.ir.constraints import AnyStyle
+from tpcompiler.ir.leaf_values import computed_from_leaves
 from tpcompiler.ir.local import key
 from tpcompiler.ir.program import PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.ir.static import computed_from_leaves
 from tpcompiler.solver.batch_dims import Part, find_samples
 from tpcompiler.solver.domain import Domain, combine_domains, find_domain, shardings_of_pin
 from tpcompiler.solver.leaves import Leaf, add_layers, add_leaf, find_groups, find_leaves, price_use

@@ -9,18 +9,17 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-import torch
 from torch import fx
 
-from tpcompiler.cost.kernels import Kernel, factors_of_product, is_attention
+from tpcompiler.cost.fusion import Kernel, factors_of_product, is_attention
 from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.backward import is_backward
 from tpcompiler.ir.constraints import Dims, Exactly, Over
 from tpcompiler.ir.dim_sharding import DimSharding
+from tpcompiler.ir.leaf_values import computed_from_leaves
 from tpcompiler.ir.program import PIN, PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.ir.static import computed_from_leaves
 from tpcompiler.rules.infer import Option, is_one
 from tpcompiler.rules.notation import Dim, Joined, Rule
 from tpcompiler.rules.registry import rule_of
@@ -232,8 +231,7 @@ def shardings_of(domain: Domain, value: fx.Node) -> tuple[Sharding, ...]:
         if leaf is not None:
             exact = leaf.within.shardings[:1] if isinstance(leaf.within, Exactly) else ()
             return (*leaf.shardings, *(domain.turn.within(each, leaf.value) for each in exact))
-        given = domain.program.constraints.get(value.name)
-        return () if given is None else _shardings_of_input(domain.turn, given.sharding, edit.fake(value))
+        return _shardings_of_input(domain, value) if value.name in domain.program.constraints else ()
     source, at = edit.producer(value)
     if source.target is pin:
         allowed = source.meta[PIN].allowed
@@ -243,10 +241,17 @@ def shardings_of(domain: Domain, value: fx.Node) -> tuple[Sharding, ...]:
     return domain.strategies[source].made[at] if source in domain.strategies else ()
 
 
-def _shardings_of_input(turn: Turn, given: Sharding, value: torch.Tensor) -> tuple[Sharding, ...]:
-    """Return the sharding of an input, and over an open axis the one with dim 0 cut, which is a local slice."""
-    own = turn.within(given, value)
-    if not turn.is_open or not value.ndim or is_one(value.shape[0]):
+def find_open_axes(turn: Turn, program: PlannedProgram) -> set[str]:
+    """Return the axes over which ranks get equal inputs, and may share the batch."""
+    placed = {axis for node in program.user_inputs() for axis in program.constraints[node.name].sharding.axes}
+    return {part.axis for part in turn.parts or (turn,) if part.is_open} - placed
+
+
+def _shardings_of_input(domain: Domain, node: fx.Node) -> tuple[Sharding, ...]:
+    """Return the sharding of an input, and where it may be cut for its uses the one with dim 0 cut, a local slice."""
+    turn, value = domain.turn, edit.fake(node)
+    own = turn.within(domain.program.constraints[node.name].sharding, value)
+    if turn.axis not in find_open_axes(turn, domain.program) or not value.ndim or is_one(value.shape[0]):
         return (own,)
     cut = own.dims[0].inside(DimSharding.by(turn.axis))
     return (own,) if cut.find_misfit(value.shape[0], turn.mesh) else (own, turn.within(own.with_dim(0, cut), value))

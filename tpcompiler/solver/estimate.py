@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from tpcompiler.cost.kernels import PARTS, find_kernels, part_of
+from tpcompiler.cost.fusion import PARTS, find_kernels, part_of
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.objective import Objective, local_bytes, local_work
 from tpcompiler.cost.path import FREE, Step, steps_between

@@ -17,12 +17,12 @@ from tpcompiler.cost.objective import local_bytes
 from tpcompiler.ir import edit
 from tpcompiler.ir.constraints import Allowed, AnyStyle, Dims, Exactly
 from tpcompiler.ir.dim_sharding import DimSharding
+from tpcompiler.ir.leaf_values import computed_from_leaves
 from tpcompiler.ir.local import key
 from tpcompiler.ir.names import layer_of, weight_of
 from tpcompiler.ir.program import PlannedProgram, tied
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.ir.static import computed_from_leaves
-from tpcompiler.rules.features import feature_dims
+from tpcompiler.rules.weight_features import feature_dims
 from tpcompiler.solver.problem import NEVER, Layer, Problem, Values
 from tpcompiler.solver.resharding_cost import in_units
 from tpcompiler.solver.turn import Turn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy
 from torch import fx
@@ -13,10 +13,12 @@ from tpcompiler.cost.objective import Objective
 from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.solver.batch_dims import Samples
-from tpcompiler.solver.domain import Domain
 from tpcompiler.solver.minimize import Tables
 from tpcompiler.solver.resharding_cost import in_units
 from tpcompiler.solver.turn import Memo, Strategy, Turn
+
+if TYPE_CHECKING:
+    from tpcompiler.solver.domain import Domain
 
 NEVER = numpy.inf
 FEATURES = frozenset({"colwise", "rowwise", "replicate"})  # styles of a layer; of one weight of several, placements

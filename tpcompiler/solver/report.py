@@ -17,10 +17,10 @@ from tpcompiler.errors import ShardingError
 from tpcompiler.ir import edit
 from tpcompiler.ir.constraints import AnyStyle
 from tpcompiler.ir.dim_sharding import DimSharding
+from tpcompiler.ir.leaf_values import computed_from_leaves
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.names import fold_layers, layer_of
 from tpcompiler.ir.program import Note, PlannedProgram
-from tpcompiler.ir.static import computed_from_leaves
 from tpcompiler.ir.text import op_name
 from tpcompiler.solver.estimate import Memory, measure_memory, measure_step_time, sends_of
 from tpcompiler.solver.search import PLACING, solve

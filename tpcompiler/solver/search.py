@@ -24,7 +24,7 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.split_axis import keeps_shares, on_split_axis
 from tpcompiler.solver.batch_dims import find_sample_axes
 from tpcompiler.solver.build_problem import build_problem, find_program_kernels
-from tpcompiler.solver.domain import Domain, find_shared_heads, find_tokens
+from tpcompiler.solver.domain import Domain, find_open_axes, find_shared_heads, find_tokens
 from tpcompiler.solver.estimate import measure_memory, sends_of
 from tpcompiler.solver.minimize import TOO_SLOW, eliminate, minimize
 from tpcompiler.solver.problem import FEATURES, NEVER, Problem, Values
@@ -42,8 +42,7 @@ REFUSED = 0.05  # seconds for a weight that would be gathered, where nothing els
 def _turn_of(task: Task, axes: tuple[str, ...], before: Mapping[fx.Node, Strategy], most: int) -> Turn:
     mesh, axis = task.programs[0].mesh, axes[-1]
     rest = task.programs[0].rest if axis in task.model_axes else AsUsed()
-    inputs = [own.constraints[node.name].sharding for own in task.programs for node in own.user_inputs()]
-    is_open = task.is_searched and axis not in task.model_axes and not any(axis in own.axes for own in inputs)
+    is_open = task.is_searched and axis not in task.model_axes
     known = task.known.once(("over", mesh, axes, rest, most, is_open), Memo)
     return Turn(mesh, axes, before, rest, task.known, most, is_open, known=known)
 
@@ -173,16 +172,13 @@ def _read(
 
 def _axes_of_batch(problem: Problem, choices: Mapping[fx.Node, Strategy]) -> Iterator[str]:
     """Yield the axes of a search that may cut the batch of whole inputs over which it does."""
-    is_open = {part.axis for part in problem.turn.parts or (problem.turn,) if part.is_open}
-    domains = problem.domains if problem.turn.gathers else ()
-    tokens = {node: own for domain in domains for node, own in find_tokens(domain).items()}
-    cut = {
-        axis
-        for node, choice in choices.items()
-        for factor, by in choice.option.cuts.items()
-        for axis in by.axes
-        if axis in is_open or factor in tokens.get(node, ())
-    }
+    cut = set[str]()
+    for domain in problem.domains:
+        tokens = find_tokens(domain) if problem.turn.gathers else {}
+        shared = find_open_axes(problem.turn, domain.program)
+        for node in domain.strategies.keys() & choices.keys():
+            for factor, by in choices[node].option.cuts.items():
+                cut |= {axis for axis in by.axes if axis in shared or factor in tokens.get(node, ())}
     return (axis for axis in problem.turn.own if axis in cut)
 
 

@@ -33,7 +33,7 @@ class Aim:
         limit: the most bytes that a rank may hold.
         optimize: the fastest call, or the fewest bytes of weights on a rank and then the fastest call.
         calls: how often each of several programs is called; all equally often if empty.
-        forms: without a plan, other forms of the programs are tried where they may pay (`passes/_forms.py`).
+        forms: without a plan, other forms of the programs are tried (`passes/_rewrite_candidates.py`).
         optimizer: whose state ranks hold next to parameters with gradients.
     """
 

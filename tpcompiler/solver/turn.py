@@ -52,7 +52,7 @@ class Turn:
         before: the choices over these.
         rest: what leaves without a constraint may be.
         read: results that hold for all axes, such as the rules of the graphs.
-        is_open: no input is placed over it, nor layers: inputs, which are whole, may be cut along dim 0 for their uses.
+        is_open: the search may cut inputs along dim 0 for their uses, in programs none of whose inputs is placed there.
         most: the most choices of an op, and shardings of a value with several users, without a plan.
         parts: of a turn over several axes at once, a turn over each by itself; its own `axis` is the last of them,
             over which layers are cut.

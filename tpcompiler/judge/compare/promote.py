@@ -13,7 +13,7 @@ from torch import fx
 from tpcompiler._torch import HigherOrderOperator, OpOverload, aten, tree_flatten, tree_map
 from tpcompiler.frontend.written_back import find_written
 from tpcompiler.ir import edit
-from tpcompiler.ir.bodies import change_bodies, read_bodies, root_of
+from tpcompiler.ir.control_flow import change_bodies, read_bodies, root_of
 from tpcompiler.ir.draws import DROPOUTS, draws
 from tpcompiler.judge.compare.bits import keep_bits_in_step
 

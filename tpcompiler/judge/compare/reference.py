@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 
 from tpcompiler.frontend.written_back import find_overwritten, keep_old_values
 from tpcompiler.ir import edit
-from tpcompiler.ir.rebuilt import copy_signature
+from tpcompiler.ir.exported import copy_signature
 from tpcompiler.judge.compare.promote import Promoted, promoted
 from tpcompiler.judge.compare.simulate import RankResult, simulate
 

@@ -10,11 +10,11 @@ from torch import fx
 
 from tpcompiler._torch import aten
 from tpcompiler.ir import edit
-from tpcompiler.ir.bodies import copy_body, is_cond
+from tpcompiler.ir.control_flow import copy_body, is_cond
 from tpcompiler.ir.program import BOTH, CanonicalProgram
 from tpcompiler.judge.sound.unsound import Unsound
 from tpcompiler.rules.index_range import Ranges, door_ranges
-from tpcompiler.rules.unguarded import obstacle
+from tpcompiler.rules.speculation import obstacle
 
 
 def with_both_branches(model: CanonicalProgram, called: Collection[str]) -> CanonicalProgram:

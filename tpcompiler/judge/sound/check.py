@@ -15,7 +15,7 @@ from tpcompiler.artifact.program import ArtifactProgram, stages_by_whole
 from tpcompiler.errors import ArtifactError, InternalError, TpCompilerError, one_line, reason
 from tpcompiler.ir import edit
 from tpcompiler.ir.buckets import take_apart
-from tpcompiler.ir.collector import collector_rests
+from tpcompiler.ir.gc_pause import collector_rests
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import CanonicalProgram

@@ -11,7 +11,7 @@ from torch.export.graph_signature import ConstantArgument
 
 from tpcompiler._torch import OpOverload, sym_expr
 from tpcompiler.ir import edit
-from tpcompiler.ir.bodies import is_cond
+from tpcompiler.ir.control_flow import is_cond
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.program import BOTH, CanonicalProgram
 from tpcompiler.judge.sound.branches import with_both_branches

@@ -1,8 +1,8 @@
 """Floats encoded as integers of the same order in a change of sharding, from the check's own view of IEEE 754.
 
-Why such integers exist: `ir/ordered.py`. The highest bit of a float is the sign. A positive float's bits rise with it;
-a negative one's must be flipped, except for the sign. The bits of any NaN are replaced by the integer that the
-reduction prefers to all others; flipped back, those are all ones, or all ones except the sign: a NaN.
+Why such integers exist: `ir/nan_safe_reduce.py`. The highest bit of a float is the sign. A positive float's bits
+rise with it; a negative one's must be flipped, except for the sign. The bits of any NaN are replaced by the integer
+that the reduction prefers to all others; flipped back, those are all ones, or all ones except the sign: a NaN.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class ProgramRegion:
     """The nodes that ranks run for one change of sharding or, with `call`, for a share of one op.
 
     `inputs`: the outside nodes that they use; `outputs`: those of them that others use; `numbers`: the rank's numbers
-    that they read. `ordered`: floats encoded as integers of the same order, and back (`ir/ordered.py`).
+    that they read. `ordered`: floats encoded as integers of the same order, and back (`ir/nan_safe_reduce.py`).
     """
 
     name: str

@@ -20,7 +20,7 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.judge.compare.judge import Layout
 from tpcompiler.judge.compare.simulate import RankResult, simulate
 from tpcompiler.judge.compare.subject import Subject
-from tpcompiler.parallel.compared import shardings_of, subject_of
+from tpcompiler.parallel.program_subject import shardings_of, subject_of
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.runtime.place import memory_of
 from tpcompiler.runtime.weightless import weightless_names

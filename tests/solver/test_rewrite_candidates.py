@@ -18,13 +18,13 @@ from tests.zoo.case import randomise
 from tests.zoo.found import from_file, written
 from tpcompiler import ParallelProgram
 from tpcompiler.api import conversions_of, read_plan
-from tpcompiler.cost.kernels import find_kernels
+from tpcompiler.cost.fusion import find_kernels
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.errors import ShardingError
 from tpcompiler.ir.text import op_name
 from tpcompiler.parallel import pipeline
 from tpcompiler.parallel.pipeline import find_placements
-from tpcompiler.passes._forms import find_forms
+from tpcompiler.passes._rewrite_candidates import find_forms
 from tpcompiler.rules.experts import BY_BLOCK
 from tpcompiler.solver import search
 from tpcompiler.solver.estimate import measure_step_time, seconds_of_ops, sent_by

@@ -12,8 +12,8 @@ from torch import fx
 from tpcompiler.cost.path import reshard_wire_bytes
 from tpcompiler.errors import PlanError, ShardingError
 from tpcompiler.ir import edit
-from tpcompiler.ir.bodies import has_bodies
 from tpcompiler.ir.constraints import Constraint, Dims
+from tpcompiler.ir.control_flow import has_bodies
 from tpcompiler.ir.dim_sharding import WHOLE
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import layer_of
@@ -21,7 +21,7 @@ from tpcompiler.ir.node_placement import Counts, LocalShare, NodePlacement
 from tpcompiler.ir.program import PIN, UNCUT, Note, PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.text import op_name
-from tpcompiler.passes._causes import ALSO_ASKED, Demand, Spared, find_demand, refuses
+from tpcompiler.passes._reshard_reasons import ALSO_ASKED, Demand, Spared, find_demand, refuses
 from tpcompiler.rules.index_range import Ranges, is_needed, position_checks, with_checks
 from tpcompiler.rules.infer import Option
 from tpcompiler.rules.notation import Rule

@@ -15,7 +15,7 @@ from torch import fx
 
 from tpcompiler._torch import HigherOrderOperator, OpOverload
 from tpcompiler.ir import edit
-from tpcompiler.ir.bodies import is_cond, read_bodies
+from tpcompiler.ir.control_flow import is_cond, read_bodies
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.text import op_name
 from tpcompiler.rules.index_range import Ranges, known_range, positions_of

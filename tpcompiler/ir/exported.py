@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, TensorArgument
 
 from tpcompiler._torch import LEAF_KINDS, with_graph, with_state
-from tpcompiler.ir.bodies import root_of
+from tpcompiler.ir.control_flow import root_of
 from tpcompiler.ir.local import fake_mode_of
 
 

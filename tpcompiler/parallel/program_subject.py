@@ -26,7 +26,7 @@ from tpcompiler.judge.compare.judge import Layout
 from tpcompiler.judge.compare.subject import Subject
 from tpcompiler.judge.sound.boundary import compare_calling
 from tpcompiler.judge.sound.unsound import Unsound
-from tpcompiler.parallel.converted import ConvertedProgram
+from tpcompiler.parallel.converted_program import ConvertedProgram
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.passes.move_device import move_device
 from tpcompiler.runtime.place import place_state

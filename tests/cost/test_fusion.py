@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
-from tpcompiler.cost.kernels import Kernel, find_kernels
+from tpcompiler.cost.fusion import Kernel, find_kernels
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.objective import Objective, Work
 from tpcompiler.ir import edit

@@ -16,17 +16,17 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from tpcompiler.cost.kernels import factors_of_product, is_attention
+from tpcompiler.cost.fusion import factors_of_product, is_attention
 from tpcompiler.cost.objective import local_bytes
 from tpcompiler.cost.timeline import duration
 from tpcompiler.ir import edit
+from tpcompiler.ir.leaf_values import computed_from_leaves
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.names import fold_layers
 from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
-from tpcompiler.ir.static import computed_from_leaves
-from tpcompiler.passes._routes import find_routes
+from tpcompiler.passes._token_routing import find_routes
 from tpcompiler.passes.regions.attend_in_turns import ATTENTION, STEPS, axis_of_turns, misfit
 from tpcompiler.passes.regions.spread_experts import Experts, find_matmuls, leaf_behind
 from tpcompiler.plan.plan import Plan
