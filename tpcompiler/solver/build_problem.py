@@ -60,7 +60,8 @@ def build_problem(
     """
     samples = turn.read.once(("samples", *programs), partial(find_samples, programs))
     problem = Problem(programs, turn, objective, refused, samples)
-    problem.known = turn.known.once(("prices", objective[1:], refused), Memo)  # `known` is of one machine
+    problem.storage.sizes = problem.tables.sizes
+    problem.known = turn.known.once(("prices", objective[2:], refused), Memo)  # `known` is of one machine
     problem.groups = find_groups(programs)
     parts = turn.parts or (turn,)
     problem.alone = [

@@ -178,7 +178,7 @@ def add_leaf(problem: Problem, node: fx.Node, leaf: Leaf) -> None:
     """Add a leaf that has a say: a variable for what it may be, and the price of holding it so."""
     if leaf.group not in problem.leaves and leaf.shardings:
         values = problem.leaves[leaf.group] = problem.variable(tuple(leaf.shardings))
-        problem.price([values], _held_units(problem, node, values.shardings))
+        _hold(problem, node, values)
         if leaf.within is not None:
             allowed = [leaf.may_be(sharding, problem.turn) for sharding in values.shardings]
             problem.price([values], numpy.where(allowed, 0.0, NEVER))
@@ -203,36 +203,38 @@ def price_use(problem: Problem, leaf: fx.Node, fqn: str, wanted: Values, placed:
     styles = None if layer is None else tuple(layer.styles.values())
     follows = isinstance(placed.within, Dims) and layer is None and layer_of(fqn) in problem.owners
     allowed = tuple(follows or placed.may_be(want, turn) for want in wanted.shardings)
+    if is_fixed:
+        allowed = tuple(want.is_replicated for want in wanted.shardings)
+    elif not is_priced:
+        _hold(problem, leaf, wanted)
 
     def find() -> numpy.ndarray:
-        units = _held_units(problem, leaf, wanted.shardings) * (0 if is_priced else 1)
-        units = numpy.where(allowed, units, NEVER)
-        if is_fixed:
-            units = numpy.where([want.is_replicated for want in wanted.shardings], 0.0, NEVER)
         if styles is None:
-            return units
+            return numpy.where(allowed, 0.0, NEVER)
         fits = [[_is_cut(want.only(turn.axis), dim) for want in wanted.shardings] for dim in styles]
-        return numpy.where(fits, units, NEVER)
+        return numpy.where(numpy.logical_and(fits, allowed), 0.0, NEVER)
 
-    gathers = problem.resting.get(leaf)
-    known = "use", key(leaf), wanted.shardings, is_priced, is_fixed, styles, allowed, gathers
+    known = "use", key(leaf), wanted.shardings, styles, allowed
     problem.price([wanted] if layer is None else [Values(layer.variable, ()), wanted], problem.known.once(known, find))
 
 
-def _held_units(problem: Problem, node: fx.Node, shardings: Sequence[Sharding]) -> numpy.ndarray:
-    """Return the price of a leaf in each of these shardings: of its bytes, and at rest of gathering it for its uses."""
-    value, mesh, objective = edit.fake(node), problem.turn.mesh, problem.objective
+def _hold(problem: Problem, node: fx.Node, values: Values) -> None:
+    """Price a leaf in each of its shardings: of its bytes, and at rest of gathering it for its uses."""
+    value, mesh, machine = edit.fake(node), problem.turn.mesh, problem.objective.machine
     gathers = problem.resting.get(node)
 
-    def price(count: int) -> float:
+    def find() -> tuple[numpy.ndarray, numpy.ndarray]:
+        used = numpy.array([float(local_bytes(value, each, mesh)) for each in values.shardings])
         if gathers is None:
-            return objective.storage_seconds(count)
-        held = count / mesh.size(gathers.axes)
-        sent = objective.machine.collective_seconds("all_gather", gathers.axes, count - held, mesh)
-        return objective.storage_seconds(held) + gathers.times * sent
+            return used, numpy.zeros_like(used)
+        held = used / mesh.size(gathers.axes)
+        sent = [machine.collective_seconds("all_gather", gathers.axes, count, mesh) for count in used - held]
+        return held, in_units(gathers.times * numpy.array(sent))
 
-    known = "held", key(node), shardings, gathers
-    return problem.known.once(known, lambda: in_units([price(local_bytes(value, each, mesh)) for each in shardings]))
+    held, units = problem.known.once(("held", key(node), values.shardings, gathers), find)
+    problem.price([values], held, problem.storage)
+    if gathers is not None:
+        problem.price([values], units)
 
 
 def _is_cut(sharding: Sharding, dim: int | None) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -70,10 +70,11 @@ class Problem:
 
     programs: Sequence[PlannedProgram]
     turn: Turn
-    objective: Objective
+    objective: Objective  # its price of a byte aside
     refused: float  # what it costs to gather a weight that the plan cuts
     samples: Samples
     tables: Tables = field(default_factory=Tables)
+    storage: Tables = field(default_factory=Tables)  # bytes of weights, over the variables of `tables`
     domains: list[Domain] = field(default_factory=list)
     alone: list[list[Domain]] = field(default_factory=list)  # over each axis by itself: those of one axis
     layers: dict[str, Layer] = field(default_factory=dict)  # by weight
@@ -90,14 +91,23 @@ class Problem:
     resting: dict[fx.Node, Gathers] = field(default_factory=dict)  # leaves that are gathered for their uses
     capped: int = 0
 
-    def price(self, axes: Sequence[Values], units: numpy.ndarray) -> None:
-        """Add a table (`in_units`), an axis for each of the values, those without a variable too."""
+    def price(self, axes: Sequence[Values], units: numpy.ndarray, of: Tables | None = None) -> None:
+        """Add a table, an axis for each of the values, those without a variable too. `of`: `storage`, in bytes."""
         kept = [values.variable for values in axes if values.variable is not None]
         if len(kept) < len(axes):
             fixed = tuple(values.variable is None for values in axes)
             known = "of", id(units), fixed  # kept next to the result, so that no other table gets its id
             _, units = self.known.once(known, lambda: (units, units[tuple(0 if one else slice(None) for one in fixed)]))
-        self.tables.price(kept, units)
+        (of or self.tables).price(kept, units)
+
+    def tables_at(self, byte_price: float, fixed: Iterable[tuple[int, Sequence[bool]]] = ()) -> Tables:
+        """Return the tables with the bytes of weights at a price, in seconds, and with limits to some variables."""
+        alike = {id(count): count for _, count in self.storage.factors}  # layers alike have the very same tables
+        units = {own: in_units(byte_price * count) for own, count in alike.items()}
+        factors = [*self.tables.factors, *((over, units[id(count)]) for over, count in self.storage.factors)]
+        factors += [((variable,), numpy.where(allowed, 0.0, NEVER)) for variable, allowed in fixed]
+        constant = self.tables.constant + float(in_units(byte_price * self.storage.constant))
+        return Tables(constant, self.tables.sizes, factors)
 
     def variable(self, shardings: tuple[Sharding, ...]) -> Values:
         return Values(self.tables.variable(len(shardings)) if len(shardings) > 1 else None, shardings)

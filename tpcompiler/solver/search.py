@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
-import numpy
 from torch import fx
 
 from tpcompiler.cost.collective import KINDS
+from tpcompiler.cost.objective import Objective
 from tpcompiler.errors import TpCompilerError, UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.constraints import AnyStyle, AsUsed, Constraint, Dims
@@ -25,9 +25,9 @@ from tpcompiler.ir.split_axis import keeps_shares, on_split_axis
 from tpcompiler.solver.batch_dims import find_sample_axes
 from tpcompiler.solver.build_problem import build_problem, find_program_kernels
 from tpcompiler.solver.domain import Domain, find_open_axes, find_shared_heads, find_tokens
-from tpcompiler.solver.estimate import measure_memory, sends_of
+from tpcompiler.solver.estimate import Memory, measure_memory, sends_of
 from tpcompiler.solver.minimize import TOO_SLOW, eliminate, minimize
-from tpcompiler.solver.problem import FEATURES, NEVER, Problem, Values
+from tpcompiler.solver.problem import FEATURES, Problem, Values
 from tpcompiler.solver.resharding_cost import UNIT
 from tpcompiler.solver.solution import Layered, Openings, Place, Solution, Turns, join_places
 from tpcompiler.solver.task import Styles, Task
@@ -48,31 +48,32 @@ def _turn_of(task: Task, axes: tuple[str, ...], before: Mapping[fx.Node, Strateg
 
 
 def search(task: Task) -> Solution:
-    """Find the cheapest placements of all values, over all axes of the mesh at once.
+    """Find the cheapest placements of all values.
 
-    Where the tables are too large for that, or layers are cut over two axes, one axis after the other, each exactly:
-    in two orders, of which the better result counts.
+    Over all axes of the mesh at once, and one axis after the other, each exactly: of equals the first. A choice over
+    one axis may depend on one over another, which only turns take up. Where the tables of all axes at once are too
+    large, or a layer would be cut over two of them, axes take turns in two orders.
 
     Raises:
-        UnsupportedError: as `eliminate.solve`; axes that the task wants solved at once have too many choices together.
+        UnsupportedError: as `minimize`; axes that the task wants solved at once have too many choices together.
     """
     task.tally.searches += 1
     if task.turns:
         return _search_in_turns(task, task.turns)
-    mesh, programs = task.programs[0].mesh, task.programs
+    mesh = task.programs[0].mesh
     model = [axis for axis in task.model_axes if mesh.degree(axis) > 1]
     others = [axis for axis in mesh.names if mesh.degree(axis) > 1 and axis not in model]
-    if len(others) + len(model) > 1:
-        with suppress(UnsupportedError):
-            return _search_in_turns(task, ((*others, *model),))
-    samples = [axis for axis in others if axis in find_sample_axes(programs)]  # a small batch has one dim for them
+    samples = [axis for axis in others if axis in find_sample_axes(task.programs)]  # a small batch has one dim for them
     rest = [axis for axis in others if axis not in samples]
-    first = _search_in_order(task, (*samples, *model, *rest))  # what the first cut, others reduce less of
-    best, second = first, (*others, *model) if first.seconds < math.inf else (*model, *rest, *samples)
-    if second != (*samples, *model, *rest):  # also where samples leave no way to cut layers
+    found = [_search_in_order(task, order := (*samples, *model, *rest))]  # what the first cut, others reduce less of
+    if len(order) > 1:
         with suppress(UnsupportedError):
-            best = min(first, _search_in_order(task, second), key=attrgetter("seconds"))
-    return best
+            found.insert(0, _search_in_turns(task, ((*others, *model),)))
+    if len(found) == 1:  # also where samples leave no way to cut layers
+        second = (*others, *model) if found[0].seconds < math.inf else (*model, *rest, *samples)
+        with suppress(UnsupportedError):
+            found += [_search_in_order(task, second)] if second != order else []
+    return min(found, key=attrgetter("seconds"))
 
 
 def _search_in_order(task: Task, axes: Sequence[str]) -> Solution:
@@ -90,19 +91,18 @@ def _search_in_turns(task: Task, turns: Turns) -> Solution:
             parts = [_turn_of(task, (*before, axis), found.choices, most) for axis in axes]
             turn = parts[0] if len(parts) == 1 else Turn.together(parts)
             build = partial(build_problem, programs, turn, objective, groups)
-            # What other choices cost is asked of one problem many times.
-            what = ("problem", *programs, axes, most, objective[1:])
-            problem = task.known.once(what, build) if fixed and not before else build()
+            kept = None if before else task.kept
+            problem = build() if kept is None else kept.once((*programs, axes, most), build)
             task.tally.prices += problem.tables.count_cells()
             try:
-                values = _solved(problem, fixed(problem) if fixed else ())
+                values = _solved(problem, objective, fixed(problem) if fixed else ())
                 break
             except UnsupportedError:
                 if turn.parts or fixed or most == FEWER[-1]:
                     raise
         if values is None and not turn.is_searched and fixed is None:
             problem = build_problem(programs, turn, objective, groups, REFUSED)
-            values = _solved(problem)
+            values = _solved(problem, objective)
         if values is None:
             return Solution(programs, objective.machine, seconds=math.inf)
         found, groups = _read(problem, found, *values)
@@ -127,9 +127,10 @@ def _open_axes(problem: Problem) -> tuple[str, ...]:
     )
 
 
-def _solved(problem: Problem, fixed: Iterable[tuple[int, Sequence[bool]]] = ()) -> tuple[float, list[int]] | None:
-    limits = [((variable,), numpy.where(allowed, 0.0, NEVER)) for variable, allowed in fixed]
-    tables = replace(problem.tables, factors=[*problem.tables.factors, *limits])
+def _solved(
+    problem: Problem, objective: Objective, fixed: Iterable[tuple[int, Sequence[bool]]] = ()
+) -> tuple[float, list[int]] | None:
+    tables = problem.tables_at(objective.byte_price, fixed)
     cost, values = eliminate(tables, TOO_SLOW) if problem.turn.parts else minimize(tables)
     return None if math.isinf(cost) else (cost * UNIT, values)
 
@@ -273,8 +274,9 @@ def _comes_of(domain: Domain, value: fx.Node, paid: Set[fx.Node]) -> bool:
 
 
 Again = Callable[[Task], Solution]
-MOST_TRIALS = 12  # searches for placements that fit
+MOST_TRIALS = 12  # of prices of a byte, until placements fit
 STEPS = 16.0  # by which the price of a byte grows until they do
+DEAREST = 1e-7  # seconds for a byte: the fewest bytes win, whatever a call takes
 MOST_ENTRIES = 32  # of a plan that are left out in turn to find those that conflict
 
 
@@ -347,38 +349,96 @@ def ignore_plan(task: Task, best: Solution, again: Again) -> Solution:
 
 
 def fit_memory(task: Task, best: Solution, again: Again) -> Solution:
-    """Raise the price of the bytes of weights until a rank holds no more than the limit.
+    """Find the highest price of a byte of weights at which a rank holds too much, and the lowest at which it does not.
 
     See Everett, "Generalized Lagrange multiplier method", 1963. The optimum at each price bounds the cheapest
-    placements that fit from below. Without any that fit, the result is the fastest, marked as too large.
+    placements that fit from below. Of the layers that differ between the two, as many are cut as where too much is held
+    as fit. The programs are those of the fastest placements, and of those with the fewest bytes. Without any that fit,
+    the result is the fastest, marked as too large.
     """
     if task.limit is None or math.isinf(best.seconds) or (least := measure_memory(best)).total <= task.limit:
         return best
-    limit, objective = task.limit, task.objective
-    low, high, times = 1.0, math.inf, STEPS
-    bound = best.seconds if best.above == 0.0 else 0.0
-    fitting: Solution | None = None
-    for _ in counted(range(MOST_TRIALS if task.is_searched else 0), "making it fit", "searches"):
-        trial = again(replace(task, objective=objective._replace(byte_price=objective.byte_price * times)))
-        memory, more = measure_memory(trial), times - 1
+    fitting, bounds = list[Solution](), list[float]()
+    if task.is_searched:
+        smallest = again(replace(task, objective=task.objective._replace(byte_price=DEAREST)))
+        for form in {tuple(map(id, each.programs)): each for each in (best, smallest)}.values():
+            fitter = _Fitter(replace(task, programs=form.programs, model=form.model, kept=Memo()), task.limit)
+            fitting += (replace(each.found, simpler=form.simpler) for each in fitter.fit())
+            bounds.append(fitter.bound)
+            least = min(least, *fitter.seen, key=lambda each: each.total)
+    if not fitting:
+        return replace(best, too_large=least)
+    return replace(min(fitting, key=_seconds), is_tight=True, bound=min(bounds), freed=None)
+
+
+class _Trial(NamedTuple):
+    """A solution, with its seconds at the task's own price of a byte, and the memory of a rank."""
+
+    found: Solution
+    memory: Memory
+
+
+class _Fitter:
+    """The search for placements of some programs that fit a rank, in one problem that is solved many times.
+
+    Attributes:
+        seen: the memory of a rank in every trial.
+        bound: seconds that no placement that fits takes less than; 0 if that is unknown.
+    """
+
+    def __init__(self, task: Task, limit: int) -> None:
+        self.task, self.limit, self.seen, self.bound = task, limit, list[Memory](), 0.0
+
+    def fit(self) -> Iterator[_Trial]:
+        """Yield the best trial that fits, if any does."""
+        fast, small, low, high = self._price_bytes(1.0), None, 1.0, math.inf
+        dearest, times = DEAREST / self.task.objective.byte_price, STEPS
+        for _ in counted(range(MOST_TRIALS), "making it fit", "searches"):
+            if fast is None or low >= dearest:
+                return
+            trial = self._price_bytes(times)
+            if trial is not None and trial.memory.total <= self.limit:
+                small, high = trial, times
+            else:
+                fast, low = trial or fast, times
+            times = min(times * STEPS, dearest) if small is None else math.sqrt(low * high)
+        assert fast is not None
+        assert small is not None
+        apart = [weight for weight, own in small.found.layers.items() if fast.found.layers.get(weight) != own]
+        best, fits, over = small, -1, len(apart)
+        while over - fits > 1:
+            count = (fits + over) // 2
+            mixed = self._mix(small.found, fast.found, apart[:count])
+            if mixed is not None and mixed.memory.total <= self.limit:
+                fits, best = count, min(best, mixed, key=lambda each: each.found.seconds)
+            else:
+                over = count
+        yield best
+
+    def _price_bytes(self, times: float) -> _Trial | None:
+        """Return the best placements where a byte has so many times its price, if there are any."""
+        objective, limit = self.task.objective, self.limit
+        found = search(replace(self.task, objective=objective._replace(byte_price=objective.byte_price * times)))
+        if math.isinf(found.seconds):
+            return None
+        memory, more = measure_memory(found), times - 1
+        self.seen.append(memory)
         grown = memory.floats + memory.gradients + memory.state  # with weights
         room = (limit - memory.total + grown) * memory.floats / max(1, grown)  # for weights
-        bound = max(bound, trial.seconds - more * objective.storage_seconds(room)) if trial.above == 0.0 else bound
-        seconds = trial.seconds - more * objective.storage_seconds(memory.floats)
-        least = min(least, memory, key=lambda each: each.total)
-        if memory.total > limit:
-            low = times
-        else:
-            high = times
-            if fitting is None or seconds < fitting.seconds:
-                fitting = replace(trial, seconds=seconds)
-        times = times * STEPS if math.isinf(high) else math.sqrt(low * high)
-    if fitting is None:
-        return replace(best, too_large=least)
-    # at its own price, the best of everything else next to these layers
-    settled = again(replace(task, programs=[_keeping(program, fitting) for program in task.programs]))
-    fitting = settled if measure_memory(settled).total <= limit else fitting
-    return replace(fitting, is_tight=True, bound=bound, freed=None)
+        if found.above == 0.0:
+            self.bound = max(self.bound, found.seconds - more * objective.storage_seconds(room))
+        return _Trial(replace(found, seconds=found.seconds - more * objective.storage_seconds(memory.floats)), memory)
+
+    def _mix(self, small: Solution, fast: Solution, fast_layers: Collection[str]) -> _Trial | None:
+        """Return the best placements with layers cut as in one solution, and some of them as in another."""
+
+        def fixed(problem: Problem) -> Iterator[tuple[int, list[bool]]]:
+            for weight, layer in problem.layers.items() if small.model[0] in problem.turn.own else ():
+                if (own := (fast if weight in fast_layers else small).layers.get(weight)) is not None:
+                    yield layer.variable, [dim == own.dim for dim in layer.styles.values()]
+
+        found = search(replace(self.task, fixed=fixed))
+        return None if math.isinf(found.seconds) else _Trial(found, measure_memory(found))
 
 
 def _keeping(program: PlannedProgram, found: Solution) -> PlannedProgram:

@@ -96,6 +96,7 @@ class Task:
         limit: the most bytes that a rank may hold.
         forms: other forms to try.
         model: the axes over which layers are cut; by default the mesh's.
+        kept: problems that are solved many times, at other prices of a byte or with `fixed`.
         fixed: limits the values of some variables; then no weight is gathered at all.
         turns: the order of the axes; by default `model` one by one, then the others.
         tally: the work for this task and those made from it.
@@ -107,6 +108,7 @@ class Task:
     limit: int | None = None
     forms: Forms | None = None
     model: tuple[str, ...] = ()
+    kept: Memo | None = None
     fixed: Fixed | None = None
     turns: Turns = ()
     tally: Tally = field(default_factory=Tally)

@@ -65,7 +65,7 @@ def price_otherwise(found: Solution, value: fx.Node, objective: Objective) -> li
         options.extend((problem.turn.axes, option) for option in each)
         yield from ()
 
-    task = Task(found.programs, objective, model=found.model, turns=turns)
+    task = Task(found.programs, objective, model=found.model, turns=turns, kept=Memo())
 
     def solve(fixed: Fixed) -> Solution:
         return search(replace(task, fixed=fixed))
@@ -154,12 +154,12 @@ def find_uncut(found: Solution, objective: Objective) -> list[Uncut]:
         return []
     programs = [relax(program, attrgetter("narrows")) for program in found.programs]
     is_asked = any(own.narrows for program in found.programs for own in program.planned.values())
-    read = Memo()
-    freed = _search(found, programs, objective, (), read) if is_asked else None
+    kept = Memo()
+    freed = _search(found, programs, objective, (), kept) if is_asked else None
     least = found if freed is None or found.seconds <= freed.seconds else freed
     together: dict[frozenset[str], tuple[list[str], Solution]] = {}
     for group in counted(largest, "cutting what stays whole", "groups of layers"):
-        cut = _search(found, programs, objective, groups[group], read)
+        cut = _search(found, programs, objective, groups[group], kept)
         if cut is not None and least.seconds < cut.seconds < math.inf:
             are_cut = frozenset(weight for weight, layer in cut.layers.items() if layer.dim is not None)
             together.setdefault(are_cut, ([], cut))[0].append(group)
@@ -173,11 +173,11 @@ def find_uncut(found: Solution, objective: Objective) -> list[Uncut]:
 
 
 def _search(
-    found: Solution, programs: Sequence[PlannedProgram], objective: Objective, cut: Collection[str], read: Memo
+    found: Solution, programs: Sequence[PlannedProgram], objective: Objective, cut: Collection[str], kept: Memo
 ) -> Solution | None:
     """The cheapest placements with these weights cut; None where their tables are too large."""
     try:
-        task = Task(programs, objective, known=read, model=found.model, fixed=_fixing(found, cut))
+        task = Task(programs, objective, known=kept, model=found.model, kept=kept, fixed=_fixing(found, cut))
         return solve(task, RETRIES[:1])
     except UnsupportedError:
         return None
