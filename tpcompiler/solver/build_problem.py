@@ -101,7 +101,7 @@ def _check_changes(problem: Problem) -> None:
         if have != want
     }
     if len(changes) > MOST_CHANGES:
-        raise UnsupportedError(f"values may change their shardings in {len(changes):,} strategies", help="give a plan")
+        raise UnsupportedError(f"values may change their shardings in {len(changes):,} ways", help="give a plan")
 
 
 def find_program_kernels(graph: fx.Graph, objective: Objective, known: Memo) -> dict[fx.Node, Kernel]:

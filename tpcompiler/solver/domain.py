@@ -265,7 +265,7 @@ def shardings_of_pin(domain: Domain, node: fx.Node) -> tuple[Sharding, ...]:
 
 
 def _take_operands(domain: Domain, node: fx.Node) -> None:
-    """Let an op run by what its operands are; where it cannot, by the strategies in which it could cut that dim."""
+    """Let an op run by what its operands are; where it cannot, by the ways in which it could cut that dim."""
     if node not in domain.strategies:
         return
     turn, had, operands = domain.turn, domain.strategies[node], domain.operands[node]

@@ -70,7 +70,8 @@ def search(task: Task) -> Solution:
         with suppress(UnsupportedError):
             found.insert(0, _search_in_turns(task, ((*others, *model),)))
     if len(found) == 1:  # also where samples leave no way to cut layers
-        second = (*others, *model) if found[0].seconds < math.inf else (*model, *rest, *samples)
+        last = model if found[0].layers else model[-1:]
+        second = (*model[: -len(last)], *others, *last) if found[0].seconds < math.inf else (*model, *rest, *samples)
         with suppress(UnsupportedError):
             found += [_search_in_order(task, second)] if second != order else []
     return min(found, key=attrgetter("seconds"))

@@ -89,7 +89,7 @@ class Strategies:
 
 
 def _parts_of_others(axis: str, options: Sequence[Option]) -> Iterator[Option]:
-    """Return the options that shard a subset of another option's parts, in the same strategy."""
+    """Return the options that shard a subset of another option's parts, in the same way."""
     pieces = [frozenset(_pieces(axis, option)) for option in options]
     for option, own in zip(options, pieces, strict=True):
         if own and any(own < other for other in pieces):
