@@ -120,6 +120,32 @@ def test_a_limit_is_kept_where_it_costs_more() -> None:
     assert any("a rank holds about" in note.text for note in tight.converted.resharded.notes)
 
 
+class Blocks(nn.Module):
+    """Four equal blocks, each of which a rank can hold half of for one all_reduce."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ups = nn.ModuleList(nn.Linear(64, 256, bias=False) for _ in range(4))
+        self.downs = nn.ModuleList(nn.Linear(256, 64, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for up, down in zip(self.ups, self.downs, strict=True):
+            x = x + down(torch.relu(up(x)))
+        return x
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 4])
+def test_no_more_layers_are_cut_than_a_limit_asks_for(cut: int) -> None:
+    """All blocks are worth the same price of a byte, at which all or none of them would be cut."""
+    x, machine = torch.randn(8, 64), "h100"  # whose latencies no block is worth
+    program, half = export(Blocks(), (x,)), 2 * 64 * 256 * 4 // 2
+    found, _ = convert_programs(conversions_of(program, 2, read_plan("auto")), Aim(read_machine(machine)))
+    limit = measure_memory(found).total - cut * half
+    made = tpcompiler.parallelize(program, 2, "auto", machine=machine, memory=limit)
+    assert max(made.parameter_bytes()[1]) == (8 - cut) * half
+    assert made.verify((x,)).ok
+
+
 def test_a_plan_that_does_not_fit() -> None:
     with pytest.raises(ShardingError, match=r"more than the limit of 1 kB\. .*\n.*cut more layers"):
         tpcompiler.parallelize(_exported(), 2, {"up": "replicate"}, memory="1kB")

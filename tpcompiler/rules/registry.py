@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from inspect import signature
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -98,7 +99,12 @@ def variant_of(op: object) -> Function | None:
 
 def takes_pieces(op: object) -> bool:
     """Return True if the variant of an op depends on the dims that may be sharded."""
-    return "pieces" in signature(_VARIANTS[op]).parameters  # type: ignore[index]
+    return _takes_pieces(_VARIANTS[op])  # type: ignore[index]
+
+
+@cache
+def _takes_pieces(variant: Function) -> bool:
+    return "pieces" in signature(variant).parameters
 
 
 def call_variant(op: object, pieces: Mapping[int, int], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -91,10 +91,9 @@ def _search_in_turns(task: Task, turns: Turns) -> Solution:
         for most in FEWER:
             parts = [_turn_of(task, (*before, axis), found.choices, most) for axis in axes]
             turn = parts[0] if len(parts) == 1 else Turn.together(parts)
-            build = partial(build_problem, programs, turn, objective, groups)
             kept = None if before else task.kept
+            build = partial(_build, task, turn, groups)
             problem = build() if kept is None else kept.once((*programs, axes, most), build)
-            task.tally.prices += problem.tables.count_cells()
             try:
                 values = _solved(problem, objective, fixed(problem) if fixed else ())
                 break
@@ -115,6 +114,12 @@ def _search_in_turns(task: Task, turns: Turns) -> Solution:
             for shared in sorted(find_shared_heads(domain))
         ]
     return replace(found, turns=tuple(solved), heads=tuple(dict.fromkeys(heads)))
+
+
+def _build(task: Task, turn: Turn, groups: Mapping[str, Sharding]) -> Problem:
+    problem = build_problem(task.programs, turn, task.objective, groups)
+    task.tally.prices += problem.tables.count_cells()
+    return problem
 
 
 def _open_axes(problem: Problem) -> tuple[str, ...]:
