@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from tpcompiler.cost.fusion import PARTS, find_kernels, part_of
+from tpcompiler.cost.fusion import PARTS, Kernel, find_kernels, part_of
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.objective import Objective, local_bytes, local_work
 from tpcompiler.cost.path import FREE, Step, steps_between
@@ -167,12 +167,7 @@ Sent = tuple[str, tuple[str, ...], int]  # kind, axes, wire bytes of a rank
 
 def measure_step_time(found: Solution, machine: Machine) -> StepTime:
     """Predict a call: kernels and collectives one after the other, each as the search prices it."""
-    objective = Objective.of(machine)
-    kernels = {
-        node: kernel
-        for program in found.programs
-        for node, kernel in find_kernels(program.graph, machine.fuses).items()
-    }
+    objective, kernels = Objective.of(machine), dict(_kernels_of(found, machine))
     work, floors = dict.fromkeys(PARTS, 0.0), sum(map(objective.floor_seconds, kernels.values()))
     for node, seconds in seconds_of_ops(found, machine):
         work[part_of(node, kernels[node])] += seconds
@@ -186,13 +181,19 @@ def measure_step_time(found: Solution, machine: Machine) -> StepTime:
 def seconds_of_ops(found: Solution, machine: Machine) -> Iterator[tuple[fx.Node, float]]:
     """Yield the seconds of each op of the programs, without floors."""
     objective = Objective.of(machine)
+    for node, kernel in _kernels_of(found, machine):
+        if (choice := found.choices.get(node)) is not None:
+            tensors = [*(edit.fake(operand) for operand in edit.operands(node)), *edit.outputs(node)]
+            values = list(zip(tensors, (*choice.wants, *choice.made), strict=True))
+            own = local_work(node, choice.rule, choice.option, found.mesh)
+            yield node, objective.work_seconds(kernel, own, values, found.mesh)
+
+
+def _kernels_of(found: Solution, machine: Machine) -> Iterator[tuple[fx.Node, Kernel]]:
+    """Yield each op with its part in a kernel, as the search found it if its machine fuses as this one does."""
     for program in found.programs:
-        for node, kernel in find_kernels(program.graph, machine.fuses).items():
-            if (choice := found.choices.get(node)) is not None:
-                tensors = [*(edit.fake(operand) for operand in edit.operands(node)), *edit.outputs(node)]
-                values = list(zip(tensors, (*choice.wants, *choice.made), strict=True))
-                own = local_work(node, choice.rule, choice.option, found.mesh)
-                yield node, objective.work_seconds(kernel, own, values, found.mesh)
+        known = found.kernels.get(program.graph) if machine.fuses == found.machine.fuses else None
+        yield from (find_kernels(program.graph, machine.fuses) if known is None else known).items()
 
 
 def sent_by(found: Solution) -> Iterator[Sent]:

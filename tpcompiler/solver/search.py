@@ -167,6 +167,7 @@ def _read(
         leaves,
         {node: _chosen(values, found) for node, values in problem.settled.items()},
         _layers(problem, before, groups, found),
+        {domain.program.graph: domain.kernels for domain in problem.domains},
         seconds,
         before.capped + problem.capped,
         join_places([*before.openings.items(), *_openings(problem, choices, found)]),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import fx
 
+from tpcompiler.cost.fusion import Kernel
 from tpcompiler.cost.machine import Machine
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
@@ -58,6 +59,7 @@ class Solution:
         leaves: the shardings of leaves and inputs, by placeholder.
         settled: what values with several users are turned into for all of them.
         layers: what the search decides, by weight.
+        kernels: of the graphs of the programs, as `find_kernels`.
         seconds: infinite where nothing suits all that is asked for.
         capped: ops and values that had more choices than were looked at.
         openings: the calls that could be cut more freely in simpler ops, and where.
@@ -86,6 +88,7 @@ class Solution:
     leaves: Mapping[fx.Node, Sharding] = field(default_factory=dict)
     settled: Mapping[fx.Node, Sharding] = field(default_factory=dict)
     layers: Mapping[str, Layered] = field(default_factory=dict)
+    kernels: Mapping[fx.Graph, Mapping[fx.Node, Kernel]] = field(default_factory=dict)
     seconds: float = 0.0
     capped: int = 0
     openings: Openings = field(default_factory=dict)
