@@ -80,7 +80,7 @@ def test_prices_are_the_least_of_all_assignments() -> None:
     program = apply_plan(canonicalize(mlp()), Plan().with_search(), Mesh.of(2))
     found = solve(Task([program], Objective.of(read_machine())), PLACING)
     problem = build_problem([program], Turn(program.mesh, ("tp",), {}, AnyStyle()), Objective.of(read_machine()), {})
-    tables = problem.tables
+    tables = problem.tables_at(Objective.of(read_machine()).byte_price)
     totals = numpy.full(tables.sizes, tables.constant)
     for variables, table in tables.factors:
         shape = [size if at in variables else 1 for at, size in enumerate(tables.sizes)]
