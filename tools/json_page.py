@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 
-from tpcompiler.api.devices import DeviceDiagnosis
-from tpcompiler.api.doctor import Diagnosis
+from tpcompiler.api.diagnose import Diagnosis
 from tpcompiler.artifact.summary import ArtifactSummary, ConvertedArtifact, ConvertedPrograms, ModelSummary
 from tpcompiler.ask.costs import CostTable
 from tpcompiler.ask.difference import ArtifactDifference
@@ -50,7 +49,7 @@ bytes are what a rank sends in one call.
 ANSWERS: dict[str, tuple[Any, ...]] = {  # by command; several where it depends on what is given
     "export": (ExportedFiles,),
     "inspect": (ModelSummary, ArtifactSummary, RankProgram),
-    "plan": (Diagnosis, DeviceDiagnosis, FoundPlan),
+    "plan": (Diagnosis, FoundPlan),
     "calibrate": (Calibration,),
     "convert": (ConvertedArtifact, ConvertedPrograms),
     "cut": (CutWeights,),

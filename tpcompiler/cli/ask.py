@@ -100,14 +100,9 @@ def plan(
                 raise typer.BadParameter("give the number of ranks too, with --tp or --mesh", param_hint=option)
     else:
         refuse_two_meshes(tp, mesh)
-        if other_axes is not None or devices is not None:
-            given_too = "--devices" if other_axes is None else "--other-axes"
-            raise typer.BadParameter("leave it out with --tp and --mesh", param_hint=given_too)
-    if latency is not None and (devices is not None or not compares):
-        raise typer.BadParameter("leave it out with --tp, --mesh and --devices", param_hint="--latency")
-    if devices is not None and (other_axes is not None or memory is not None):
-        given_too = "--memory" if other_axes is None else "--other-axes"
-        raise typer.BadParameter("leave it out with --devices", param_hint=given_too)
+        for option, value in (("--devices", devices), ("--other-axes", other_axes), ("--latency", latency)):
+            if value is not None:
+                raise typer.BadParameter("leave it out with --tp and --mesh", param_hint=option)
     with progress("reading", quiet=json) as status:
         from tpcompiler.cli import printing
         from tpcompiler.cli.answers import FoundPlan
@@ -122,16 +117,13 @@ def plan(
             "optimizer": optimizer,
             "weights": calls,
         }
-        if devices is not None:
-            from tpcompiler.api.devices import diagnose_devices
+        if over is None:
+            from tpcompiler.api.diagnose import diagnose
 
-            status.update("placing the model on the devices")
-            compared: Any = diagnose_devices(given.programs, devices.split(","), **options)
-        elif over is None:
-            from tpcompiler.api.doctor import diagnose
-
-            status.update("placing the model on each number of ranks")
-            compared = diagnose(given.programs, other_axes=dict(axes), memory=memory, latency=latency, **options)
+            status.update("placing the model on one mesh after another")
+            asked = devices.split(",") if devices is not None else None
+            meant: dict[str, Any] = {"devices": asked, "other_axes": dict(axes), "memory": memory, "latency": latency}
+            compared = diagnose(given.programs, **meant, **options)
         else:
             from tpcompiler.api import find_plan
             from tpcompiler.ask.plan_text import plan_text
