@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from torch.export import ExportedProgram
 
 from tools.hf_models import ROWS, Row
-from tools.measured import record
+from tools.measured import LINE, measured_line
 from tpcompiler.cost.kernels import LOOKUPS, find_kernels
 from tpcompiler.frontend.exporting import export_prefill_and_decode
 from tpcompiler.frontend.plain_weights import drop_replaced, unwrap_subclasses
@@ -171,8 +171,8 @@ def main() -> int:
     if asked.write:
         head, _, rest = PAGE.read_text(encoding="utf-8").partition("| architecture |")
         after = rest.partition("\n\n")[2]
+        head = LINE.sub(measured_line("python -m tools.decode_bytes --write"), head, count=1)
         PAGE.write_text(head + table(found) + ("\n\n" + after if after else "\n"), encoding="utf-8")
-        record("decoding.md", found)
     return 0
 
 
