@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 PACKAGES = {
-    "dot": "graphviz",
     "chromium": "chromium",
     "chromedriver": "chromium-driver",
     "c++": "g++",
