@@ -18,14 +18,13 @@ from tpcompiler.ask.difference import ArtifactDifference
 from tpcompiler.ask.explanation import Explanation
 from tpcompiler.ask.handover import HandoverTable
 from tpcompiler.cli.answers import (
-    Calibration,
     CutWeights,
     ExportedFiles,
     FoundPlan,
     GeneratedTokens,
-    MergedModel,
     ReshardedArtifact,
     Returned,
+    WrittenFile,
     WrittenPackage,
 )
 from tpcompiler.judge.compare.compare import VerifyReport
@@ -50,14 +49,14 @@ ANSWERS: dict[str, tuple[Any, ...]] = {  # by command; several where it depends 
     "export": (ExportedFiles,),
     "inspect": (ModelSummary, ArtifactSummary, RankProgram),
     "plan": (Diagnosis, FoundPlan),
-    "calibrate": (Calibration,),
+    "calibrate": (WrittenFile,),
     "convert": (ConvertedArtifact, ConvertedPrograms),
     "cut": (CutWeights,),
     "verify": (VerifyReport,),
     "check": (CheckReport,),
     "explain": (CostTable, Explanation),
     "diff": (ArtifactDifference,),
-    "reshard": (ReshardedArtifact, MergedModel),
+    "reshard": (ReshardedArtifact, WrittenFile),
     "package": (WrittenPackage,),
     "handover": (HandoverTable,),
     "run": (Returned, GeneratedTokens),

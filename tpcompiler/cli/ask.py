@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from msgspec import convert
 
 from tpcompiler.cli.bars import progress
 from tpcompiler.cli.given import Inputs, Outputs, read_programs
@@ -164,14 +163,14 @@ def calibrate(
     if processes < 2:
         raise typer.BadParameter("a link needs at least 2 processes", param_hint="--processes")
     with progress("measuring", quiet=json):
-        from tpcompiler.api.calibrate import machine_data, measure_machine
+        from tpcompiler.api.calibrate import measure_machine
         from tpcompiler.cli import printing
-        from tpcompiler.cli.answers import Calibration
+        from tpcompiler.cli.answers import WrittenFile
 
         with printing.writing(out) as file:  # fails before the minute of measuring if the file cannot be written
             text = measure_machine(processes)
             file.write_text(text, encoding="utf-8")
     if json:
-        printing.print_json(convert({"out": str(out), **machine_data(text)}, Calibration, strict=False))
+        printing.print_json(WrittenFile(out=str(out)))
     else:
         typer.echo(f"wrote {out}", err=True)
