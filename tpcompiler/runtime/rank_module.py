@@ -26,27 +26,27 @@ class RankModule(torch.nn.Module):
         raise NotImplementedError
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """With `training`: leave out the last sums of gradients over ranks in backwards of the block."""
+        """Leave out the last sums of gradients over ranks in backwards of the block; with `training`."""
         raise NotImplementedError
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> torch.Tensor:
-        """With `training`: scale the gradients so that the norm of all ranks' together is at most `max_norm`."""
+        """Scale the gradients so that the norm of all ranks' together is at most `max_norm`; with `training`."""
         raise NotImplementedError
 
     def distributed_state(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, dict[str, Any]]:
-        """With `training`: return the state that torch.distributed.checkpoint saves and loads."""
+        """Return the state that torch.distributed.checkpoint saves and loads; with `training`."""
         raise NotImplementedError
 
     def __getitem__(self, name: str) -> RankModule:
-        """Of several programs: return the one of this name."""
+        """Return the program of this name, of several."""
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[str]:
-        """Of several programs: iterate over their names."""
+        """Iterate over the names of several programs."""
         raise NotImplementedError
 
     def items(self) -> ItemsView[str, RankModule]:
-        """Of several programs: return them with their names."""
+        """Return several programs with their names."""
         raise NotImplementedError
