@@ -63,7 +63,7 @@ class Diagnosis(Record, Shown, frozen=True, kw_only=True):
         if not self._has_devices:
             yield f"on {self.machine} a rank may hold {format_bytes(first.costs[0].limit)}"
         yield self._table()
-        if {"prefill", "decode"} <= self.shapes.keys():
+        if GENERATION.keys() <= self.shapes.keys():
             steps = (f"{' x '.join(map(str, self.shapes[name]))} {what}" for name, what in GENERATION.items())
             yield f"generation: {' and '.join(steps)}, over caches of {format_bytes(first.costs[0].caches)} in all"
         yield from self._limits()
