@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGES = {
+    "dot": "graphviz",
     "chromium": "chromium",
     "chromedriver": "chromium-driver",
     "c++": "g++",

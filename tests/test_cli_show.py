@@ -1,4 +1,4 @@
-"""`tpcompiler inspect` draws a rank's program."""
+"""`tpcompiler inspect` draws a rank's program: the file it writes, and its result without Graphviz."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import json
 import re
 from pathlib import Path
 
+import graphviz
 import pytest
 
+from tests.needs import needs
 from tests.runtime.commands import call, refused, right
 from tpcompiler.runtime.artifact import read_manifest
 
 
 def test_show_an_artifact(out: Path) -> None:
     assert "all_reduce" in right("inspect", out, "--rank", 0)
+    dot = right("inspect", out, "--format", "dot", "--rank", 1)
+    assert dot.startswith(("digraph", "//"))
+    assert "all_reduce" in dot
     assert right("inspect", out, "--format", "html").startswith("<!doctype html>\n")
     assert refused("inspect", out, "--rank", 2).startswith("rank 2 is outside the artifact's world of 2\n")
 
@@ -42,16 +47,75 @@ def test_the_page_is_of_the_machine_that_is_asked_for(out: Path, tmp_path: Path)
     assert refused("inspect", out, "--format", "html", "--machine", "h99").startswith("machine 'h99' cannot be read: ")
 
 
-def test_show_writes_a_file(out: Path, tmp_path: Path) -> None:
-    text = right("inspect", out, "--rank", 1, "--format", "text")
-    result = call("inspect", out, "--rank", 1, "-o", tmp_path / "graph.txt")
-    assert (result.exit_code, result.stdout, result.stderr) == (0, "", f"wrote {tmp_path}/graph.txt\n")
-    assert (tmp_path / "graph.txt").read_text() == text
-    result = call("inspect", out, "-o", tmp_path / "no" / "a.html")
+@pytest.fixture
+def views(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The views have tests of their own: here only what the command does with them."""
+    import tpcompiler.api.programs
+
+    graph = graphviz.Digraph()
+    graph.node("a")
+    monkeypatch.setattr(tpcompiler.api.programs, "artifact_dot", lambda program, rank: graph)
+    monkeypatch.setattr(tpcompiler.api.programs, "artifact_text", lambda program, rank: f"text of rank {rank}\n")
+
+
+DOT = "digraph {\n\ta\n}\n"
+
+
+@pytest.mark.usefixtures("views")
+def test_show(out: Path, tmp_path: Path) -> None:
+    assert right("inspect", out, "--rank", 0) == "text of rank 0\n"
+    assert right("inspect", out, "--rank", 1, "--format", "text") == "text of rank 1\n"
+    assert right("inspect", out, "--format", "dot") == DOT
+    result = call("inspect", out, "-o", tmp_path / "graph.dot")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", f"wrote {tmp_path}/graph.dot\n")
+    assert (tmp_path / "graph.dot").read_text() == DOT
+
+
+@pytest.mark.usefixtures("views")
+def test_show_cannot_write(out: Path, tmp_path: Path) -> None:
+    result = call("inspect", out, "-o", tmp_path / "no" / "a.dot")
     assert (result.exit_code, result.stderr) == (
         2,
-        f"cannot write {tmp_path}/no/a.html: No such file or directory\n  help: choose another file\n",
+        f"cannot write {tmp_path}/no/a.dot: No such file or directory\n  help: choose another file\n",
     )
+
+
+@pytest.mark.usefixtures("views")
+def test_show_draws_with_graphviz(out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphviz.Source, "pipe", lambda self, format, quiet: f"<{format}>".encode())
+    assert right("inspect", out, "--format", "svg") == "<svg>\n"
+    assert call("inspect", out, "-o", tmp_path / "a.svg").exit_code == 0
+    assert (tmp_path / "a.svg").read_text() == "<svg>"
+    assert call("inspect", out, "-o", tmp_path / "a.png").exit_code == 0
+    assert (tmp_path / "a.png").read_bytes() == b"<png>"
+    result = call("inspect", out, "--format", "png")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "give one with -o" in result.stderr
+
+
+@needs("dot")
+@pytest.mark.usefixtures("views")
+def test_show_makes_a_png(out: Path, tmp_path: Path) -> None:
+    assert call("inspect", out, "-o", tmp_path / "a.png").exit_code == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG\r\n")
+
+
+@pytest.mark.usefixtures("views")
+@pytest.mark.parametrize("kind", ["svg", "png"])
+def test_show_without_graphviz(out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = call("inspect", out, "-o", tmp_path / f"a.{kind}")
+    note = f"Graphviz's program dot is not installed, so this is its source text, not {kind.upper()}\n"
+    note += "  help: install graphviz, then: "
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr == f"{note}dot -T{kind} {tmp_path}/a.dot -o {tmp_path}/a.{kind}\nwrote {tmp_path}/a.dot\n"
+    assert (tmp_path / "a.dot").read_text() == DOT
+    assert not (tmp_path / f"a.{kind}").exists()
+    if kind == "png":
+        return
+    result = call("inspect", out, "--format", "svg")
+    assert (result.exit_code, result.stdout) == (0, DOT)
+    assert result.stderr == f"{note}dot -Tsvg out.dot -o out.svg\n"
 
 
 def test_the_rows_of_a_program_as_json(out: Path) -> None:
@@ -62,4 +126,4 @@ def test_the_rows_of_a_program_as_json(out: Path) -> None:
     assert all(item["name"] == item["collective"]["node"] for item in sent)
     names = [item["name"] for item in data["items"]]
     assert all(source in names for item in data["items"] for source in item["sources"])
-    assert "--json: leave --format, -o and --tensor out" in refused("inspect", out, "--json", "--format", "html")
+    assert "--json: leave --format, -o and --tensor out" in refused("inspect", out, "--json", "--format", "dot")

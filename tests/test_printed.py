@@ -18,6 +18,7 @@ import yaml
 
 import tpcompiler
 from tests.launch import fork_code
+from tests.needs import needs
 from tests.runtime.commands import call, refused, right
 from tests.runtime.models import export_mlp
 from tests.runtime.poisons import MODEL, entries_of, write_entries
@@ -153,6 +154,10 @@ def test_a_class_writes_no_line_into_the_plan(tmp_path: Path) -> None:
     assert set(yaml.safe_load(plan).values()) <= {"replicate", "colwise", "rowwise", "auto"}
 
 
+needs_dot = needs("dot")
+
+
+@needs_dot
 @pytest.mark.parametrize(
     "name", ["a\x01\x1b\x0bb", "é\udcffb", "<B>&amp", "a" * 100_000], ids=["controls", "half", "html", "long"]
 )
@@ -160,9 +165,21 @@ def test_names_are_drawn(name: str, out: Path) -> None:
     for file in ("program.pt2", "rank_0.pt2", "rank_1.pt2"):
         renamed_modules(out / file, name)
         sign(out / file)
-    page = right("inspect", out, "--format", "html")
-    assert page.rstrip().endswith("</html>")
-    assert "\x01" not in page
+    right_or_refused = call("inspect", out, "--format", "svg")
+    assert right_or_refused.exit_code == 0, right_or_refused.output[-300:]
+    assert right_or_refused.stdout.rstrip().endswith("</svg>")
+    assert "\x01" not in right_or_refused.stdout
+
+
+def test_a_picture_that_cannot_be_drawn(out: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whatever Graphviz ends of."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "dot").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "bin" / "dot").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+    said = refused("inspect", out, "--format", "svg")
+    assert said.startswith(f"Graphviz cannot draw {out}: ")
+    assert said.endswith("help: use --format dot for its source text, or --format text\n")
 
 
 def test_a_plan_in_a_manifest_is_not_deep(out: Path) -> None:

@@ -130,7 +130,7 @@ def printed(model: Path, out: Path, other: Path, forms: Iterable[Sequence[str]])
     alone = [
         ["inspect", out],
         *(["inspect", out, "--tensor", MATRIX.format(which)] for which in "qk"),
-        ["inspect", out, "--format", "html"],
+        *(["inspect", out, "--format", form] for form in ("dot", "html")),
         ["reshard", out, "--tp", RANKS, "-o", out.parent / "again", "--force"],
         ["diff", out, other, "--html", page],
     ]

@@ -169,8 +169,8 @@ FILES = [
     ),
     Row(
         "a picture in a folder that does not exist",
-        "tpcompiler inspect out -o none/out.html",
-        "cannot write none/out.html: No such file or directory",
+        "tpcompiler inspect out -o none/out.dot",
+        "cannot write none/out.dot: No such file or directory",
         "choose another file",
     ),
     Row(

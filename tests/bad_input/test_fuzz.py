@@ -165,7 +165,7 @@ def test_manifests_of_bytes(tmp_path: Path, content: bytes) -> None:
 
 
 COMMANDS = "convert inspect show verify check run explain diff cost plan --tp --mesh --plan -o --input --format --rank --json --dry-run --force"
-VALUES = "2 0 -1 dp=2,tp=2 x=S(0) html out model.pt2 plan.yaml"
+VALUES = "2 0 -1 dp=2,tp=2 x=S(0) svg out model.pt2 plan.yaml"
 ARGUMENT = st.sampled_from([*COMMANDS.split(), *VALUES.split()]) | st.text(
     st.characters(exclude_characters="\0", codec="utf-8"), max_size=8
 )

@@ -5,10 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import graphviz
+
 from tpcompiler.artifact.stored import StoredProgram
 from tpcompiler.ask.again import advise
-from tpcompiler.views import html, table
+from tpcompiler.views import dot, html, table
 from tpcompiler.views import page_data as data
+
+
+def artifact_dot(directory: Path, rank: int = 0) -> graphviz.Digraph:
+    return dot.artifact_dot(StoredProgram.open(directory), rank)
 
 
 def artifact_html(directory: Path, **how: Any) -> str:

@@ -11,6 +11,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from tpcompiler.runtime.records import BoundaryRecord
 from tpcompiler.views.slabs import WIDTH
 from tpcompiler.views.tensor import draw_sharding
 
+SVG = "{http://www.w3.org/2000/svg}"
 MESHES = {"tp": {"tp": 4}, "dp, tp": {"dp": 2, "tp": 3}}
 
 
@@ -37,8 +39,8 @@ def described(mesh: dict[str, int], shape: list[int | str], sharding: str) -> An
     return SimpleNamespace(factors={}, mesh=mesh, tensors=[row], placed=lambda: [(row.name, row)])
 
 
-def drawing(manifest: Any, name: str | None = None) -> str:
-    return draw_sharding(manifest, name, "the program")
+def drawing(manifest: Any, name: str | None = None, *, is_svg: bool = False) -> str:
+    return draw_sharding(manifest, name, "the program", is_svg=is_svg)
 
 
 def span(text: str, size: int) -> range:
@@ -181,6 +183,26 @@ def test_ranks_hold_what_is_drawn(
             assert sorted(weight[at].item() for at in where) == sorted(state[name].flatten().tolist()), name
 
 
+@pytest.mark.parametrize(("axes", "plan"), PLANS)
+def test_the_svg_has_the_same_cells(axes: dict[str, int], plan: dict[str, tuple[tuple[int, ...], Any]]) -> None:
+    for shape, placed in plan.values():
+        mesh = Mesh.of(axes)
+        text = placed if isinstance(placed, str) else f"[{', '.join(placed.get(axis, 'R') for axis in axes)}]"
+        program = described(axes, list(shape), read_sharding(text, mesh, len(shape)).text(mesh))
+        tree = ElementTree.fromstring(drawing(program, "w", is_svg=True))
+        drawn = grid(drawing(program, "w"), torch.Size(shape))
+        area = defaultdict[frozenset[int], float](float)
+        for rect in tree.iter(f"{SVG}rect"):
+            if (title := rect.find(f"{SVG}title")) is not None:
+                ranks = (title.text or "").rpartition(": ")[2]
+                area[frozenset(map(int, ranks.split(",")))] += float(rect.get("width", 0)) * float(
+                    rect.get("height", 0)
+                )
+        for ranks, size in area.items():
+            share = sum(holders == ranks for holders in drawn.values()) / len(drawn)
+            assert size / sum(area.values()) == pytest.approx(share, abs=0.01)
+
+
 def test_a_pending_sum_is_of_all() -> None:
     drawn = drawing(described({"dp": 2, "tp": 2}, [4, 6], "[S(0), P(sum)]"))
     assert drawn.splitlines() == [
@@ -223,5 +245,7 @@ def test_tensors_that_are_alike_are_drawn_once(tmp_path: Path) -> None:
     program = tpcompiler.parallelize(torch.export.export(model, (torch.zeros(()),)), 2, {"*": "S(0)"})
     heads = [line for line in program.show("*").splitlines() if " on tp=2" in line]
     assert [head.partition(":")[0] for head in heads[:2]] == ["a, b", "c"]
+    svg = ElementTree.fromstring(program.show("*", format="svg"))
+    assert [text.text for text in svg.iter(f"{SVG}text") if " on tp=2" in (text.text or "")] == heads
     program.save(tmp_path / "out")
-    assert right("inspect", tmp_path / "out", "--tensor", "a") == program.show("a")
+    assert right("inspect", tmp_path / "out", "--tensor", "a", "--format", "svg").startswith("<svg ")

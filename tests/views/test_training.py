@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 import tpcompiler
 from tests.views.artifacts import LAYERS, Mlp, randomised
-from tests.views.opened import artifact_text
+from tests.views.opened import artifact_dot, artifact_text
 
 
 class Net(nn.Module):
@@ -68,6 +69,11 @@ S(0)              up  mm  f32[8, 8]
 S(1)              up  sum  f32[1, 8]
 """,
     )
+
+
+def test_frames(out: Path) -> None:
+    frames = re.findall(r"label=.*?<B>(.*?)</B>.*> labeljust", artifact_dot(out).source)
+    assert frames == ["layers.* x 4", "backward", "layers.3-1 x 3", "layers.0"]
 
 
 @pytest.mark.slow

@@ -171,8 +171,8 @@ class ParallelProgram(Programs["ParallelProgram"]):
     ) -> ParallelProgram:
         """Write an artifact for another mesh, with the same plan, and open it.
 
-        The programs are converted again. The weights, joined from the ranks' shares, are cut one tensor at a time,
-        and are the same bits. The result has the shared layout.
+        The programs are converted again. The weights, joined from the ranks' shares, are cut one tensor at a time
+        (docs/scale.md lists the memory needed), and are the same bits. The result has the shared layout.
 
         Args:
             mesh: the degree of a single axis `tp`, or `{axis: degree}`.

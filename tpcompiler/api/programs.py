@@ -29,11 +29,12 @@ from tpcompiler.runtime.beside import families, world_of
 from tpcompiler.runtime.records import Collective
 from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.terminal.tables import Part, Report, Shown, text_of
+from tpcompiler.views.dot import artifact_dot
 from tpcompiler.views.html import artifact_html
 from tpcompiler.views.table import artifact_text
 from tpcompiler.views.tensor import draw_sharding
 
-Format = Literal["text", "html"]
+Format = Literal["text", "svg", "html", "dot"]
 T = TypeVar("T")
 
 
@@ -269,7 +270,7 @@ class Programs(Shown, Mapping[str, T]):
         format: Format = "text",
         machine: str | os.PathLike[str] | None = None,
     ) -> str:
-        """Return the program of a rank as text or a page; or with a name, a drawing of a tensor's slices.
+        """Return the program of a rank as text, a page or a graph; or with a name, a drawing of a tensor's slices.
 
         In the drawing a cell names the ranks that hold its elements; `0+1` is a pending reduction, of which each has a
         share. For more than two dims, the last two are drawn for each slab. Slices of a dynamic size are shares
@@ -278,7 +279,8 @@ class Programs(Shown, Mapping[str, T]):
         Args:
             name: a parameter, a buffer, an input, a module with one weight, or `output NAME`; "*": all, equal ones
                 once.
-            format: "text" (a drawing's has at most 80 columns), or of a program "html".
+            format: "text" (a drawing's has at most 80 columns), "html" or Graphviz's "dot"; of a drawing "text" or
+                "svg".
             machine: whose times the page predicts, as in `explain`.
 
         Raises:
@@ -287,13 +289,14 @@ class Programs(Shown, Mapping[str, T]):
             MachineError: the description of the machine cannot be read.
         """
         program = self.only
-        if format not in (("text",) if name is not None else ("text", "html")):
+        if format not in (("text", "svg") if name is not None else ("text", "html", "dot")):
             raise ArtifactError(f"{format!r} is no format of {'a tensor' if name else 'a program'}", help="use text")
         if name is not None:
-            return draw_sharding(program.manifest, None if name == "*" else name, program.title)
+            is_svg, every = format == "svg", name == "*"
+            return draw_sharding(program.manifest, None if every else name, program.title, is_svg=is_svg)
         if format == "html":
             return artifact_html(program, rank, machine=machine, advice=advise(program, machine))
-        return artifact_text(program, rank)
+        return artifact_text(program, rank) if format == "text" else str(artifact_dot(program, rank).source)
 
 
 def _described(manifest: Manifest) -> str:

@@ -7,7 +7,7 @@ import sys
 import traceback
 import warnings
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 from msgspec.structs import asdict, replace
@@ -52,7 +52,7 @@ from tpcompiler.runtime.records import Collectives, DeviceType
 from tpcompiler.terminal.printed import mute_logs
 
 Layout = Literal["ranks", "shared"]
-Format = Literal["html", "text"]
+Format = Literal["html", "svg", "png", "dot", "text"]
 
 
 def _print_version(is_asked: bool) -> None:
@@ -97,7 +97,7 @@ def inspect(
     rank: Annotated[int | None, typer.Option("--rank", metavar="N", help="Show the program of this rank.")] = None,
     tensor: Annotated[
         str | None,
-        typer.Option("--tensor", metavar="NAME", help="Show which ranks hold which slices of a tensor."),
+        typer.Option("--tensor", metavar="NAME", help="Show which ranks hold which slices of a tensor (text or svg)."),
     ] = None,
     format: Annotated[
         Format | None,
@@ -163,9 +163,12 @@ def _draw(
     """Print or write the program of a rank, or the slices of a tensor."""
     if json and (format, out, tensor) != (None, None, None):
         raise typer.BadParameter("leave --format, -o and --tensor out", param_hint="--json")
-    kind: Format = format or ("html" if out is not None and out.suffix == ".html" else "text")
-    if tensor is not None and kind != "text":
-        raise typer.BadParameter("a tensor is drawn as text", param_hint="--format")
+    by_suffix: dict[str, Format] = {f".{kind}": kind for kind in get_args(Format)} | {".gv": "dot"}
+    kind = format or by_suffix.get(out.suffix if out else "", "text")
+    if tensor is not None and kind not in ("text", "svg"):
+        raise typer.BadParameter("a tensor is drawn as text or svg", param_hint="--format")
+    if kind == "png" and out is None:
+        raise typer.BadParameter("a png needs a file: give one with -o", param_hint="--format")
     if machine is not None and (json or kind != "html"):
         raise typer.BadParameter("only the page predicts times: --format html", param_hint="--machine")
     with progress(f"reading {path}", quiet=json):
@@ -179,12 +182,14 @@ def _draw(
         if json:
             printing.print_json(artifact_rows(artifact.only, rank or 0))
             return
-        text = artifact.show(tensor, rank=rank or 0, format=kind, machine=machine)
-    if out is None:
-        typer.echo(text, nl=not text.endswith("\n"))
+        picture = printing.picture(artifact, kind, out, rank or 0, tensor, machine)
+    if picture.note:
+        typer.echo(picture.note, err=True)
+    if picture.file is None:
+        typer.echo(picture.content, nl=not str(picture.content).endswith("\n"))
     else:
-        printing.write_content(out, text)
-        typer.echo(f"wrote {out}", err=True)
+        printing.write_content(picture.file, picture.content)
+        typer.echo(f"wrote {picture.file}", err=True)
 
 
 @app.command()

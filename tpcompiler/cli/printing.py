@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -32,7 +32,7 @@ from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.terminal.tables import WIDTH_OF_TEXT, Part, Table, text_of
 
 if TYPE_CHECKING:
-    pass
+    from tpcompiler.api.parallel_program import ParallelProgram
 
 FEW = 1 << 30  # bytes of weights that are read in seconds
 
@@ -96,6 +96,42 @@ def outputs_table(outputs: Sequence[ReturnedTensor]) -> Table:
 
 def _number(value: float | str | None) -> str:
     return "-" if value is None else value if isinstance(value, str) else f"{value:.6g}"
+
+
+class Picture(NamedTuple):
+    """A drawing, its file, and a note if it has another format than requested."""
+
+    content: str | bytes
+    file: Path | None
+    note: str = ""
+
+
+def picture(
+    artifact: ParallelProgram, format: str, file: Path | None, rank: int, tensor: str | None, machine: str | None
+) -> Picture:
+    """Draw a tensor or a rank's program. Without Graphviz's `dot`, svg and png of a program become dot, with a note."""
+    if tensor is not None or format in ("text", "html", "dot"):
+        kind: Any = format if tensor is None or format == "svg" else "text"
+        return Picture(artifact.show(tensor, rank=rank, format=kind, machine=machine), file)
+    import graphviz
+
+    graph = graphviz.Source(artifact.show(rank=rank, format="dot"))
+    try:
+        drawn = graph.pipe(format=format, quiet=True)
+        return Picture(drawn if format == "png" else drawn.decode(), file)
+    except graphviz.ExecutableNotFound:
+        target, source = ((file or Path("out")).with_suffix(suffix) for suffix in (f".{format}", ".dot"))
+        note = (
+            f"Graphviz's program dot is not installed, so this is its source text, not {format.upper()}\n"
+            f"  help: install graphviz, then: dot -T{format} {source} -o {target}"
+        )
+        return Picture(str(graph.source), file and source, note)
+    except (graphviz.CalledProcessError, OSError) as error:  # OSError: dot ended early
+        message = getattr(error, "stderr", b"").decode(errors="replace").strip() or str(error)
+        raise ArtifactError(
+            f"Graphviz cannot draw {artifact.only.title}: {message.splitlines()[0]}",
+            help="use --format dot for its source text, or --format text",
+        ) from error
 
 
 def write_content(file: Path, content: str | bytes) -> None:

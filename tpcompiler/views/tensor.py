@@ -11,9 +11,10 @@ from tpcompiler.ir.names import leaf_of_module
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.terminal.printed import nearest_names
 from tpcompiler.views.slabs import WIDTH, Drawn, Slab, draw_tensors
+from tpcompiler.views.tensor_svg import svg_of
 
 
-def draw_sharding(manifest: Manifest, name: str | None, where: str) -> str:
+def draw_sharding(manifest: Manifest, name: str | None, where: str, *, is_svg: bool) -> str:
     """Draw the slices of a tensor and the ranks that hold them (`ParallelProgram.show`); without a name of all.
 
     `where` names the artifact in errors.
@@ -33,7 +34,10 @@ def draw_sharding(manifest: Manifest, name: str | None, where: str) -> str:
     for each in rows if name is None else [name]:
         row = rows[each]
         alike.setdefault((row.dtype, tuple(row.shape), row.sharding), []).append(each)
-    return "\n".join(_text(draw_tensors(names, rows[names[0]], mesh)) for names in alike.values())
+    drawn = [draw_tensors(names, rows[names[0]], mesh) for names in alike.values()]
+    if is_svg:
+        return svg_of(drawn)
+    return "\n".join(map(_text, drawn))
 
 
 def _text(drawn: Drawn) -> str:
