@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import astuple
 
 from tools.bench_published import HEAD, PAGE, ROW, cells_of, name_row, read_rows
-from tools.measured import front_line
+from tools.measured import LINE
 
 pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="an installed wheel has no docs beside the tests")
 AGAIN = "If not: python -m tools.bench_published --auto --write"
@@ -19,7 +19,10 @@ FIRST = {row.machine: row for row in reversed(read_rows())}  # a row of each mac
 
 @cache
 def lines() -> list[list[str]]:
-    head, text = HEAD.format(line=front_line(PAGE.name)), PAGE.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
+    line = LINE.search(text)
+    assert line is not None
+    head = HEAD.format(line=line[0])
     assert text.startswith(head), AGAIN
     return [row.split(" | ") for row in re.findall(r"^\| (.*) \|$", text[len(head) :], re.MULTILINE)]
 

@@ -48,8 +48,8 @@ def test_every_command_predicts_the_same(machine: str, optimize: Any, tmp_path: 
     assert rest == [step] * 3
     assert said(made, "search")[0] == f"one call {step.text} on {machine}"
     if optimize == "latency":
-        two = tpcompiler.diagnose(program, machine=machine).degrees[1]
-        assert two.calls["model"].seconds == step
+        two = tpcompiler.diagnose(program, machine=machine).meshes["tp=2"]
+        assert two.seconds["model"] == step
 
 
 @pytest.mark.sample(1)
@@ -59,10 +59,10 @@ def test_so_they_do_of_several_programs(machine: str, tmp_path: Path) -> None:
     programs = {name: export(model, (torch.randn(2, steps, 64),)) for name, steps in (("prefill", 8), ("decode", 1))}
     made = tpcompiler.parallelize(programs, 2, "auto", machine=machine)
     made.save(tmp_path / "out")
-    two = tpcompiler.diagnose(programs, machine=machine).degrees[1]
+    two = tpcompiler.diagnose(programs, machine=machine).meshes["tp=2"]
     for name, program in made.items():
         step, *rest = all_of(tmp_path / "out" / name, "up.weight", machine)
-        assert [*rest, two.calls[name].seconds] == [step] * 4
+        assert [*rest, two.seconds[name]] == [step] * 4
         assert said(program, "search")[0] == f"one call {step.text} on {machine}"
 
 

@@ -54,7 +54,7 @@ def test_what_is_counted_is_done_when_the_next_one_is_asked_for() -> None:
     def work() -> None:
         for item in counted(items, "spelling", "letters"):
             if item == "a":
-                items.append("b")  # as `doctor` finds more degrees on its way
+                items.append("b")  # as `diagnose` finds more meshes on its way
             seen.append(item)
 
     assert heard(work) == {"spelling": [("letters", 0, 1), ("letters", 1, 2), ("letters", 2, 2)]}
@@ -75,7 +75,7 @@ def test_every_long_step_tells_how_far_it_is(model: Path) -> None:
         "save": lambda: made.save(model.with_name("out"), force=True),
         "check": lambda: tpcompiler.open(model.with_name("out")).check(),
         "verify": lambda: made.verify(args, kwargs),
-        "doctor": lambda: tpcompiler.diagnose(exported),
+        "diagnose": lambda: tpcompiler.diagnose(exported),
         "fit": lambda: tpcompiler.parallelize(exported, 2, "auto", memory=1650),
         "explain": lambda: tpcompiler.open(model.with_name("out")).explain("linear"),
     }
@@ -90,7 +90,7 @@ def test_every_long_step_tells_how_far_it_is(model: Path) -> None:
         ("check", "reading programs"),
         ("verify", "running the ranks"),
         ("verify", "running the model"),
-        ("doctor", "trying degrees"),
+        ("diagnose", "trying meshes"),
         ("convert", "eliminating choices"),
         ("fit", "making it fit"),
         ("explain", "trying other choices"),

@@ -17,7 +17,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch.export import ExportedProgram
 
@@ -91,12 +91,6 @@ def find_calls() -> Iterator[Call]:
             yield decoder_call(model, dims, batch, steps)
     for batch, steps in ((1, 128), (8, 128), (64, 128), (1, 512)):
         yield Call("BERT", f"{batch} x {steps} tokens", partial(export_bert, LAYERS, batch, steps), BERT)
-
-
-def subject() -> list[Any]:
-    """The calls and machines that are compared."""
-    named = [(call.model, call.name, call.plan) for call in find_calls()]
-    return [LAYERS, BEFORE, RANKS, str(DECODERS), named, *(str(read_machine(name)) for name in shipped_machines())]
 
 
 def decoder_call(model: str, dims: Dims, batch: int, steps: int) -> Call:

@@ -26,7 +26,7 @@ from rich.table import Table
 from scipy.stats import spearmanr
 from torch.export import ExportedProgram
 
-from tools.measured import front_line, record
+from tools.measured import measured_line
 from tools.published.model import Dims, export_decoder, export_from_config, megatron_plan
 from tpcompiler.api import conversions_of, read_plan
 from tpcompiler.cost.fusion import PARTS
@@ -111,14 +111,6 @@ def read_rows() -> list[Row]:
     with ROWS.open(encoding="utf-8") as file:
         rows = [_read_row(each) for each in csv.DictReader(file)]
     return [row for row in rows if row.gpu in GPUS and not row.source.startswith(HOST_BOUND)]
-
-
-def subjects() -> dict[str, Any]:
-    """The rows of each machine, and its description."""
-    found = dict[str, list[str]]()
-    for row in read_rows():
-        found.setdefault(row.machine, [str(read_machine(row.machine))]).append(str(row))
-    return found
 
 
 def _read_row(each: dict[str, str]) -> Row:
@@ -217,7 +209,7 @@ def page(rows: Sequence[Sequence[str]], summary: Sequence[Sequence[str]]) -> str
     def lines(titles: Sequence[str], table: Sequence[Sequence[str]]) -> str:
         return "".join(f"| {' | '.join(row)} |\n" for row in (titles, ["---"] * len(titles), *table))
 
-    head = HEAD.format(line=front_line(PAGE.name))
+    head = HEAD.format(line=measured_line("python -m tools.bench_published --auto --write"))
     return f"{head}{lines(SUMMARY, summary)}\n{lines(ROW, rows)}"
 
 
@@ -263,8 +255,6 @@ def main(words: Sequence[str] | None = None) -> int:
             shown.add_row(*cells)
         console.print(shown)
     if asked.write:
-        PAGE.touch()
-        record(PAGE.name, subjects())
         PAGE.write_text(page(rows, summary), encoding="utf-8")
     return 0
 

@@ -8,15 +8,12 @@ by hand has Megatron's two autograd functions.
 All arms run in the same two processes, in turn, round after round. What is printed is the median over the rounds of
 each arm's time divided by that of the model that was sliced by hand, in the same round. `null` is that model once more:
 by how much it differs from 1 is the noise. `one device` is the whole model on rank 0 while the other waits.
-
-Also, of a fresh process for each rank: from its start to the first answer of the package.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import importlib.util
 import os
 import shutil
 import statistics
@@ -170,12 +167,6 @@ def with_dtensors(directory: Path) -> Any:
     return parallelize_module(model, init_device_mesh("cpu", (WORLD,)), plan)
 
 
-def by_transformers(directory: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(directory, tp_plan="auto")  # which asks for accelerate
-
-
 def work(folder: Path, name: str, rounds: int) -> None:
     """A rank: time every arm, and let rank 0 print the ratios."""
     import tpcompiler
@@ -197,8 +188,6 @@ def work(folder: Path, name: str, rounds: int) -> None:
     if case.shape:
         repeats = tpcompiler.load(folder / f"{name}-repeats")[program]
         arms["repeats"] = lambda ids, at: repeats(input_ids=ids, cache_position=at)
-    if importlib.util.find_spec("accelerate"):
-        arms["transformers"] = cached(by_transformers(directory), case, WORLD)
     ids = torch.arange(case.batch * case.tokens).reshape(case.batch, case.tokens) % 9_973
     positions = torch.arange(case.tokens) + case.held
     wanted = alone(ids, positions)
@@ -208,8 +197,6 @@ def work(folder: Path, name: str, rounds: int) -> None:
         by_hand = statistics.median(times["hand"]) * 1e3
         print(f"{name} {case.batch, case.tokens}: {by_hand:.1f} ms by hand; ratios to that:")
         print_ratios(times)
-        if "transformers" not in arms:
-            print("  transformers' own: not run, for want of accelerate (pip install accelerate)")
     dist.destroy_process_group()
 
 
@@ -269,30 +256,6 @@ def print_ratios(times: Mapping[str, Sequence[float]]) -> None:
         print(f"  {name:12} {statistics.median(ratios):5.2f}   (half of the rounds: {low:.2f} to {high:.2f})")
 
 
-def start(artifact: Path, case: str) -> None:
-    """A rank: from the start of its process, which torch has been imported in by now, to the first answer."""
-    began = _age()
-    import tpcompiler
-
-    module = tpcompiler.load(artifact, compiled=True)[case]
-    loaded = _age()
-    batch, count, *_ = CASES[case]
-    module(input_ids=torch.ones(batch, count, dtype=torch.int64), cache_position=torch.arange(count))
-    answered = _age()
-    if dist.get_rank() == 0:
-        print(
-            f"a rank: {began:.1f} s from the start of its process to torch, {loaded - began:.1f} s to load, "
-            f"{answered - loaded:.2f} s for the first answer"
-        )
-    dist.destroy_process_group()
-
-
-def _age() -> float:
-    """Seconds since this process was started."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-
-
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--rounds", type=int, default=15)
@@ -301,16 +264,12 @@ def main() -> int:
     options.add_argument("--cache", action="store_true", help="the steps over a long cache alone")
     options.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     options.add_argument("--trainer", help=argparse.SUPPRESS)
-    options.add_argument("--first", nargs=2, help=argparse.SUPPRESS)
     asked = options.parse_args()
     if asked.worker:
         work(Path(asked.worker[0]), asked.worker[1], asked.rounds)
         return 0
     if asked.trainer:
         train(Path(asked.trainer), asked.rounds)
-        return 0
-    if asked.first:
-        start(Path(asked.first[0]), asked.first[1])
         return 0
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
@@ -330,8 +289,6 @@ def main() -> int:
             _prepare(folder, name, case)
         for name in cases:
             _torchrun("--worker", folder, name, "--rounds", asked.rounds)
-        if plain and cases:
-            _torchrun("--first", folder / "decode", "decode")
     return 0
 
 

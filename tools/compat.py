@@ -6,13 +6,11 @@ Only the rows of these versions are written again, with the date. Each torch is 
 front of the environment that runs this; of the other Pythons, those on the path get an environment of their own there,
 for the pinned torch. Where pip has no CPU build of a version, its plain wheel is taken, which cannot be imported
 without CUDA's libraries: stubs stand in for them, every function of which fails. Where stubs cannot be made (that takes
-gcc and readelf), or torch does not start with them, nothing is run: the wheel is read, and has to have every module and
-name that `_torch` imports and every op that is named.
+gcc and readelf), or torch does not start with them, nothing is run.
 """
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import shutil
@@ -20,12 +18,12 @@ import subprocess
 import sys
 import zipfile
 from collections import defaultdict
+from datetime import date
 from importlib.metadata import requires
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.measured import front_line, read, record
-from tpcompiler._torch import GONE
+from tools.measured import measured_line
 
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build" / "compat"
@@ -34,8 +32,6 @@ VERSIONS = ("2.11.0", "2.12.0", "2.13.0", "2.14.1", "2.15.0")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 HERE = "{}.{}".format(*sys.version_info)
 CONSTRAINTS = ROOT / "constraints.txt"
-PRIVATE = sorted((ROOT / "tpcompiler" / "_torch").glob("*.py"))
-OPS = "torchgen/packaged/ATen/native/native_functions.yaml"
 HEAD = """\
 # Versions
 
@@ -197,49 +193,6 @@ def run_tests(case: Case, python: str, site: Path, build: str) -> Row | None:
     return Row(case, said, "fast tests", found[-1] if found else f"exit code {done.returncode}", done.returncode == 0)
 
 
-def read_wheel(case: Case, wheel: Path) -> Row:
-    """Whether the wheel has what the packages name; nothing of it is run."""
-    lacks = []
-    with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
-        for module, name in imported_names():
-            path = module.replace(".", "/")
-            source = next((p for p in (f"{path}.py", f"{path}/__init__.py") if p in names), None)
-            if source is None and not module.startswith("torch._C"):
-                lacks.append(module)
-            elif source and name not in archive.read(source).decode() and f"{path}/{name}.py" not in names:
-                lacks.append(f"{module}.{name}")
-        ops = archive.read(OPS).decode()
-    known = set(re.findall(r"^- func: (\w+)", ops, re.MULTILINE)) | {"sym_size"}
-    known |= {name for line in re.findall(r"autogen: (.*)", ops) for name in re.findall(r"\w+", line)}
-    gone = {name.partition("::")[2] for name, since in GONE.items() if list(since) <= numbers(case.torch)}
-    lacks += [f"aten.{op}" for op in named_ops() if op not in known | gone]
-    return Row(
-        case,
-        "plain wheel",
-        "read only: names and ops",
-        f"lacks {', '.join(lacks)}" if lacks else "has all",
-        not lacks,
-    )
-
-
-def numbers(version: str) -> list[int]:
-    return [int(part) for part in version.split(".")[:2]]
-
-
-def imported_names() -> list[tuple[str, str]]:
-    nodes = [node for path in PRIVATE for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
-    found = [node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch")]
-    return [(node.module or "", each.name) for node in found for each in node.names]
-
-
-def named_ops() -> list[str]:
-    texts = [
-        path.read_text(encoding="utf-8") for part in ("tpcompiler", "passes") for path in (ROOT / part).rglob("*.py")
-    ]
-    return sorted({op for text in texts for op in re.findall(r"\baten\.([a-z_]\w*)\.\w+", text)})
-
-
 def tried(case: Case) -> Row:
     print(f"torch {case.torch}, Python {case.python}", file=sys.stderr, flush=True)
     found = fetch(case)
@@ -251,7 +204,7 @@ def tried(case: Case) -> Row:
         python = make_environment(case.python, site)
     except FileNotFoundError:
         return Row(case, build, "nothing", f"not run: no python{case.python} on the path", True)
-    return run_tests(case, python, site, build) or read_wheel(case, wheel)
+    return run_tests(case, python, site, build) or Row(case, build, "nothing", "not run: it does not start here", False)
 
 
 def cases() -> list[Case]:
@@ -264,16 +217,15 @@ def cases() -> list[Case]:
 
 
 def render(cells: dict[str, str]) -> str:
-    """Return the page of these rows: their cells between the versions and the date, by part."""
-    known = read().get(PAGE.name, {})
+    """Return the page of these rows: their cells after the versions, by part."""
     rows = [case for case in cases() if case.part in cells]
-    return HEAD.format(line=front_line(PAGE.name)) + "".join(
-        f"| {case.torch} | {case.python} | {cells[case.part]} | {known[case.part].date} |\n" for case in rows
+    return HEAD.format(line=measured_line("make compat")) + "".join(
+        f"| {case.torch} | {case.python} | {cells[case.part]} |\n" for case in rows
     )
 
 
 def read_cells(text: str) -> dict[str, str]:
-    rows = re.findall(r"^\| ([\d.]+) \| ([\d.]+) \| (.*) \| [\d-]+ \|$", text, re.MULTILINE)
+    rows = re.findall(r"^\| ([\d.]+) \| ([\d.]+) \| (.*) \|$", text, re.MULTILINE)
     return {f"{version} {python}": cells for version, python, cells in rows}
 
 
@@ -284,8 +236,7 @@ def main() -> int:
         row = tried(case)
         right &= row.ok
         cells = read_cells(PAGE.read_text(encoding="utf-8"))
-        cells[case.part] = f"{row.build} | {row.ran} | {row.result}"
-        record(PAGE.name, [case.part], case.torch)
+        cells[case.part] = f"{row.build} | {row.ran} | {row.result} | {date.today()}"
         PAGE.write_text(render(cells), encoding="utf-8")
     print(PAGE.read_text(encoding="utf-8"))
     return 0 if right else 1

@@ -32,7 +32,7 @@ from typer.testing import CliRunner, Result
 
 from tests.zoo.case import randomise
 from tools.hf_models import ROWS, Row
-from tools.measured import front_line, record
+from tools.measured import measured_line
 from tpcompiler import __version__, cli
 from tpcompiler.runtime.model_file import read_model
 
@@ -269,7 +269,7 @@ def render(lines: dict[str, str]) -> str:
     chosen = [lines.get(row.model_type, f"| {row.model_type} | {row.kind} |  |  | {UNKNOWN} |") for row in ROWS]
     measured, right = (sum(text in line for line in chosen) for text in ("|", "| equal"))
     measured -= sum(UNKNOWN in line for line in chosen)
-    line = front_line(PAGE.name)
+    line = measured_line("python -m tools.hf_table --write")
     head = HEAD.format(count=measured, right=right, line=line, transformers=transformers.__version__)
     return head + "\n".join(chosen) + "\n"
 
@@ -310,8 +310,6 @@ def main() -> int:
         lines[name] = f"| {' | '.join(cells)} |"
         print(lines[name], flush=True)
         if asked.write:
-            if not asked.ranks:
-                record(PAGE.name, [name])
             text = first + render_ranks(lines) if asked.ranks else render(lines) + second
             PAGE.write_text(text, encoding="utf-8")
     return 0 if right else 1

@@ -11,22 +11,20 @@ from typing import Any
 
 import msgspec
 
-from tpcompiler.api.devices import DeviceDiagnosis
-from tpcompiler.api.doctor import Diagnosis
+from tpcompiler.api.diagnose import Diagnosis
 from tpcompiler.artifact.summary import ArtifactSummary, ConvertedArtifact, ConvertedPrograms, ModelSummary
 from tpcompiler.ask.costs import CostTable
 from tpcompiler.ask.difference import ArtifactDifference
 from tpcompiler.ask.explanation import Explanation
 from tpcompiler.ask.handover import HandoverTable
 from tpcompiler.cli.answers import (
-    Calibration,
     CutWeights,
     ExportedFiles,
     FoundPlan,
     GeneratedTokens,
-    MergedModel,
     ReshardedArtifact,
     Returned,
+    WrittenFile,
     WrittenPackage,
 )
 from tpcompiler.judge.compare.compare import VerifyReport
@@ -50,15 +48,15 @@ bytes are what a rank sends in one call.
 ANSWERS: dict[str, tuple[Any, ...]] = {  # by command; several where it depends on what is given
     "export": (ExportedFiles,),
     "inspect": (ModelSummary, ArtifactSummary, RankProgram),
-    "plan": (Diagnosis, DeviceDiagnosis, FoundPlan),
-    "calibrate": (Calibration,),
+    "plan": (Diagnosis, FoundPlan),
+    "calibrate": (WrittenFile,),
     "convert": (ConvertedArtifact, ConvertedPrograms),
     "cut": (CutWeights,),
     "verify": (VerifyReport,),
     "check": (CheckReport,),
     "explain": (CostTable, Explanation),
     "diff": (ArtifactDifference,),
-    "reshard": (ReshardedArtifact, MergedModel),
+    "reshard": (ReshardedArtifact, WrittenFile),
     "package": (WrittenPackage,),
     "handover": (HandoverTable,),
     "run": (Returned, GeneratedTokens),

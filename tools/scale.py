@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tools.bench_cut import timed
-from tools.measured import front_line, record
+from tools.measured import measured_line
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.records import TensorRecord
 
@@ -70,8 +71,6 @@ HEAD = """\
 
 {line}
 
-## From the config alone
-
 Each model is exported without weights, converted by the config's own plan, and checked; no checkpoint is read. Seconds
 are wall-clock time on two cores that had other work too; memory is everything resident. The last column has the
 parameters of one rank in bfloat16.
@@ -79,15 +78,21 @@ parameters of one rank in bfloat16.
 | model | parameters | ranks | export | convert | check | peak memory | artifact | on a rank |
 |---|---|---|---|---|---|---|---|---|
 """
-MEMORY = """
-## Memory on the way of a checkpoint
 
-`python -m tools.bench_cut --write` measures each command on a Llama of 0.6 GiB (hidden size 1,024, a vocabulary of
-32,000) for 4 ranks, resharded to 3. RssAnon is memory without a file behind it, sampled every 10 ms; the rest of a peak
-is mapped files, which the system drops when it needs the memory. Only `verify`, which runs the model and all ranks at
-once, holds more than 600 MB and the largest tensor. A program with more layers is itself larger (above).
 
-"""
+class Took(NamedTuple):
+    seconds: float
+    peak: float  # MiB
+
+
+def timed(*command: str | Path) -> Took:
+    """Run a command, and measure it."""
+    start = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"{command[0]} ended with {status}")
+    return Took(time.perf_counter() - start, used.ru_maxrss / 1024)
 
 
 def run(name: str) -> list[str]:
@@ -146,18 +151,8 @@ def write(lines: list[str]) -> None:
     text = PAGE.read_text(encoding="utf-8")
     known = {_row(line): line for line in [*text.splitlines(), *lines]}
     rows = [known[name, str(degree)] for name in MODELS for degree in DEGREES if (name, str(degree)) in known]
-    head = HEAD.format(line=front_line(PAGE.name))
-    PAGE.write_text(head + "\n".join(rows) + "\n" + text[text.index(MEMORY[:20]) :], encoding="utf-8")
-    record(PAGE.name, {_row(line)[0] for line in lines})
-
-
-def write_memory(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Put the table of `tools.bench_cut` into the page."""
-    text = PAGE.read_text(encoding="utf-8")
-    rule = ["---"] + ["---:"] * (len(columns) - 1)
-    lines = [f"| {' | '.join(cells)} |" for cells in (columns, rule, *rows)]
-    PAGE.write_text(text[: text.index(MEMORY[:20])] + MEMORY + "\n".join(lines) + "\n", encoding="utf-8")
-    record(PAGE.name, ["memory"])
+    head = HEAD.format(line=measured_line("python -m tools.scale"))
+    PAGE.write_text(head + "\n".join(rows) + "\n", encoding="utf-8")
 
 
 def _row(line: str) -> tuple[str, str]:

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from tpcompiler.api import find_plan as find_plan
     from tpcompiler.api import parallelize as parallelize
     from tpcompiler.api import tensor_parallel_transformation as tensor_parallel_transformation
-    from tpcompiler.api.devices import diagnose_devices as diagnose_devices
-    from tpcompiler.api.doctor import diagnose as diagnose
+    from tpcompiler.api.diagnose import diagnose as diagnose
     from tpcompiler.api.parallel_program import ParallelProgram as ParallelProgram
     from tpcompiler.api.parallel_program import open as open
     from tpcompiler.api.redistribute import redistribute as redistribute
@@ -57,8 +56,7 @@ _HOME = {
     "export_training": "tpcompiler.api.training",
     "redistribute": "tpcompiler.api.redistribute",
     "find_plan": "tpcompiler.api",
-    "diagnose": "tpcompiler.api.doctor",
-    "diagnose_devices": "tpcompiler.api.devices",
+    "diagnose": "tpcompiler.api.diagnose",
     "tensor_parallel_transformation": "tpcompiler.api",
     "Plan": "tpcompiler.plan.plan",
     "Mesh": "tpcompiler.ir.mesh",

@@ -118,8 +118,8 @@ REASONS = [
     Row(
         "sizes that are no sizes",
         "tpcompiler explain out --at batch=many",
-        "--at 'batch=many' gives no sizes",
-        "write name=size, such as --at batch=8,sequence=4096",
+        "Invalid value for --at: 'batch=many' gives no sizes, as batch=8,sequence=4096 does",
+        "tpcompiler explain --help lists the options",
     ),
     Row(
         "a size of a program that has none",

@@ -52,7 +52,7 @@ SEARCHES = [
     Row(
         "less memory than any degree takes",
         "tpcompiler plan model.pt2 --memory 0.0001MB",
-        "no degree up to 16 fits: one of 16 ranks would hold 744 B: weights 344 B, caches 0 B, activations 400 B at the peak "
+        "no mesh that was tried fits: on tp=16, rank 0 would hold 744 B: weights 344 B, caches 0 B, activations 400 B at the peak "
         "('add_1'); that is 644 B more than the limit of 100 B",
         "use a limit of at least 744 bytes",
     ),

@@ -51,9 +51,15 @@ UNEQUAL = [
         "tpcompiler plan --help lists the options",
     ),
     Row(
+        "a limit next to devices that have theirs",
+        f"{PLAN} --devices 24GB,12GB --memory 8GB",
+        "--memory next to --devices",
+        "leave out --memory",
+    ),
+    Row(
         "devices that hold too little",
         f"{PLAN} --devices 0.2kB,0.1kB",
-        "no shares of these devices fit: in 2, rank 1 would hold 1.7 kB, 1.6 kB more than it may",
+        "no mesh that was tried fits: on tp=2, rank 1 would hold 1.7 kB; that is 1.6 kB more than the limit of 100 B",
         "use more or larger devices: tpcompiler plan without --devices compares numbers of ranks",
     ),
 ]

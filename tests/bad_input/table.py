@@ -89,8 +89,8 @@ def _line(row: Row) -> str:
 
 
 def _code(text: str) -> str:
-    assert "`" not in text
-    return "`" + text.replace("|", r"\|") + "`"
+    fence = "`` {} ``" if "`" in text else "`{}`"
+    return fence.format(text.replace("|", r"\|"))
 
 
 if __name__ == "__main__":

@@ -199,7 +199,11 @@ def test_experts_are_stacked_as_transformers_says(tmp_path: Path) -> None:
 
 def test_a_tensor_without_elements_is_read(tmp_path: Path) -> None:
     source = directory(tmp_path, {"a": torch.zeros(0, 4), "b": torch.arange(3.0)})
-    assert (source.load("a").shape, source.load("b").tolist()) == ((0, 4), [0, 1, 2])
+    assert (source.read("a").shape, source.read("b").tolist()) == ((0, 4), [0, 1, 2])
+    (file,) = source.files
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(ArtifactError, match=r"cannot be read: .*\n  help: copy the file again"):
+        source.read("b")
     assert lazy_zeros(torch.empty(0, 4)).shape == (0, 4)
 
 

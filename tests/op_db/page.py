@@ -18,7 +18,7 @@ import torch
 from tests.op_db.reasons import reason_of
 from tests.rules.sample import node_of
 from tests.rules.samples import SAMPLES, written_of
-from tools.measured import front_line, record
+from tools.measured import measured_line
 from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.registry import _RULES
 
@@ -106,6 +106,7 @@ def figures(rows: Rows) -> dict[str, Any]:
     judged = [row for row in rows["rules"] if "verdict" in row]
     stamps = {entry.op: entry.stamp for entry in registry()}
     return {
+        "measured": measured_line("make ops"),
         "torch": torch.__version__.split("+")[0],
         "calls": dict(sorted(Counter(row["verdict"] for row in judged).items())),
         "ops": dict(sorted(Counter(what for _, what in {(row["op"], row["verdict"]) for row in judged}).items())),
@@ -150,7 +151,7 @@ def page(results: Mapping[str, Any]) -> str:
     judged = calls["right"] + calls["wrong"] + calls["crash"]
     text = f"""# Ops
 
-{front_line("ops.md")}
+{results["measured"]}
 
 Written by `make ops` from the rules and from runs over torch {results["torch"]}'s own op database, which holds sample inputs
 of every op that torch tests. [write-a-rule.md](write-a-rule.md) explains rules, their notation and their options. An op
@@ -191,7 +192,6 @@ def write(rows: Rows) -> None:
     """Put a run's results into the repository."""
     LINES.write_text(lines_text(lines_of(rows)[0]), encoding="utf-8")
     RESULTS.write_text(json.dumps(figures(rows), indent=1) + "\n", encoding="utf-8")
-    record("ops.md", rows)
 
 
 def write_page() -> None:

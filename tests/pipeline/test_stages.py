@@ -154,10 +154,19 @@ def test_a_swapped_value_is_not_sound() -> None:
     assert check_stages(parts, program) == 2
     first, second = (next(n for n in parts[1][1].graph.nodes if n.name == name) for name in stages[1].receives)
     users = [*first.users], [*second.users]
-    for own, other, using in ((first, second, users[0]), (second, first, users[1])):
+    crossed = [(first, second, users[0]), (second, first, users[1])]
+    for own, other, using in crossed:
         for user in using:
             user.replace_input_with(own, other)
-    with pytest.raises(Unsound):
+    with pytest.raises(Unsound, match=r"stage 1 computes .*, which the whole does not"):
+        check_stages(parts, program)
+    for own, other, using in crossed:
+        for user in using:
+            user.replace_input_with(other, own)
+    assert check_stages(parts, program) == 2
+    sub = next(node for node in parts[1][1].graph.nodes if node.target is torch.ops.aten.sub.Tensor)
+    sub.args = sub.args[::-1]
+    with pytest.raises(Unsound, match="stage 1 computes 'sub', which the whole does not"):
         check_stages(parts, program)
 
 

@@ -160,7 +160,7 @@ def test_an_amount_without_its_unit(call: Any) -> None:
         with pytest.raises(BudgetError, match=f"did you mean '{memory}GB'"):
             tpcompiler.diagnose(_exported(), memory=memory)
     with pytest.raises(BudgetError, match="did you mean '12GB'"):
-        tpcompiler.diagnose_devices(_exported(), ["24GB", "12"])
+        tpcompiler.diagnose(_exported(), devices=["24GB", "12"])
 
 
 def test_a_machine_that_is_given_limits_what_is_held(tmp_path: Path) -> None:

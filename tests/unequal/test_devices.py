@@ -13,7 +13,6 @@ from torch.export import ExportedProgram, export
 import tpcompiler
 from tests.machines import WIRE
 from tests.runtime.commands import right
-from tpcompiler.api.devices import diagnose_devices
 from tpcompiler.errors import ShardingError
 
 MACHINE = "h100"
@@ -35,20 +34,20 @@ def large() -> ExportedProgram:
 
 def test_what_fits_only_in_unequal_shares(large: ExportedProgram) -> None:
     """Equal ones are 12.9 GB each, and 2:1:1 of them 19.3 and 9.7 GB."""
-    found = diagnose_devices(large, ["24GB", "12GB", "12GB"], machine=WIRE)
-    equal, unequal = found.splits
-    assert (equal.mesh, unequal.mesh, found.best) == ({"tp": 3}, {"tp": [2, 1, 1]}, unequal)
-    assert not equal.fits
-    weights = [rank.bytes.weights for rank in unequal.ranks]
+    found = tpcompiler.diagnose(large, devices=["24GB", "12GB", "12GB"], machine=WIRE)
+    assert [*found.meshes] == ["tp=3", "tp=2:1:1"]
+    assert not found.meshes["tp=3"].fits
+    assert found.fastest == "tp=2:1:1"
+    weights = [rank.weights for rank in found.meshes[found.fastest].costs]
     total = PAIRS * (2 * WIDE * HIDDEN + HIDDEN) * 4
     assert weights == [pytest.approx(total * share, rel=1e-3) for share in (1 / 2, 1 / 4, 1 / 4)]
 
 
 def test_devices_that_are_large_enough_or_too_small(large: ExportedProgram) -> None:
     """Only a device that is as slow as it is small wants less of what fits."""
-    assert diagnose_devices(large, ["40GB", "20GB", "20GB"]).best.mesh == {"tp": 3}
-    with pytest.raises(ShardingError, match=r"no shares of these devices fit: in 2:1:1, rank 0 would hold 19\.\d+ GB"):
-        diagnose_devices(large, ["16GB", "8GB", "8GB"])
+    assert tpcompiler.diagnose(large, devices=["40GB", "20GB", "20GB"]).fastest == "tp=3"
+    with pytest.raises(ShardingError, match=r"no mesh that was tried fits: on tp=2:1:1, rank 0 would hold 19\.\d+ GB"):
+        tpcompiler.diagnose(large, devices=["16GB", "8GB", "8GB"])
 
 
 def test_the_slowest_rank_counts(large: ExportedProgram, tmp_path: Path) -> None:
@@ -56,13 +55,13 @@ def test_the_slowest_rank_counts(large: ExportedProgram, tmp_path: Path) -> None
     for name, bandwidth in (("fast", "3.0e+12"), ("slow", "1.5e+12")):
         machines.append(str(tmp_path / f"{name}.yaml"))
         Path(machines[-1]).write_text(SLOW.format(memory="8.0e+10", bandwidth=bandwidth))
-    found = diagnose_devices(large, [machines[0], machines[1], machines[1]])
-    equal, best = found.splits[0], found.best
+    found = tpcompiler.diagnose(large, devices=[machines[0], machines[1], machines[1]])
+    equal, best = found.meshes["tp=3"], found.meshes[found.fastest]
     assert best.mesh == {"tp": [2, 1, 1]}
-    for split in found.splits:
-        assert split.seconds["model"] == max(rank.seconds["model"].total for rank in split.ranks)
-    assert equal.seconds["model"] > 1.2 * best.seconds["model"]
-    work = [rank.seconds["model"].work for rank in best.ranks]
+    for name, each in found.meshes.items():
+        assert found.seconds(name) == max(rank.seconds["model"].total for rank in each.costs)
+    assert equal.seconds["model"].total > 1.2 * best.seconds["model"].total
+    work = [rank.seconds["model"].work for rank in best.costs]
     assert work == [pytest.approx(work[0], rel=0.01)] * 3  # twice the bytes at twice the rate
 
 
@@ -73,8 +72,8 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     asked = ("plan", tmp_path / "model.pt2", "--devices", "80kB,40kB,40kB", "--machine", WIRE)
     out = right(*asked)
     assert out.splitlines()[-2:] == [
-        "the fastest that fits: --tp 2:1:1",
+        "the fastest: --tp 2:1:1, 690 ns for a call",
         "equal shares, --tp 3, do not fit: a rank holds at least 46.5 kB, and 40kB may hold 40 kB",
     ]
     data = json.loads(right(*asked, "--json"))
-    assert data["best"]["mesh"] == {"tp": [2, 1, 1]}
+    assert data["fastest"] == "tp=2:1:1"

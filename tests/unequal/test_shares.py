@@ -141,4 +141,4 @@ def test_other_axes_keep_their_shares_where_degrees_are_tried() -> None:
     program = torch.export.export(nn.Linear(8, 12), (torch.randn(6, 8),))
     axes: dict[str, Any] = {"dp": [2, 1]}
     found = tpcompiler.diagnose(program, other_axes=axes)
-    assert [each.mesh for each in found.degrees[:2]] == [{"dp": [2, 1], "tp": 1}, {"dp": [2, 1], "tp": 2}]
+    assert [each.mesh for each in found.meshes.values()][:2] == [{"dp": [2, 1], "tp": 1}, {"dp": [2, 1], "tp": 2}]

@@ -37,7 +37,6 @@ from tpcompiler._torch.groups import (
     meet_ranks,
     redistribute,
     register_group,
-    replace_group,
     resolve_group,
     traced_mesh,
 )

@@ -25,12 +25,6 @@ def register_group(name: str, group: dist.ProcessGroup) -> None:
     _register_process_group(cast(Any, name), group)
 
 
-def replace_group(name: str, group: dist.ProcessGroup) -> None:
-    """Make graphs that name `name` use `group` instead of the group that they use now."""
-    _unregister_process_group(cast(Any, name))
-    register_group(name, group)
-
-
 def resolve_group(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(cast(Any, name))
 

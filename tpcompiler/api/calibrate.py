@@ -7,14 +7,12 @@ import tempfile
 import warnings
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from tpcompiler.cost.measure import RESULT, Measurements
 from tpcompiler.errors import MachineError, TpCompilerWarning
 from tpcompiler.judge.compare.processes import run_ranks
-from tpcompiler.yaml_file import compose, plain
 
 LONGEST = timedelta(minutes=5)
 NOISE = 1.2  # largest ratio of two measurements of one rate
@@ -44,14 +42,6 @@ def measure_machine(ranks: int = 2, *, timeout: timedelta = LONGEST) -> str:
         launch += ["-m", "tpcompiler.cost.measure", folder]
         run_ranks(launch, 1, timeout, help="use fewer ranks, or an idle machine")
         return machine_text(msgspec.json.decode(Path(folder, RESULT).read_bytes(), type=Measurements), ranks)
-
-
-def machine_data(text: str) -> dict[str, Any]:
-    """Return a machine's description as plain data."""
-    root = compose(text)
-    data = None if root is None else plain(root, numbers=True)
-    assert isinstance(data, dict)
-    return data
 
 
 def machine_text(measured: Measurements, ranks: int) -> str:

@@ -18,7 +18,6 @@ from tpcompiler.artifact.program import ArtifactProgram, tensors_of
 from tpcompiler.artifact.stored import StoredProgram
 from tpcompiler.checkpoint.cut import TELL, Progress, cut_programs
 from tpcompiler.checkpoint.fill import fill_weights
-from tpcompiler.checkpoint.leaves import dtype_of
 from tpcompiler.checkpoint.ranks import RankShares
 from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.errors import ArtifactError, UnsupportedError, reason
@@ -38,7 +37,7 @@ from tpcompiler.runtime.beside import families, largest_world
 from tpcompiler.runtime.program_files import ProgramFiles, open_programs
 from tpcompiler.runtime.target import free_target, in_place_of, refuse_full_disk, replacing
 from tpcompiler.runtime.weightless import weightless_names
-from tpcompiler.runtime.weights import TensorEntry, lay_out, write_weights
+from tpcompiler.runtime.weights import TensorEntry, dtype_of, lay_out, write_weights
 from tpcompiler.solver.task import Aim
 
 

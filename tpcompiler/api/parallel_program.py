@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.export import ExportedProgram
 from tpcompiler.api import elastic
 from tpcompiler.api.packaging import package_programs
 from tpcompiler.api.programs import Programs
-from tpcompiler.api.verify import verify_package, verify_programs
+from tpcompiler.api.verify import verify_programs
 from tpcompiler.artifact.dtensors import as_dtensors, write_dtensors
 from tpcompiler.artifact.program import ArtifactProgram, Layout, stages_by_whole
 from tpcompiler.artifact.stored import StoredProgram
@@ -24,7 +23,6 @@ from tpcompiler.errors import ArtifactError, InternalError, UnsupportedError
 from tpcompiler.frontend.plain_weights import with_plain_weights
 from tpcompiler.ir.mesh import Mesh, MeshLike
 from tpcompiler.judge.compare.compare import VerifyReport
-from tpcompiler.judge.compare.processes import LONGEST
 from tpcompiler.judge.sound.check import CheckReport, check_artifact
 from tpcompiler.parallel.converted_program import ConvertedProgram
 from tpcompiler.parallel.program_subject import on_cpu
@@ -284,7 +282,8 @@ class ParallelProgram(Programs["ParallelProgram"]):
         """Compile every program into one package `compiled.pt2` next to its files, once for all equal ranks.
 
         Compiling reads no weights. The package is for this version of torch and for CPUs or GPUs with the features of
-        this one; `tpcompiler.load` runs it. It is then checked by `verify_package`, and deleted if it is wrong.
+        this one; `tpcompiler.load` runs it. It is then compared with the model on its example
+        inputs, by all ranks in separate processes, and deleted if it is wrong.
 
         Args:
             threads: threads of a rank's process on the CPU; torchrun sets one.
@@ -297,7 +296,8 @@ class ParallelProgram(Programs["ParallelProgram"]):
         Raises:
             ArtifactError: the program is not in files, or the package cannot be written.
             UnsupportedError: no compiler fits torch, or AOTInductor rejects a program.
-            LaunchError, InputsError: as `verify_package`.
+            InputsError: the model was saved without example inputs.
+            LaunchError: a rank fails, or does not end in time.
         """
         files, directory = self._files(), self._stored_in()
         if stages_by_whole(self._programs):
@@ -306,26 +306,6 @@ class ParallelProgram(Programs["ParallelProgram"]):
             return package_programs(files, directory, threads=threads, check=check, checkpoint=checkpoint)
         finally:
             self._reopen()
-
-    def verify_package(
-        self, *, checkpoint: str | os.PathLike[str] | None = None, timeout: timedelta = LONGEST
-    ) -> VerifyReport:
-        """Compare the package with the model, both on the example inputs that the model was exported with.
-
-        All ranks run the package in separate processes, started here; several programs are called once each, in
-        order, on the buffers (a cache) that earlier ones have written. The model is the artifact's own, with the
-        weights of the checkpoint or, without one, the ranks'.
-
-        Args:
-            checkpoint: a directory of safetensors files; ranks whose weights are not cut yet read theirs from it, too.
-            timeout: limit for all calls, including the start of the ranks.
-
-        Raises:
-            ArtifactError: the package is missing, damaged or for another machine, or there are no weights for it.
-            InputsError: the model was saved without example inputs.
-            LaunchError: a rank fails, or does not end in time.
-        """
-        return verify_package(self._files(), self._stored_in(), checkpoint=checkpoint, timeout=timeout)
 
     def _files(self) -> list[ProgramFiles]:
         stored = [each.files for each in self._programs.values() if isinstance(each, StoredProgram)]

@@ -152,26 +152,19 @@ class Programs(Shown, Mapping[str, T]):
         """
         return self.only.rank_program(rank)
 
-    def check_budget(
-        self,
-        limits: Sequence[str] = (),
-        *,
-        max_wire_bytes: int | None = None,
-        max_memory: int | str | None = None,
-    ) -> None:
+    def check_budget(self, limits: Sequence[str]) -> None:
         """Check every program against limits on communication and memory.
 
         Args:
-            limits: limits such as "2 all_reduce/layer" (in each repeated module), "1 all_gather" (in all) or
-                "0 fallbacks".
-            max_wire_bytes: limit on the bytes that a rank sends in one call.
-            max_memory: limit on a rank's bytes (or "24GB") of parameters, buffers and constants. Unlike `memory=` of
-                `parallelize` it does not limit the search, and excludes activations, which are estimated.
+            limits: limits such as "2 all_reduce/layer" (in each repeated module), "1 all_gather" (in all),
+                "0 fallbacks", "1MB sent" (by a rank in one call), or "24GB held" (by a rank: parameters, buffers and
+                constants; unlike `memory=` of `parallelize` without activations, which are estimated). Or names of
+                YAML files with a list of such limits.
 
         Raises:
             BudgetError: a limit is exceeded, with the place and the amount; or a limit has an unknown form.
         """
-        budget = Budget.read(limits, max_wire_bytes, max_memory)
+        budget = Budget.read(limits)
         for name, program in self._programs.items():
             budget.check(program.manifest, "the program" if is_single(self) else name)
 

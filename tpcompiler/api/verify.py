@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from tpcompiler.artifact.program import ArtifactProgram, stages_by_whole
 from tpcompiler.artifact.stored import StoredProgram
 from tpcompiler.errors import ArtifactError, InputsError, option
 from tpcompiler.judge.compare.compare import Call, VerifyReport, compare_calls, read_call
-from tpcompiler.judge.compare.processes import LONGEST, answers_of_ranks
+from tpcompiler.judge.compare.processes import answers_of_ranks
 from tpcompiler.judge.compare.subject import Run, Subject, shares_of
 from tpcompiler.judge.sound.check import read_proved_model
 from tpcompiler.parallel.program_subject import compared_calls, on_cpu, subject_of
@@ -106,9 +105,10 @@ def verify_package(
     directory: Path,
     *,
     checkpoint: str | os.PathLike[str] | None = None,
-    timeout: timedelta = LONGEST,
 ) -> VerifyReport:
-    """Compare a package with the model, both on the example inputs (`ParallelProgram.verify_package`).
+    """Compare a package with the model, both on the example inputs, by all ranks in separate processes.
+
+    Several programs are called once each, in order, on the buffers (a cache) that earlier ones have written.
 
     Raises:
         ArtifactError: the package is missing, damaged or for another machine, or there are no weights for it.
@@ -125,6 +125,6 @@ def verify_package(
     shares = [(name, shares_of(subjects[name], args, kwargs)) for name, args, kwargs in calls]
     package = read_package(directory)
     threads = package.threads if package else 1
-    answers = iter(answers_of_ranks(directory, shares, checkpoint, files[0].trust, threads, timeout))
+    answers = iter(answers_of_ranks(directory, shares, checkpoint, files[0].trust, threads))
     run: Run = lambda _: next(answers)  # noqa: E731  (called in the order of the calls)
     return compare_calls({name: replace(each, run=run) for name, each in subjects.items()}, calls)

@@ -48,7 +48,7 @@ class Budget:
     limits: tuple[Limit, ...] = ()
 
     @classmethod
-    def read(cls, limits: Sequence[str] = (), wire_bytes: int | None = None, memory: int | str | None = None) -> Budget:
+    def read(cls, limits: Sequence[str] = ()) -> Budget:
         """Read limits such as `2 all_reduce/layer`, `0 fallbacks`, `1MB sent` and `24GB held`, or YAML lists of them.
 
         Raises:
@@ -57,10 +57,6 @@ class Budget:
         read: list[Limit] = []
         for text in limits:
             read += _read_file(text) if text.endswith(FILES) else [_read_limit(text)]
-        if wire_bytes is not None:
-            read.append(_read_limit(f"{wire_bytes} sent"))
-        if memory is not None:
-            read.append(Limit(read_bytes(memory), "held"))
         return cls(tuple(read))
 
     def check(self, manifest: Manifest, title: str = "the program") -> None:

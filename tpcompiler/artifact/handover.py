@@ -12,12 +12,12 @@ import numpy
 
 from tpcompiler._torch import WRITTEN_KINDS
 from tpcompiler.artifact.program import ArtifactProgram
-from tpcompiler.checkpoint.leaves import dtype_of
 from tpcompiler.errors import ArtifactError, InternalError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import row_sharding
 from tpcompiler.runtime.handover import HandedTensor, Handover, Move
 from tpcompiler.runtime.records import TensorRecord
+from tpcompiler.runtime.weights import dtype_of
 
 Programs = Mapping[str, ArtifactProgram]
 MESSAGE = 1_000_000  # bytes that a link sends in about the time that a message costs whatever its length

@@ -11,12 +11,12 @@ from pathlib import Path
 import msgspec
 
 from tpcompiler.artifact.handover import Programs, find_handover
-from tpcompiler.checkpoint.leaves import dtype_of
 from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.errors import ArtifactError, reason
 from tpcompiler.runtime.handover import Handover, Move
 from tpcompiler.runtime.records import Record
 from tpcompiler.runtime.target import replacing
+from tpcompiler.runtime.weights import dtype_of
 from tpcompiler.terminal.printed import format_bytes, format_microseconds
 from tpcompiler.terminal.tables import Part, Shown, Table
 

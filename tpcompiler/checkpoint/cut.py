@@ -194,7 +194,7 @@ class _Work:
     def _whole(self, name: str) -> torch.Tensor | None:
         if name in self.manifest.rank_numbers:
             return None
-        return self.recipes[name].make(self.source.load) if name in self.recipes else self.values[name]
+        return self.recipes[name].make(self.source.read) if name in self.recipes else self.values[name]
 
     def _share(self, name: str, whole: torch.Tensor | None, rank: int) -> torch.Tensor:
         if whole is None:

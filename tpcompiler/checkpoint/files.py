@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ class Stored:
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
-    bytes: tuple[int, int] = (0, 0)  # in a checkpoint's file: the first byte, and the end
 
 
 class Checkpoint:
@@ -62,20 +60,13 @@ class Checkpoint:
 
     def read(self, name: str) -> torch.Tensor:
         """Map a tensor: unused parts are never read, and its pages are freed with it."""
-        with safe_open(self.tensors[name].file, "pt") as file:
-            value: torch.Tensor = file.get_tensor(name)
+        path = self.tensors[name].file
+        try:
+            with safe_open(path, "pt") as file:
+                value: torch.Tensor = file.get_tensor(name)
+        except (SafetensorError, OSError) as error:  # it has changed since its header was read
+            raise ArtifactError(f"{path} cannot be read: {reason(error)}", help="copy the file again") from error
         return value
-
-    def load(self, name: str) -> torch.Tensor:
-        """Read a tensor into memory: faster than page by page if all of it is needed."""
-        stored = self.tensors[name]
-        start, end = stored.bytes
-        data = torch.empty(end - start, dtype=torch.uint8)
-        with stored.file.open("rb") as file:
-            file.seek(start)
-            if file.readinto(data.numpy().data) < len(data):
-                raise ArtifactError(f"{stored.file} ends in {name!r}", help="copy the file again")
-        return data.view(stored.dtype).view(stored.shape)
 
     def fingerprint(self) -> dict[str, list[int]]:
         """Return the size and times of every file, to detect a change."""
@@ -113,17 +104,14 @@ def _read_header(file: Path) -> dict[str, Stored]:
     again = "copy the file again"
     try:
         Opened(file).close()  # reject pipes
-        with safe_open(file, "pt") as opened, file.open("rb") as raw:
-            length = int.from_bytes(raw.read(8), "little")
-            rows, base, found = json.loads(raw.read(length)), 8 + length, dict[str, Stored]()
+        found = dict[str, Stored]()
+        with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118  (it is no mapping)
                 part = opened.get_slice(name)
                 if part.get_dtype() not in DTYPES:
                     raise ArtifactError(f"{file}: {name!r} is of {part.get_dtype()}, which torch lacks", help=again)
-                start, end = rows[name]["data_offsets"]
-                shape = tuple(part.get_shape())
-                found[name] = Stored(file, DTYPES[part.get_dtype()], shape, (base + start, base + end))
-            return found
+                found[name] = Stored(file, DTYPES[part.get_dtype()], tuple(part.get_shape()))
+        return found
     except (SafetensorError, OSError, ValueError) as error:
         raise ArtifactError(f"{file} cannot be read: {reason(error)}", help=again) from error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import Placement
@@ -14,12 +14,9 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import format_placement
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import row_sharding
-from tpcompiler.ir.text import DTYPES
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.records import TensorRecord
-from tpcompiler.runtime.weights import TensorEntry, lay_out
-
-LONG = {short: dtype for dtype, short in DTYPES.items()}
+from tpcompiler.runtime.weights import TensorEntry, dtype_of, lay_out
 
 
 class CheckpointLeaf(NamedTuple):
@@ -84,13 +81,6 @@ def bytes_per_rank(row: TensorRecord, mesh: Mesh) -> list[int]:
     sharding, itemsize = row_sharding(row, mesh), dtype_of(row.dtype).itemsize
     ranks = map(mesh.coordinate, range(mesh.world_size))
     return [math.prod(sharding.local_shape(row.shape, mesh, place)) * itemsize for place in ranks]
-
-
-def dtype_of(text: str) -> torch.dtype:
-    """Return the dtype for a manifest's text."""
-    dtype: Any = LONG.get(text) or getattr(torch, text.removeprefix("torch."))
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def shardings_of(manifest: Manifest) -> dict[str, Sharding]:

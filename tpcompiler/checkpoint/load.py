@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from datetime import timedelta
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
@@ -14,6 +14,9 @@ from tpcompiler.errors import InputsError, UnsupportedError
 from tpcompiler.runtime.agree import WAIT, agreeing
 from tpcompiler.runtime.artifact import SINGLE
 from tpcompiler.runtime.load import load as load_rank
+
+if TYPE_CHECKING:  # no module is an instance of it
+    from tpcompiler.runtime.rank_module import RankModule
 
 
 def load(
@@ -29,7 +32,7 @@ def load(
     training: bool = False,
     recompute: Recompute = "min-cut",
     microbatches: int = 1,
-) -> Any:
+) -> RankModule:
     """Return this process's program, ready to call.
 
     Selects the GPU of this process (`LOCAL_RANK`) for a CUDA program, initialises the default process group
@@ -98,7 +101,7 @@ def load(
         from tpcompiler.checkpoint.cut import read_shares  # a deployment with weights does not need it
 
         weights = functools.partial(read_shares, checkpoint)
-    loaded = load_rank(
+    loaded: Any = load_rank(
         directory,
         rank,
         check_inputs=check_inputs,
@@ -117,4 +120,4 @@ def load(
         with agreeing(timeout) as mine:
             modules = loaded if isinstance(loaded, dict) else {SINGLE: loaded}
             mine["the list of collectives of forward and backward"] = make_trainable(modules, manifests, recompute)
-    return loaded
+    return loaded  # type: ignore[no-any-return]

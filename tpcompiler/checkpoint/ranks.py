@@ -30,8 +30,6 @@ class Source(Protocol):
 
     def read(self, name: str) -> torch.Tensor: ...
 
-    def load(self, name: str) -> torch.Tensor: ...
-
     def fingerprint(self) -> dict[str, list[int]]: ...
 
 
@@ -80,10 +78,6 @@ class RankShares:
                 help="copy the artifact again",
             )
         return value
-
-    def load(self, name: str) -> torch.Tensor:
-        """Read a whole tensor, like `read`."""
-        return self.read(name)
 
     def share(self, name: str, rank: int) -> torch.Tensor:
         """Map one rank's share of a tensor."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from tpcompiler.ask.measured import CountedCollectives
-from tpcompiler.cost.machine_file import LinkEntry, ShareOfRows
 from tpcompiler.judge.compare.compare import VerifyReport
 from tpcompiler.runtime.records import Package, Record
 from tpcompiler.runtime.run import ReturnedTensor
@@ -19,22 +18,10 @@ class FoundPlan(Record, frozen=True, kw_only=True):
     plan: dict[str, Any]  # as a plan file has it
 
 
-class Calibration(Record, frozen=True, kw_only=True):
-    """A machine file that was written."""
+class WrittenFile(Record, frozen=True, kw_only=True):
+    """The only file that a command writes: a machine's description, or a single-device model or its weights."""
 
     out: str  # the file
-    flops: float  # FLOP/s of matrix products
-    memory_bandwidth: float  # bytes/s
-    memory: float  # bytes of a device, or of a process
-    product: float  # seconds of a matrix product on top of its bytes and FLOPs
-    attention: float  # the same of an attention
-    other: float  # the same of any other kernel
-    view: float | None = None  # the same of a view, where no compiler fuses ops
-    cache_bandwidth: float | None = None  # bytes/s of what was just written, where no compiler fuses ops
-    fuses: bool = True  # false where no compiler fuses ops
-    rows: list[ShareOfRows] | None = None  # where no compiler fuses ops
-    host: dict[str, float] | None = None  # seconds to launch an operation and a collective, on a GPU
-    links: list[LinkEntry]  # in the file's order
 
 
 class ExportedFiles(Record, frozen=True, kw_only=True):
@@ -57,12 +44,6 @@ class ReshardedArtifact(Record, frozen=True, kw_only=True):
 
     out: str  # the directory that was written
     mesh: dict[str, int | list[int]]  # axis -> degree, or the unequal shares of its ranks
-
-
-class MergedModel(Record, frozen=True, kw_only=True):
-    """A single-device model, or its weights."""
-
-    out: str  # the file that was written
 
 
 class WrittenPackage(Package, frozen=True, kw_only=True):

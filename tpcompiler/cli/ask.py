@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from msgspec import convert
 
 from tpcompiler.cli.bars import progress
 from tpcompiler.cli.given import Inputs, Outputs, read_programs
@@ -100,14 +99,9 @@ def plan(
                 raise typer.BadParameter("give the number of ranks too, with --tp or --mesh", param_hint=option)
     else:
         refuse_two_meshes(tp, mesh)
-        if other_axes is not None or devices is not None:
-            given_too = "--devices" if other_axes is None else "--other-axes"
-            raise typer.BadParameter("leave it out with --tp and --mesh", param_hint=given_too)
-    if latency is not None and (devices is not None or not compares):
-        raise typer.BadParameter("leave it out with --tp, --mesh and --devices", param_hint="--latency")
-    if devices is not None and (other_axes is not None or memory is not None):
-        given_too = "--memory" if other_axes is None else "--other-axes"
-        raise typer.BadParameter("leave it out with --devices", param_hint=given_too)
+        for option, value in (("--devices", devices), ("--other-axes", other_axes), ("--latency", latency)):
+            if value is not None:
+                raise typer.BadParameter("leave it out with --tp and --mesh", param_hint=option)
     with progress("reading", quiet=json) as status:
         from tpcompiler.cli import printing
         from tpcompiler.cli.answers import FoundPlan
@@ -122,16 +116,13 @@ def plan(
             "optimizer": optimizer,
             "weights": calls,
         }
-        if devices is not None:
-            from tpcompiler.api.devices import diagnose_devices
+        if over is None:
+            from tpcompiler.api.diagnose import diagnose
 
-            status.update("placing the model on the devices")
-            compared: Any = diagnose_devices(given.programs, devices.split(","), **options)
-        elif over is None:
-            from tpcompiler.api.doctor import diagnose
-
-            status.update("placing the model on each number of ranks")
-            compared = diagnose(given.programs, other_axes=dict(axes), memory=memory, latency=latency, **options)
+            status.update("placing the model on one mesh after another")
+            asked = devices.split(",") if devices is not None else None
+            meant: dict[str, Any] = {"devices": asked, "other_axes": dict(axes), "memory": memory, "latency": latency}
+            compared = diagnose(given.programs, **meant, **options)
         else:
             from tpcompiler.api import find_plan
             from tpcompiler.ask.plan_text import plan_text
@@ -172,14 +163,14 @@ def calibrate(
     if processes < 2:
         raise typer.BadParameter("a link needs at least 2 processes", param_hint="--processes")
     with progress("measuring", quiet=json):
-        from tpcompiler.api.calibrate import machine_data, measure_machine
+        from tpcompiler.api.calibrate import measure_machine
         from tpcompiler.cli import printing
-        from tpcompiler.cli.answers import Calibration
+        from tpcompiler.cli.answers import WrittenFile
 
         with printing.writing(out) as file:  # fails before the minute of measuring if the file cannot be written
             text = measure_machine(processes)
             file.write_text(text, encoding="utf-8")
     if json:
-        printing.print_json(convert({"out": str(out), **machine_data(text)}, Calibration, strict=False))
+        printing.print_json(WrittenFile(out=str(out)))
     else:
         typer.echo(f"wrote {out}", err=True)

@@ -15,7 +15,7 @@ from tpcompiler.ask.plan_text import modules_of, plan_text
 from tpcompiler.errors import TpCompilerError
 from tpcompiler.frontend.plain_weights import with_plain_weights
 from tpcompiler.ir.program import Program, tied
-from tpcompiler.ir.text import DTYPES
+from tpcompiler.ir.text import dtype_name
 from tpcompiler.plan.plan import Plan
 
 
@@ -78,4 +78,4 @@ def _described(value: Any) -> dict[str, Any]:
     if not isinstance(value, torch.Tensor):
         return {"number": str(value)}  # maybe symbolic
     shape = [s if isinstance(s, int) else str(s) for s in value.shape]
-    return {"shape": shape, "dtype": DTYPES.get(value.dtype, str(value.dtype))}
+    return {"shape": shape, "dtype": dtype_name(value.dtype)}

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 from typer.core import TyperGroup
@@ -29,6 +29,7 @@ from tpcompiler.terminal.printed import print_nowhere, printed_streams
 if TYPE_CHECKING:
     from tpcompiler.ir.mesh import Mesh
 
+T = TypeVar("T", int, float)
 WORDS = "tpcompiler.words"  # in the context: the command's name and what follows it
 NOT_EQUAL, BAD_INPUT, DEFECT = 1, 2, 3
 WORKFLOW = (
@@ -190,19 +191,20 @@ PlanFile = Annotated[
 ]
 
 
-def read_calls(text: str) -> dict[str, float]:
-    """Read `prefill=1,decode=256`.
+def numbers_by_name(option: str, kind: type[T], error: str) -> Callable[[str], dict[str, T]]:
+    """Return a parser of `prefill=1,decode=256`, which refuses a text of another form with an error."""
 
-    Raises:
-        BadParameter: the text has another form.
-    """
-    pairs = [part.partition("=") for part in text.split(",")]
-    try:
-        return {name.strip(): float(count) for name, _, count in pairs}
-    except ValueError:
-        raise typer.BadParameter(
-            f"{text!r} does not give programs numbers, as prefill=1,decode=256 does", param_hint="--calls"
-        ) from None
+    def read(text: str) -> dict[str, T]:
+        pairs = [part.partition("=") for part in text.split(",")]
+        try:
+            found = {name.strip(): kind(number) for name, _, number in pairs}
+        except ValueError:  # an integer may be too long, too
+            found = {}
+        if not found or "" in found:
+            raise typer.BadParameter(f"{text!r} {error}", param_hint=option)
+        return found
+
+    return read
 
 
 Calls = Annotated[
@@ -210,22 +212,10 @@ Calls = Annotated[
     typer.Option(
         "--calls",
         metavar="NAME=N,..",
-        parser=read_calls,
+        parser=numbers_by_name("--calls", float, "does not give programs numbers, as prefill=1,decode=256 does"),
         help="Calls of each program, for the search: prefill=1,decode=256. Default: equally many.",
     ),
 ]
-
-
-def read_degrees(text: str) -> dict[str, int]:
-    """Read `draft=1,vision=2`.
-
-    Raises:
-        BadParameter: the text has another form.
-    """
-    pairs = [part.partition("=") for part in text.split(",")]
-    if not all(re.fullmatch(r"\s*[1-9]\d{0,8}\s*", degree, re.ASCII) for _, _, degree in pairs):
-        raise typer.BadParameter(f"{text!r} does not give programs ranks, as draft=1 does", param_hint="--degree")
-    return {name.strip(): int(degree) for name, _, degree in pairs}
 
 
 Degrees = Annotated[
@@ -233,7 +223,7 @@ Degrees = Annotated[
     typer.Option(
         "--degree",
         metavar="NAME=N,..",
-        parser=read_degrees,
+        parser=numbers_by_name("--degree", int, "does not give programs ranks, as draft=1 does"),
         help="Programs that run over fewer ranks, in copies: draft=1 is whole on every rank.",
     ),
 ]

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tpcompiler.cli.bars import progress
-from tpcompiler.cli.options import NOT_EQUAL, Artifact, Imports, Json, Machine, OtherArtifact, Trust, app
-from tpcompiler.errors import InputsError
+from tpcompiler.cli.options import (
+    NOT_EQUAL,
+    Artifact,
+    Imports,
+    Json,
+    Machine,
+    OtherArtifact,
+    Trust,
+    app,
+    numbers_by_name,
+)
 
 if TYPE_CHECKING:
     from tpcompiler.ask.costs import CostTable
@@ -25,8 +33,13 @@ def explain(
         typer.Argument(metavar="NAME", help="A node of the single-device program, a parameter or a collective."),
     ] = None,
     at: Annotated[
-        str | None,
-        typer.Option("--at", metavar="NAME=N,..", help="Without NAME: values of dynamic sizes: batch=8,sequence=4096."),
+        Any,
+        typer.Option(
+            "--at",
+            metavar="NAME=N,..",
+            parser=numbers_by_name("--at", int, "gives no sizes, as batch=8,sequence=4096 does"),
+            help="Without NAME: values of dynamic sizes: batch=8,sequence=4096.",
+        ),
     ] = None,
     machine: Machine = None,
     imports: Imports = None,
@@ -50,7 +63,6 @@ def explain(
         raise typer.BadParameter(
             "leave it out with NAME: choices are compared at the example's sizes", param_hint="--at"
         )
-    sizes = _read_sizes(at)
     with progress(f"reading {directory}", quiet=json) as status:
         from tpcompiler.api.parallel_program import open
         from tpcompiler.cli import printing
@@ -60,7 +72,7 @@ def explain(
         artifact = open(directory, trust)
         answer: CostTable | Explanation
         if name is None:
-            answer = artifact.cost(sizes, machine=machine)
+            answer = artifact.cost(at, machine=machine)
         else:
             status.update("searching again")
             answer = artifact.explain(name, machine=machine)
@@ -141,13 +153,3 @@ def handover(
         answer.save(out)
         typer.echo(f"wrote {out}", err=True)
     printing.print_answer(json, answer, answer.parts())
-
-
-def _read_sizes(text: str | None) -> dict[str, int]:
-    pairs = [part.partition("=") for part in text.split(",")] if text else []
-    for name, _, value in pairs:
-        if not name.strip() or not re.fullmatch(r"\s*\d{1,18}\s*", value, re.ASCII):
-            raise InputsError(
-                f"--at {text!r} gives no sizes", help="write name=size, such as --at batch=8,sequence=4096"
-            )
-    return {name.strip(): int(value) for name, _, value in pairs}

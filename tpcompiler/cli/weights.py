@@ -180,13 +180,13 @@ def reshard_artifact(
     with progress(f"reading {directory}", quiet=json):
         from tpcompiler.api.parallel_program import open
         from tpcompiler.cli import printing
-        from tpcompiler.cli.answers import MergedModel, ReshardedArtifact
+        from tpcompiler.cli.answers import ReshardedArtifact, WrittenFile
 
         return_freed_tensors()
-        answer: MergedModel | ReshardedArtifact
+        answer: WrittenFile | ReshardedArtifact
         if is_merged:
             open(directory, trust).merge(out, safetensors=safetensors)
-            text, answer = f"wrote {out}", MergedModel(out=str(out))
+            text, answer = f"wrote {out}", WrittenFile(out=str(out))
         else:
             over = read_mesh(tp, mesh)
             open(directory, trust).reshard(over, out, force=force)

@@ -18,6 +18,11 @@ from tpcompiler.runtime import records
 DTYPES = {getattr(torch, name): short for name, short in records.DTYPES.items()}
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype as manifests have it, such as `f32`."""
+    return DTYPES.get(dtype, str(dtype))
+
+
 def program_text(program: Program) -> str:
     """Print one line per node: `name: sharding = op(operands)`; `P(sum) -> R` if a value is reduced right after."""
     mesh: Mesh | None = getattr(program, "mesh", None)
@@ -49,7 +54,7 @@ def op_name(node: fx.Node) -> str:
 def value_text(value: Any) -> str:
     """Return `f32[2, s0]` for a tensor, the repr of anything else."""
     if isinstance(value, torch.Tensor):
-        return f"{DTYPES.get(value.dtype, str(value.dtype))}[{', '.join(str(s) for s in value.shape)}]"
+        return f"{dtype_name(value.dtype)}[{', '.join(str(s) for s in value.shape)}]"
     return repr(value)
 
 
@@ -74,4 +79,4 @@ def _argument(argument: Any) -> str:
         return argument.name
     if isinstance(argument, (list, tuple)):
         return f"[{', '.join(_argument(a) for a in argument)}]"
-    return repr(argument) if not isinstance(argument, torch.dtype) else DTYPES.get(argument, str(argument))
+    return repr(argument) if not isinstance(argument, torch.dtype) else dtype_name(argument)

@@ -16,7 +16,7 @@ from tpcompiler.ir.node_placement import placement_of
 from tpcompiler.ir.program import Note, PlacedProgram, tied
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.symm_mem import rooms_of
-from tpcompiler.ir.text import DTYPES
+from tpcompiler.ir.text import dtype_name
 from tpcompiler.parallel.partition import Partition
 from tpcompiler.plan.plan import Plan
 from tpcompiler.rules.index_range import door_ranges
@@ -94,6 +94,6 @@ def _outputs(program: PlacedProgram) -> Iterator[tuple[str, Any]]:
 def _described(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> dict[str, Any]:
     return {
         "shape": [size if isinstance(size, int) else str(size) for size in value.shape],
-        "dtype": DTYPES.get(value.dtype, str(value.dtype)),
+        "dtype": dtype_name(value.dtype),
         "sharding": sharding.text(mesh),
     }

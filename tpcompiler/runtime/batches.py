@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from tpcompiler.errors import InputsError
-from tpcompiler.runtime.records import DTYPES, BoundaryRecord, StageRecord
+from tpcompiler.runtime.records import BoundaryRecord, StageRecord
+from tpcompiler.runtime.weights import dtype_of
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -48,7 +49,8 @@ def cut_inputs(given: Tensors, record: StageRecord, rows: Sequence[BoundaryRecor
 def _check_input(value: torch.Tensor, row: BoundaryRecord, parts: int, sizes: dict[str, int]) -> None:
     """Compare an input with its record; `sizes` are those of the dynamic dims before it."""
     is_shard = "S(" in row.sharding
-    fits = value.dtype == dtype_of(row) and value.ndim == len(row.shape)
+    dtype = dtype_of(row.dtype)
+    fits = value.dtype == dtype and value.ndim == len(row.shape)
     for dim, (got, size) in enumerate(zip(value.shape, row.shape, strict=False)):
         times = 1 if dim else parts
         fits &= got % times == 0
@@ -60,7 +62,7 @@ def _check_input(value: torch.Tensor, row: BoundaryRecord, parts: int, sizes: di
             f"{parts} x {size}" if parts > 1 and not dim else str(size) for dim, size in enumerate(row.shape)
         )
         raise InputsError(
-            f"input {row.name!r} is {value.dtype} {list(value.shape)}, the program takes {dtype_of(row)} [{shape}]"
+            f"input {row.name!r} is {value.dtype} {list(value.shape)}, the program takes {dtype} [{shape}]"
             + (f" with {' and '.join(f'{name} = {size}' for name, size in sizes.items())}" if sizes else ""),
             help="give a tensor of that dtype and shape"
             + (f": the parts of {parts} micro-batches follow each other along dim 0" if parts > 1 else ""),
@@ -70,9 +72,3 @@ def _check_input(value: torch.Tensor, row: BoundaryRecord, parts: int, sizes: di
 def join_outputs(name: str, parts: Sequence[torch.Tensor], record: StageRecord) -> torch.Tensor:
     """Return an output of all micro-batches: joined along the batch, or what they all have alike."""
     return torch.cat(list(parts)) if len(parts) > 1 and name in record.batched_outputs else parts[0]
-
-
-def dtype_of(row: BoundaryRecord) -> torch.dtype:
-    names = {short: name for name, short in DTYPES.items()}
-    found: torch.dtype = getattr(torch, names.get(row.dtype, row.dtype.removeprefix("torch.")))
-    return found

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from tpcompiler._torch import TreeSpec, tree_flatten, tree_unflatten, treespec_loads
 from tpcompiler.errors import ArtifactError, InputsError, reason
 from tpcompiler.runtime.agree import named_failures
-from tpcompiler.runtime.batches import cut_inputs, dtype_of, join_outputs, refuse_batches
+from tpcompiler.runtime.batches import cut_inputs, join_outputs, refuse_batches
 from tpcompiler.runtime.inputs import check_fixed, keywords_of
 from tpcompiler.runtime.leave import destroy_at_exit
 from tpcompiler.runtime.records import BoundaryRecord, Manifest, StageRecord
+from tpcompiler.runtime.weights import dtype_of
 
 Buffers = dict[str, torch.Tensor]  # by name
 
@@ -116,7 +117,7 @@ class Pipeline(torch.nn.Module):
         shape = torch.tensor(row.shape if _is_static(row) else [0] * len(row.shape), device=device)
         if not _is_static(row):
             dist.recv(shape, source)
-        value = torch.empty(shape.tolist(), dtype=dtype_of(row), device=device)
+        value = torch.empty(shape.tolist(), dtype=dtype_of(row.dtype), device=device)
         dist.recv(value, source)
         return value
 
@@ -129,7 +130,9 @@ class Pipeline(torch.nn.Module):
         )
         dist.broadcast(shape, self._peers[owner], group=self._group)
         made = (
-            torch.empty(shape.tolist(), dtype=dtype_of(row), device=shape.device) if value is None else _resolve(value)
+            torch.empty(shape.tolist(), dtype=dtype_of(row.dtype), device=shape.device)
+            if value is None
+            else _resolve(value)
         )
         dist.broadcast(made, self._peers[owner], group=self._group)
         return made

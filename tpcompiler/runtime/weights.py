@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from tpcompiler.errors import ArtifactError, UnsupportedError, option
 from tpcompiler.runtime.opened import Opened
+from tpcompiler.runtime.records import DTYPES
 
 # The format's names: https://github.com/huggingface/safetensors
 NAMES = {
@@ -40,6 +41,13 @@ NAMES = {
 WRITE_AGAIN = "copy the artifact again, or convert the model again"
 AGAIN = "cut the weights again, or copy the artifact again"
 PIECE = 1 << 26  # bytes that are hashed and written at once
+
+
+def dtype_of(text: str) -> torch.dtype:
+    """Return the dtype for a manifest's text."""
+    names = {short: name for name, short in DTYPES.items()}
+    dtype: torch.dtype = getattr(torch, names.get(text, text.removeprefix("torch.")))
+    return dtype
 
 
 class TensorEntry(NamedTuple):

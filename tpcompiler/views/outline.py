@@ -13,9 +13,10 @@ from torch.export import ExportedProgram
 
 from tpcompiler.artifact.counts import counted_kinds
 from tpcompiler.artifact.program import ArtifactProgram
-from tpcompiler.checkpoint.leaves import dtype_of, held_per_rank
+from tpcompiler.checkpoint.leaves import held_per_rank
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.records import Collective, mesh_text
+from tpcompiler.runtime.weights import dtype_of
 from tpcompiler.views.backward import BACKWARD, put_backward_last
 from tpcompiler.views.before import with_before
 from tpcompiler.views.items import Item, Module, color_of, items_of, joined, numbered, seen_from

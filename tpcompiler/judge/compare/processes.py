@@ -27,7 +27,6 @@ def answers_of_ranks(
     checkpoint: str | os.PathLike[str] | None = None,
     trust: bool = False,
     threads: int = 1,
-    timeout: timedelta = LONGEST,
 ) -> list[list[RankResult]]:
     """Run each call on all ranks with the artifact's package, and return the results.
 
@@ -53,7 +52,7 @@ def answers_of_ranks(
         command += [os.fspath(checkpoint)] if checkpoint is not None else []
         help = "run it by itself for all of it: torchrun ... tpcompiler run --compiled"
         with measured("running the ranks in processes", "ranks", world):
-            run_ranks(command, threads, timeout, help=help)
+            run_ranks(command, threads, LONGEST, help=help)
         answers = [torch.load(Path(folder) / f"{rank}.answers", weights_only=True) for rank in range(world)]
     return [[RankResult(*of_rank[at]) for of_rank in answers] for at in range(len(calls))]
 

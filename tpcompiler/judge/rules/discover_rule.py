@@ -117,9 +117,9 @@ def _dim_text(dim: Sequence[str]) -> str:
     return "1" if not dim else dim[0] if len(dim) == 1 else f"({' '.join(dim)})"
 
 
-def _check_alike(target: OpOverload, samplesles: Sequence[_Sample]) -> None:
-    first = samplesles[0].shapes
-    for index, other in enumerate(samplesles):
+def _check_alike(target: OpOverload, samples: Sequence[_Sample]) -> None:
+    first = samples[0].shapes
+    for index, other in enumerate(samples):
         if [[size == 1 for size in shape] for shape in other.shapes] != [[size == 1 for size in s] for s in first]:
             raise RuleError(
                 f"samples of {target} disagree: sample 0 has the shapes {_listed(first)}, sample {index} "

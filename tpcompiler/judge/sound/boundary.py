@@ -15,7 +15,8 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.calling_convention import calling_of
 from tpcompiler.ir.plain_outputs import plain_outputs
 from tpcompiler.ir.sizes import statically_equal
-from tpcompiler.judge.sound.folded import Folded, dtype_name, read_claimed
+from tpcompiler.ir.text import dtype_name
+from tpcompiler.judge.sound.folded import Folded, read_claimed
 from tpcompiler.judge.sound.unsound import Unsound
 from tpcompiler.judge.sound.written import WrittenRank
 from tpcompiler.runtime.artifact import Manifest

@@ -24,7 +24,7 @@ from tpcompiler.ir.node_placement import NO_CLAIM, Claim, claims_of
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import read_sharding
 from tpcompiler.ir.sizes import statically_equal
-from tpcompiler.ir.text import DTYPES
+from tpcompiler.ir.text import dtype_name
 from tpcompiler.judge.sound.drawn import DrawnSizes
 from tpcompiler.judge.sound.numbers import Numbers, find_numbers
 from tpcompiler.judge.sound.region import ProgramRegion, find_regions
@@ -115,10 +115,6 @@ class Folded:
             for node, shardings in self.shardings.items()
             for value, sharding in zip(edit.outputs(self.whole[node]), shardings, strict=True)
         )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return DTYPES.get(dtype, str(dtype))
 
 
 def folded(program: ExportedProgram, manifest: Manifest, mesh: Mesh, results: Results) -> Folded:

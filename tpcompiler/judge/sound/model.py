@@ -14,8 +14,9 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.control_flow import is_cond
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.program import BOTH, CanonicalProgram
+from tpcompiler.ir.text import dtype_name
 from tpcompiler.judge.sound.branches import with_both_branches
-from tpcompiler.judge.sound.folded import Folded, dtype_name
+from tpcompiler.judge.sound.folded import Folded
 from tpcompiler.judge.sound.numbering import Numbering, call_of
 from tpcompiler.judge.sound.pieces import Pieces
 from tpcompiler.judge.sound.unsound import Unsound

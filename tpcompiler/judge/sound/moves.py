@@ -14,7 +14,8 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.sizes import is_fixed_part, statically_equal
-from tpcompiler.judge.sound.folded import Folded, dtype_name
+from tpcompiler.ir.text import dtype_name
+from tpcompiler.judge.sound.folded import Folded
 from tpcompiler.judge.sound.ordered import loses_nan
 from tpcompiler.judge.sound.region import ProgramRegion
 from tpcompiler.judge.sound.unsound import Unsound

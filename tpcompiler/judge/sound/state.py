@@ -12,7 +12,8 @@ from tpcompiler._torch import WRITTEN_KINDS, FakeTensor
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import same_bits
-from tpcompiler.judge.sound.folded import dtype_name, read_claimed
+from tpcompiler.ir.text import dtype_name
+from tpcompiler.judge.sound.folded import read_claimed
 from tpcompiler.judge.sound.shares import cut, join
 from tpcompiler.judge.sound.unsound import Unsound
 from tpcompiler.judge.sound.written import WrittenRank

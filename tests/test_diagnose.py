@@ -1,4 +1,4 @@
-"""What `doctor` says of each degree is what a conversion for it has."""
+"""Meshes that `diagnose` compares: each has what its conversion has."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import tpcompiler
 from tests.runtime.commands import refused, right
 from tests.zoo.index import CASES
 from tpcompiler.api import conversions_of
+from tpcompiler.api.diagnose import Diagnosis
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.timeline import StepTime
 from tpcompiler.errors import MeshError, ShardingError, UnsupportedError
@@ -45,6 +46,10 @@ def mlp(wide: int = 192) -> ExportedProgram:
     return export(Mlp(wide), (torch.randn(2, 8, 64),))
 
 
+def ranks_of(found: Diagnosis) -> list[int]:
+    return [each.ranks for each in found.meshes.values()]
+
+
 def held(made: tpcompiler.ParallelProgram) -> str:
     text = next(note.text for note in made.converted.notes if note.text.startswith("a rank holds about "))
     return text.removeprefix("a rank holds about ").partition(":")[0]
@@ -59,24 +64,25 @@ def held_of(program: ExportedProgram, ranks: int) -> int:
 @pytest.mark.slow
 def test_degrees_are_powers_of_two_and_those_that_divide_what_is_cut() -> None:
     found = tpcompiler.diagnose(mlp())
-    assert [each.ranks for each in found.degrees] == [1, 2, 3, 4, 6, 8, 12, 16]
-    assert not any(each.remarks for each in found.degrees)
+    assert ranks_of(found) == [1, 2, 3, 4, 6, 8, 12, 16]
+    assert not any(each.remarks for each in found.meshes.values())
 
 
 @pytest.mark.slow
 def test_each_degree_is_what_its_conversion_has() -> None:
-    for each in tpcompiler.diagnose(mlp()).degrees:
+    for each in tpcompiler.diagnose(mlp()).meshes.values():
         made = tpcompiler.parallelize(mlp(), each.ranks, "auto")
-        assert each.calls["model"].collectives == len(made.collectives())
-        assert each.calls["model"].wire_bytes == sum(c.wire_bytes for c in made.collectives())
-        assert format_bytes(each.bytes.total) == held(made)
-        assert each.bytes.weights == max(made.parameter_bytes()[1])
+        assert each.collectives["model"] == len(made.collectives())
+        assert each.wire_bytes["model"] == sum(c.wire_bytes for c in made.collectives())
+        (own,) = each.costs
+        assert format_bytes(own.total) == held(made)
+        assert own.weights == max(made.parameter_bytes()[1])
 
 
 @pytest.mark.slow
 def test_a_step_by_hand() -> None:
     """The rooflines of docs/search.md, with 192 features between: of two ranks, each reads and writes half of them."""
-    machine, two = read_machine(), tpcompiler.diagnose(mlp()).degrees[1].calls["model"].seconds
+    machine, two = read_machine(), tpcompiler.diagnose(mlp()).meshes["tp=2"].seconds["model"]
     moved = 2 * (16 * 64 + 96 * 64 + 16 * 96) * 4
     relu = 2 * 16 * 96 * 4
     assert two.work == pytest.approx((moved + relu) / machine.memory_bandwidth)
@@ -88,13 +94,11 @@ def test_gains_end_at_the_fastest_degree() -> None:
     found = tpcompiler.diagnose(mlp())
 
     def limits(milliseconds: list[float]) -> str:
-        degrees = [
-            replace(
-                each, calls={"model": replace(each.calls["model"], seconds=StepTime.of({"other": time / 1000}, 0, 0))}
-            )
-            for each, time in zip(found.degrees, milliseconds, strict=False)
-        ]
-        return text_of(replace(found, degrees=degrees, fastest=2, cheapest=1).parts())
+        meshes = {}
+        for (name, each), time in zip(found.meshes.items(), milliseconds, strict=False):
+            seconds = {"model": StepTime.of({"other": time / 1000}, 0, 0)}
+            meshes[name] = replace(each, costs=[replace(each.costs[0], seconds=seconds)])
+        return text_of(replace(found, meshes=meshes, fastest="tp=2", cheapest="tp=1").parts())
 
     assert "beyond" not in limits([4, 3, 2.5, 1.84, 1.9, 1.7])
     assert "beyond --tp 6 a call takes no less" in limits([4, 3, 1.9, 1.84, 1.7, 1.8])
@@ -105,8 +109,8 @@ def test_the_smallest_degree_within_a_limit() -> None:
     """As the conversions themselves say."""
     limit = held_of(mlp(), 3)
     found = tpcompiler.diagnose(mlp(), memory=limit)
-    assert found.least == 3
-    assert [each.ranks for each in found.degrees if not each.fits] == [1, 2]
+    assert found.least == "tp=3"
+    assert [name for name, each in found.meshes.items() if not each.fits] == ["tp=1", "tp=2"]
     for ranks in (1, 2):
         with pytest.raises(ShardingError, match="more than the limit"):
             tpcompiler.parallelize(mlp(), ranks, "auto", memory=limit)
@@ -114,22 +118,20 @@ def test_the_smallest_degree_within_a_limit() -> None:
 
 def test_no_degree_is_enough() -> None:
     limit = held_of(mlp(512), 32)
-    with pytest.raises(ShardingError, match=r"(?s)no degree up to 16 fits: one of 16 ranks .*help: use 32 ranks, or a"):
+    with pytest.raises(ShardingError, match=r"(?s)no mesh that was tried fits: on tp=16, .*help: use 32 ranks, or a"):
         tpcompiler.diagnose(mlp(512), memory=limit)
 
 
 def test_an_uneven_cut_is_named() -> None:
-    eight = next(each for each in tpcompiler.diagnose(mlp(100)).degrees if each.ranks == 8)
-    assert "up.weight: the largest share is 1.04 times an even one" in eight.remarks
+    remarks = tpcompiler.diagnose(mlp(100)).meshes["tp=8"].remarks
+    assert "up.weight: the largest share is 1.04 times an even one" in remarks
 
 
 @pytest.mark.slow
 def test_heads_that_ranks_share_are_named() -> None:
     """Four heads for eight ranks: both ranks of a pair hold a head's values; its keys are cut once more, and gathered."""
     found = tpcompiler.diagnose(CASES["llama"].export(False))
-    (eight,) = (each for each in found.degrees if each.ranks == 8)
-    assert eight.mesh == {"tp": 8}
-    first, *rest = eight.remarks
+    first, *rest = found.meshes["tp=8"].remarks
     assert first == "4 kv heads (model.layers.*.self_attn) do not divide evenly"
     assert rest == ["model.layers.*.self_attn.v_proj.weight: 4 shares, each on 2 ranks: each rank holds 2.05 kB more"]
 
@@ -181,9 +183,9 @@ class Packed(nn.Module):
 def test_what_stands_in_the_way_is_named() -> None:
     program = export(Packed().eval(), (torch.zeros(2, 12, dtype=torch.long),))
     found = tpcompiler.diagnose(program)
-    assert [each.ranks for each in found.untried] == [5, 7, 9, 10, 11, 12, 13, 14, 15]
-    assert {each.reason for each in found.untried} == {"6 heads (the model) do not divide evenly"}
-    said = {each.ranks: each.remarks[0] for each in found.degrees if each.remarks}
+    untried = (f"tp={tp}" for tp in (5, 7, 9, 10, 11, 12, 13, 14, 15))
+    assert found.left_out == dict.fromkeys(untried, "not tried: 6 heads (the model) do not divide evenly")
+    said = {each.ranks: each.remarks[0] for each in found.meshes.values() if each.remarks}
     assert said == dict.fromkeys((4, 8, 16), "6 heads (the model) do not divide evenly")
 
 
@@ -208,15 +210,12 @@ def test_every_kind_of_obstacle(plan: dict[str, str], kind: str, count: int, lay
 @pytest.mark.slow
 def test_another_axis_beside() -> None:
     found = tpcompiler.diagnose(mlp(), other_axes={"dp": 2}, inputs={"x": {"dp": "S(0)"}})
-    assert [each.mesh for each in found.degrees] == [{"dp": 2, "tp": n} for n in (1, 2, 3, 4, 6, 8, 12, 16)]
-    for each in found.degrees:
+    assert [each.mesh for each in found.meshes.values()] == [{"dp": 2, "tp": n} for n in (1, 2, 3, 4, 6, 8, 12, 16)]
+    for each in found.meshes.values():
         made = tpcompiler.parallelize(mlp(), each.mesh, "auto", inputs={"x": {"dp": "S(0)"}})
-        call = each.calls["model"]
-        assert (call.collectives, call.wire_bytes) == (
-            len(made.collectives()),
-            sum(c.wire_bytes for c in made.collectives()),
-        )
-        assert format_bytes(each.bytes.total) == held(made)
+        sent = made.collectives()
+        assert (each.collectives, each.wire_bytes) == ({"model": len(sent)}, {"model": sum(c.wire_bytes for c in sent)})
+        assert format_bytes(each.costs[0].total) == held(made)
     with pytest.raises(MeshError, match="the degrees of tp are tried"):
         tpcompiler.diagnose(mlp(), other_axes={"tp": 2})
 
@@ -227,23 +226,24 @@ def test_several_programs() -> None:
     model = Mlp(192)
     programs = {name: export(model, (torch.randn(2, length, 64),)) for name, length in (("long", 8), ("short", 1))}
     found = tpcompiler.diagnose(programs)
-    for each in found.degrees:
+    for each in found.meshes.values():
         made = tpcompiler.parallelize(programs, each.ranks, "auto")
-        assert format_bytes(each.bytes.total) == held(made["long"])
+        assert format_bytes(each.costs[0].total) == held(made["long"])
         for name, program in made.items():
-            assert each.calls[name].wire_bytes == sum(c.wire_bytes for c in program.collectives())
-    long, short = (found.degrees[1].calls[name] for name in ("long", "short"))
-    assert long.wire_bytes == 8 * short.wire_bytes
-    assert long.seconds.work > short.seconds.work
+            assert each.wire_bytes[name] == sum(c.wire_bytes for c in program.collectives())
+    two = found.meshes["tp=2"]
+    assert two.wire_bytes["long"] == 8 * two.wire_bytes["short"]
+    assert two.seconds["long"].work > two.seconds["short"].work
 
 
 def test_a_degree_that_no_placement_suits() -> None:
     rows = torch.export.Dim("rows", min=2, max=6)
     program = export(Mlp(192), (torch.randn(2, 8, 64),), dynamic_shapes=({0: rows},))
     found = tpcompiler.diagnose(program, inputs={"x": "S(0)"})
-    assert [each.ranks for each in found.degrees] == [1, 2]
-    assert [each.ranks for each in found.stopped] == [4, 8, 16]
-    assert "none of these is a multiple of 8" in found.stopped[1].reason
+    assert ranks_of(found) == [1, 2]
+    impossible = [name for name, reason in found.left_out.items() if reason.startswith("not possible")]
+    assert impossible == ["tp=4", "tp=8", "tp=16"]
+    assert "none of these is a multiple of 8" in found.left_out["tp=8"]
     with pytest.raises(UnsupportedError, match="none of these is a multiple of 8"):
         tpcompiler.parallelize(program, 8, "auto", inputs={"x": "S(0)"})
 
@@ -251,12 +251,14 @@ def test_a_degree_that_no_placement_suits() -> None:
 def test_the_smallest_within_a_latency(tmp_path: Path) -> None:
     """And the others, as the table has them: the fastest call, and the least time of a call times its ranks."""
     found = tpcompiler.diagnose(mlp())
-    seconds = {each.ranks: each.calls["model"].seconds.total for each in found.degrees if each.fits}
+    seconds = {each.ranks: each.seconds["model"].total for each in found.meshes.values() if each.fits}
     assert found.latency is found.within is None
-    assert found.fastest == min(seconds, key=lambda ranks: seconds[ranks])
-    assert found.cheapest == min(seconds, key=lambda ranks: seconds[ranks] * ranks)
+    assert found.fastest == f"tp={min(seconds, key=lambda ranks: seconds[ranks])}"
+    assert found.cheapest == f"tp={min(seconds, key=lambda ranks: seconds[ranks] * ranks)}"
     limit = seconds[4]
-    assert tpcompiler.diagnose(mlp(), latency=limit).within == min(n for n in seconds if seconds[n] <= limit) > 1
+    within = min(n for n in seconds if seconds[n] <= limit)
+    assert within > 1
+    assert tpcompiler.diagnose(mlp(), latency=limit).within == f"tp={within}"
     assert tpcompiler.diagnose(mlp(), latency=min(seconds.values()) / 2).within is None
     torch.export.save(mlp(), tmp_path / "model.pt2")
     words = "plan", tmp_path / "model.pt2", "--latency"
@@ -264,7 +266,7 @@ def test_the_smallest_within_a_latency(tmp_path: Path) -> None:
     assert "within 0.0001 us" not in right(*words, "0.0001us")
     assert re.search(r"^within 0\.1 ns for a call: none; the fastest takes ", right(*words, "0.0001us"), re.MULTILINE)
     assert "'6' is no time\n  help: write 6ms, 250us or 1.5s" in refused(*words, "6")
-    assert "leave it out with --tp, --mesh and --devices" in refused(*words, "6ms", "--tp", 2)
+    assert "leave it out with --tp and --mesh" in refused(*words, "6ms", "--tp", 2)
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -275,5 +277,6 @@ def test_the_command(tmp_path: Path) -> None:
     assert "8: up.weight: the largest share is 1.04 times an even one\n" in text
     assert "\nsearched 7 times\n" in text
     data = json.loads(right("plan", tmp_path / "model.pt2", "--memory", "0.04MB", "--json"))
-    assert data["limit"] == 40_000
-    assert data["least"] == next(each["ranks"] for each in data["degrees"] if each["bytes"]["total"] <= 40_000)
+    held_by = {name: each["costs"][0] for name, each in data["meshes"].items()}
+    assert {each["limit"] for each in held_by.values()} == {40_000}
+    assert data["least"] == next(name for name, each in held_by.items() if each["total"] <= 40_000)
