@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from tpcompiler.terminal.tables import NUMBERS, Part, Table
 
 NO_ADVICE: Mapping[str, str] = MappingProxyType({})
 MOST_RANKS = 16  # that a table lists one by one
+NUMBER = re.compile(r"(?<=[a-z]_)\d+(?=')|(?<=[a-z]\.)\d+(?=\.[a-z])")  # of a node in quotes, or of a layer in a path
 NOTE_TITLES = {  # kinds of `Note`, as people read them
     "plan": "plan entries that are left out",
     "untouched": "layers that no plan entry touches",
@@ -271,18 +273,27 @@ def summary_parts(data: ArtifactSummary, advice: Mapping[str, str] = NO_ADVICE) 
     ]
     headers = ("why", "kind", "count", "payload bytes", "wire bytes per rank")
     yield Table("collectives of one call", headers, collectives)
-    lines = []
-    for row in data.fallbacks:
-        where = row.source or row.module or row.node
-        lines.append(f"fallback: {row.kind} of {format_bytes(row.payload_bytes)} at {where}: {row.reason}")
-        if help := advice.get(row.reshard):
-            lines.append(f"  help: {help}")
+    lines = [*_fallbacks(data.fallbacks, advice)]
     for kind, title in NOTE_TITLES.items():
         texts = [note.text for note in data.notes if note.kind == kind]
         if texts:
             lines += [f"{title}:", *(f"  {text}" for text in texts)]
     if lines:
         yield from (*lines, "")
+
+
+def _fallbacks(rows: Iterable[Collective], advice: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for each fallback, and what avoids it; one for those that differ in the numbers of nodes alone."""
+    alike: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for row in rows:
+        where, help = row.source or row.module or row.node, advice.get(row.reshard, "")
+        text = f"{row.kind} of {format_bytes(row.payload_bytes)} at {where}: {row.reason}"
+        key = NUMBER.sub("*", text), NUMBER.sub("*", help)
+        alike.setdefault(key, []).append((text, help))
+    for folded, own in alike.items():
+        text, help = own[0] if len(own) == 1 else folded
+        yield f"fallback: {text}" if len(own) == 1 else f"fallback: {len(own)} {text}"
+        yield from [f"  help: {help}"] if help else []
 
 
 def _alike(per_rank: Sequence[tuple[int, ...]]) -> Iterator[tuple[str, tuple[int, ...]]]:
