@@ -16,6 +16,7 @@ from tpcompiler._torch import FakeTensor, OpOverload, aten, decomposed, decompos
 from tpcompiler.errors import ProgramError, reason
 from tpcompiler.frontend.backwards import IN_SIMPLER_OPS
 from tpcompiler.frontend.call_body import NotSimple
+from tpcompiler.frontend.corrected import LOSSES
 from tpcompiler.frontend.decompose import decompose_calls
 from tpcompiler.frontend.draws_in_place import AS_DRAWN, refuse_dynamic_gaps
 from tpcompiler.frontend.layouts import allow_copies
@@ -103,6 +104,7 @@ def _decompose(program: ExportedProgram) -> ExportedProgram:
         aten.scaled_dot_product_attention.default: _attention,
         aten.linalg_vector_norm.default: _norm,
         **IN_SIMPLER_OPS,
+        **LOSSES,
         **AS_DRAWN,
     }
     whole_ops = {*ops_with_rules(), aten.bernoulli.default} | recurrent
