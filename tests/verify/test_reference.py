@@ -15,6 +15,7 @@ from torch.export import Dim, export
 
 import tpcompiler
 from tests.launch import fork_code
+from tests.runtime.models import export_divided
 from tpcompiler.judge.compare.reference import run_single
 from tpcompiler.judge.compare.simulate import random_state
 
@@ -299,3 +300,11 @@ except tpcompiler.ProgramError as error:
     done = fork_code(script)
     said = "the program cannot be made functional: a and b must have same reduction dim, but got [4, 7] X [8, 8]."
     assert (done.stdout, done.stderr) == (f"{said}\n", "")
+
+
+def test_inputs_that_the_export_excludes_are_refused() -> None:
+    """The program divides by zero there, and the module does not: there is nothing to compare."""
+    parallel = tpcompiler.parallelize(export_divided(), 2, {})
+    assert parallel.verify((torch.ones(3, 8), 3)).ok
+    with pytest.raises(tpcompiler.InputsError, match="the export assumed that n != 1"):
+        parallel.verify((torch.ones(3, 8), 1))

@@ -60,6 +60,7 @@ def names_in_python(names: Iterable[str]) -> list[str]:
     return [space.create_name(name, None) for name in names]
 
 
+GUARD_FAILED = "Guard failed: "
 GUARDED = re.compile(r"\bL\['(\w+)'\]")  # an input, as a guard names it
 
 
@@ -99,15 +100,21 @@ def set_guards(program: ExportedProgram, guards: Sequence[str]) -> None:
     program._guards_code = list(guards)
 
 
-def passes_guards(program: ExportedProgram, values: Sequence[torch.Tensor]) -> bool:
-    """Return True if these inputs, in the program's order, pass the assertions of `program.module()`."""
+def find_failed_guard(program: ExportedProgram, values: Sequence[Any]) -> str:
+    """Return the assertion of `program.module()` that these inputs, in the program's order, fail; empty for none."""
     if not guards_of(program):
-        return True
+        return ""
     try:
         program.module().get_submodule("_guards_fn")(*values)
-    except AssertionError:
-        return False
-    return True
+    except AssertionError as error:
+        return read_failed_guard(error)
+    return ""
+
+
+def read_failed_guard(error: BaseException) -> str:
+    """Return the assertion on inputs that torch reports to have failed, as Python code; empty for another error."""
+    text = str(error) if isinstance(error, AssertionError) else ""
+    return text.removeprefix(GUARD_FAILED) if text.startswith(GUARD_FAILED) else ""
 
 
 def check_built(program: ExportedProgram, names: Collection[str] | None = None) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from tpcompiler._torch import find_failed_guard
 from tpcompiler.errors import one_line
 from tpcompiler.judge.compare.judge import (
     Difference,
@@ -16,7 +17,7 @@ from tpcompiler.judge.compare.subject import Subject, deal
 from tpcompiler.judge.compare.trial import SingleDeviceRaises, Trial
 from tpcompiler.runtime.artifact import is_single
 from tpcompiler.runtime.beside import families
-from tpcompiler.runtime.inputs import flatten_inputs
+from tpcompiler.runtime.inputs import flatten_inputs, refuse_excluded
 from tpcompiler.runtime.records import Record
 from tpcompiler.terminal.tables import Shown
 
@@ -108,6 +109,7 @@ def compare_calls(
     for number, (name, given, named) in enumerate(calls):
         given, named = read_call(given(made)) if callable(given) else (given, named)
         flat = flatten_inputs(trials[name][0].reference, given, named)
+        refuse_excluded(find_failed_guard(subjects[name].reference, flat))
         shares = deal(flat, subjects[name])
         for trial in trials[name]:
             try:
