@@ -111,11 +111,14 @@ def compare_calls(
         flat = flatten_inputs(trials[name][0].reference, given, named)
         refuse_excluded(find_failed_guard(subjects[name].reference, flat))
         shares = deal(flat, subjects[name])
+        if failed := find_failed_guard(subjects[name].programs[0], shares[0]):  # what all ranks assert is the same
+            differences.append(_failure(f"the ranks refuse their shares of the inputs, as not {failed}"))
+            return VerifyReport(False, float("inf"), float("inf"), differences)
         for trial in trials[name]:
             try:
                 results = trial.call(flat, shares)
             except SingleDeviceRaises as error:
-                differences.append(Difference(str(error), float("inf"), float("inf"), 0.0, False))
+                differences.append(_failure(str(error)))
                 return VerifyReport(False, float("inf"), float("inf"), differences)
             own += results if trial.dtype is None else []
             if narrow and trial.dtype is None:
@@ -140,6 +143,10 @@ def compare_calls(
         magnitude=furthest.magnitude,
         tolerance=worst.tolerance,
     )
+
+
+def _failure(text: str) -> Difference:
+    return Difference(text, float("inf"), float("inf"), 0.0, False)
 
 
 def _absolute(found: Difference) -> tuple[float, float]:
