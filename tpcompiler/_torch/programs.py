@@ -133,7 +133,7 @@ def check_built(program: ExportedProgram, names: Collection[str] | None = None, 
 @contextlib.contextmanager
 def _without_guards(program: ExportedProgram, sizes: Set[Any]) -> Iterator[None]:
     """Leave out the guards on inputs' sizes that equal one of these, in this block."""
-    env = _get_shape_env(program.graph_module) if sizes else None
+    env = _get_shape_env(program.graph_module) if sizes else None  # type: ignore[no-untyped-call]
     if env is None:
         yield
         return

@@ -77,7 +77,7 @@ def check_body(made: Folded, region: ProgramRegion, rank: int, row: Sequence[int
     offset, *inputs = (node for node in traced.nodes if node.op == "placeholder")
     wanted = {node: table.number("input", own.name) for node, own in zip(inputs, held, strict=True)}
     wanted[offset] = table.number("number", key(shard.offset))
-    numbers = {node: table.number("input", node.name) for node in held}
+    numbers: dict[Any, int] = {node: table.number("input", node.name) for node in held}
     own = zip(region.numbers, made.numbers.of(region.numbers, row), strict=True)
     numbers.update({node: table.number("number", key(number)) for node, number in own})
     ends: Any = traced.output_node().args[0]
