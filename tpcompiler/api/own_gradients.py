@@ -34,7 +34,7 @@ from tpcompiler.judge.compare.subject import Subject
 from tpcompiler.runtime.artifact import SINGLE
 
 SMALL = 0.1  # what a parameter or an input that is zero is moved by
-DIFFERENT = "look for code that runs differently under torch.export; if there is none, report this with the model"
+DIFFERENT = "look for code that runs differently under torch.export, or report this with the model"
 SEED = 7_368_787_312_401
 GRADIENTS = (OutputKind.GRADIENT_TO_PARAMETER, OutputKind.GRADIENT_TO_USER_INPUT)
 
