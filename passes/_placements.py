@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple, NoReturn
 
 from torch import fx
 
@@ -21,9 +22,9 @@ from tpcompiler.ir.node_placement import Counts, LocalShare, NodePlacement
 from tpcompiler.ir.program import PIN, UNCUT, Note, PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.text import op_name
-from tpcompiler.passes._reshard_reasons import ALSO_ASKED, Demand, Spared, find_demand, refuses
+from tpcompiler.passes._reshard_reasons import ALSO_ASKED, OTHERS, Demand, Spared, find_demand, keep, refuses
 from tpcompiler.rules.index_range import Ranges, is_needed, position_checks, with_checks
-from tpcompiler.rules.infer import Option
+from tpcompiler.rules.infer import Option, Refusal
 from tpcompiler.rules.notation import Rule
 from tpcompiler.runtime.records import Why
 from tpcompiler.solver.build_problem import FREE
@@ -138,9 +139,9 @@ def _mark_op(node: fx.Node, walk: Walk) -> NodePlacement:
                 asked += [demand.text] if demand.is_planned else []
                 refusal = f"{refusal}, {ALSO_ASKED} ({demand.text})" if refusal else ""
                 refusal = refusal or _sooner(have, want, demand)
-            refusals[index] = refusal or "other operands are cut differently"
+            refusals[index] = refusal or OTHERS
         if operand in walk.pinned:
-            _refuse(node, operand, refusals[index], walk)
+            _refuse(walk.pinned[operand], _find_misfit(node, index, have, walk), walk)
         if rule is None:
             text = f"{node.target} at '{node.name}' has no rule: '{operand.name}' is replicated"
             walk.notes.append(Note("no rule", text))
@@ -205,10 +206,33 @@ def _reason(node: fx.Node, rule: Rule | None, option: Option, refusals: Mapping[
     return "; ".join([*refused, *cuts, *through]) or "operands are replicated"  # a refused operand explains the change
 
 
-def _refuse(node: fx.Node, operand: fx.Node, why: str, walk: Walk) -> None:
+class _Misfit(NamedTuple):
+    """An op that cannot use an operand as it is; `is_uneven`: because of the sizes of the shards alone."""
+
+    op: fx.Node
+    why: str
+    is_uneven: bool
+
+
+def _find_misfit(node: fx.Node, index: int, have: Sharding, walk: Walk) -> _Misfit:
+    """Follow a value through ops that take it alone, such as a transposition, to the op that needs it otherwise."""
+    mesh, choices = walk.program.mesh, walk.found.choices
+    while True:
+        rule = choices[node].rule
+        why = _unruled(node) if rule is None else refuses(rule, index, have, mesh)
+        if why and rule is not None:
+            return _Misfit(node, why, not refuses(replace(rule, shards="any", local_shards="any"), index, have, mesh))
+        user = next((user for user in node.users if user in choices and user.target is not pin), None)
+        made = keep(node, [have], mesh) if not why and len(edit.operands(node)) == 1 and edit.is_tensor(node) else None
+        if user is None or made is None or isinstance(made, Refusal):
+            return _Misfit(node, why or OTHERS, False)
+        node, index, have = user, edit.operands(user).index(node), made[0]
+
+
+def _refuse(constraint: Constraint, misfit: _Misfit, walk: Walk) -> NoReturn:
     """A weight is never gathered at run time, so a planned cut that its op cannot use is an error."""
-    constraint, mesh = walk.pinned[operand], walk.program.mesh
-    sharding, fqn = constraint.sharding, constraint.leaf
+    node, why, is_uneven = misfit
+    sharding, fqn, mesh = constraint.sharding, constraint.leaf, walk.program.mesh
     shape = next(edit.shape(leaf) for leaf, name in walk.program.leaves() if name == fqn)
     help = f"pin '{fqn}' to R in the plan"
     what = f"cannot use '{fqn}' as {sharding.text(mesh)}: {node.target} says: {why}"
@@ -217,7 +241,7 @@ def _refuse(node: fx.Node, operand: fx.Node, why: str, walk: Walk) -> None:
             axis, degree = mesh.text(cut.axes).replace(".", "' and '"), mesh.size(cut.axes)
             what = f"cannot shard '{fqn}' on dim {dim} of {size} by mesh axis '{axis}' of {degree}"
             what += f" for {node.target}: {why}"
-            if size % degree:
+            if size % degree and is_uneven:
                 help = f"use a degree that divides {size}, or {help}"
     error = ShardingError(what, help=help, asked_by=constraint.asked_by, used_at=edit.source_line(node))
     pinned = [walk.pinned[each].leaf for each in edit.operands(node) if each in walk.pinned]

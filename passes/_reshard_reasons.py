@@ -22,6 +22,7 @@ from tpcompiler.rules.notation import Rule
 from tpcompiler.rules.registry import rule_of
 
 MOST = 64  # ops to examine
+OTHERS = "other operands are cut differently"
 ALSO_ASKED = "which is also asked for"  # a dim that the op needs whole and the boundary does too
 
 
@@ -77,7 +78,7 @@ def find_demand(
     demands: dict[str, None] = {}
     queue: list[tuple[fx.Node, Sequence[Sharding]]] = [(node, have)]
     for count, (op, operands) in enumerate(queue):  # it grows
-        produced = _kept(op, operands, mesh, despite=spared is not None)
+        produced = keep(op, operands, mesh, despite=spared is not None)
         entries = [pinned[operand].asked_by for operand in edit.operands(op) if operand in pinned]
         if isinstance(produced, Refusal) and entries and op is not node and spared is None:
             demands.update(dict.fromkeys(entries))
@@ -107,7 +108,9 @@ def _changed(value: fx.Node, have: Sharding, asked: Constraint, mesh: Mesh) -> i
     return reshard_wire_bytes(have, want, tensor.shape, tensor.element_size(), mesh) if have.cut_axes else 0
 
 
-def _kept(node: fx.Node, have: Sequence[Sharding], mesh: Mesh, *, despite: bool) -> tuple[Sharding, ...] | Refusal:
+def keep(
+    node: fx.Node, have: Sequence[Sharding], mesh: Mesh, *, despite: bool = False
+) -> tuple[Sharding, ...] | Refusal:
     """Return an op's results for operands that stay as they are, apart from slices of whole operands.
 
     `despite`: pretend that it can run on a share of a dim that it needs whole and produces too.
@@ -125,13 +128,13 @@ def _kept(node: fx.Node, have: Sequence[Sharding], mesh: Mesh, *, despite: bool)
             options.append(choice)
     option = merge(options)
     if rule is None or option is None:
-        return Refusal("it has no rule" if rule is None else "other operands are cut differently")
+        return Refusal("it has no rule" if rule is None else OTHERS)
     both = shardings(rule, option, mesh)
     if isinstance(both, Refusal):
         return both
     pairs = zip(edit.operands(node), both[0], have, strict=True)
     same = all(not _wire_bytes(value, own.settled(), want, mesh) for value, want, own in pairs)
-    return both[1] if same else Refusal("other operands are cut differently")
+    return both[1] if same else Refusal(OTHERS)
 
 
 def completed_sum(change: fx.Node, met: set[fx.Node]) -> fx.Node | None:

@@ -12,7 +12,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind
 
-from tpcompiler._torch import aten, check_built, size_range, symbols_of, tree_flatten, tree_unflatten
+from tpcompiler._torch import aten, check_built, input_values, size_range, symbols_of, tree_flatten, tree_unflatten
 from tpcompiler.ir import edit
 from tpcompiler.ir.control_flow import change_bodies
 from tpcompiler.ir.exported import add_constant, copy_signature, rebuilt
@@ -75,8 +75,15 @@ def _build(program: ShardedProgram) -> ExportedProgram:
     sizes = {s: ranges[s] for s in sorted(symbols, key=str)}
     rank_program = rebuilt(source, graph, signature, constants, state, sizes)
     rank_program.example_inputs = _local_examples(program)
-    check_built(rank_program)
+    check_built(rank_program, shared=_shared_sizes(program))
     return rank_program
+
+
+def _shared_sizes(program: ShardedProgram) -> list[Any]:
+    """Return the sizes of the inputs' dims of which ranks have shares: the export's assertions are on whole inputs."""
+    wholes = input_values(program.source)
+    pairs = [(wholes[node.name], placement_of(node).shardings[0]) for node in program.user_inputs()]
+    return [size for whole, sharding in pairs for size, cut in zip(whole.shape, sharding.dims, strict=True) if cut.axes]
 
 
 def _read_numbers(graph: fx.Graph, signature: ExportGraphSignature, row: torch.Tensor, name: str) -> None:

@@ -12,10 +12,20 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from tpcompiler._torch import FakeTensor, OpOverload, aten, decomposed, decomposing
+from tpcompiler._torch import (
+    FakeTensor,
+    OpOverload,
+    aten,
+    decomposed,
+    decomposing,
+    substituted,
+    tree_flatten,
+    tree_map,
+)
 from tpcompiler.errors import ProgramError, reason
 from tpcompiler.frontend.backwards import IN_SIMPLER_OPS
 from tpcompiler.frontend.call_body import NotSimple
+from tpcompiler.frontend.corrected import LOSSES
 from tpcompiler.frontend.decompose import decompose_calls
 from tpcompiler.frontend.draws_in_place import AS_DRAWN, refuse_dynamic_gaps
 from tpcompiler.frontend.layouts import allow_copies
@@ -76,6 +86,7 @@ def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
             edit.erase(node)  # it asserts sizes that no shard has
     allow_copies(graph)
     with no_new_guards(graph):
+        _settle_sizes(graph)
         _join_extrema(graph)
         _draw_whole(graph)
         _slice_by_constants(CanonicalProgram(source, graph))
@@ -103,6 +114,7 @@ def _decompose(program: ExportedProgram) -> ExportedProgram:
         aten.scaled_dot_product_attention.default: _attention,
         aten.linalg_vector_norm.default: _norm,
         **IN_SIMPLER_OPS,
+        **LOSSES,
         **AS_DRAWN,
     }
     whole_ops = {*ops_with_rules(), aten.bernoulli.default} | recurrent
@@ -113,6 +125,18 @@ def _decompose(program: ExportedProgram) -> ExportedProgram:
     except NotSimple:
         functional = decomposed(program, whole_ops - own.keys(), own, find_hidden_views(program))
     return keep_old_values(functional)
+
+
+def _settle_sizes(graph: fx.Graph) -> None:
+    """Write the sizes as numbers that were asked for as dynamic, and that the export found to be one number."""
+    mode = fake_mode_of(graph)
+    for node in graph.nodes:
+        if node.op == "placeholder" and not edit.is_tensor(node):
+            continue  # its signature calls it a size
+        values = tree_flatten(node.meta.get("val"))[0]
+        sizes = [size for each in values for size in (each.shape if isinstance(each, torch.Tensor) else [each])]
+        if any(isinstance(size, torch.SymInt) and size.node.maybe_as_int() is not None for size in sizes):
+            node.meta["val"] = tree_map(lambda value: substituted(value, mode, {}), node.meta["val"])
 
 
 def _drops(node: fx.Node) -> bool:

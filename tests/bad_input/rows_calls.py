@@ -14,7 +14,7 @@ from torch import nn
 
 import tpcompiler
 from tests.bad_input.row import Row, called, loaded, text
-from tests.runtime.models import PLAN, mlp_inputs
+from tests.runtime.models import PLAN, export_divided, mlp_inputs
 from tpcompiler import load, parallelize
 from tpcompiler.errors import (
     ArtifactError,
@@ -229,6 +229,13 @@ class Shifted(nn.Module):
         return x + shift
 
 
+def call_divided(n: int) -> object:
+    """Call a program of one rank, whose export took one of two branches."""
+    with tempfile.TemporaryDirectory() as folder:
+        parallelize(export_divided(), 1, {}).save(f"{folder}/out")
+        return called(f"{folder}/out", torch.ones(3, 8), n)
+
+
 def call_shifted(**given: torch.Tensor) -> object:
     """Call a program of one rank that takes `shift` by its name."""
     exported = torch.export.export(Shifted(), (torch.ones(2),), {"shift": torch.ones(2)})
@@ -351,6 +358,13 @@ CALLS = [
         lambda _: called("one", *shifted(x=torch.ones(4, 8))),
         "input 'x' is torch.float32 [4, 8], the program takes torch.float32 [3, 8]",
         "give a tensor of that dtype and shape",
+        code=InputsError,
+    ),
+    Row(
+        "a loaded program with a number that the export excludes",
+        lambda _: call_divided(1),
+        "the program does not take these inputs: the export assumed that n != 1",
+        "give inputs of which that holds, or export once more with an example of the others",
         code=InputsError,
     ),
     Row(

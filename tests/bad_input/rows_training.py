@@ -96,7 +96,7 @@ TRAINING = [
         "two parameters in one memory",
         lambda _: export_training(Shared(), (X,)),
         "'a.weight' and 'b.weight' are two parameters in one memory, each with its own gradient",
-        "tie them, as in `b.weight = a.weight`, or give one a copy",
+        "tie them (b.weight = a.weight), or give one a copy",
         code=ProgramError,
     ),
     Row(

@@ -189,6 +189,17 @@ def test_parameters_of_one_layer_that_contradict_each_other(plan: dict[str, str]
     assert refusal(exported(Net(), X), plan).splitlines()[0] == f"ShardingError: {expected}"
 
 
+def test_the_op_that_contradicts_is_named_and_no_degree_that_changes_nothing() -> None:
+    """Behind a transposition of the weight, as core ATen has it: of 5 rows 4 ranks have uneven shares, which is right."""
+    program = exported(nn.Sequential(nn.Linear(5, 8)), torch.randn(4, 5)).run_decompositions()
+    first, second, _ = refusal(program, {"0.weight": "S(1)", "0.bias": "S(0)"}, 4).splitlines()
+    assert first == (
+        "ShardingError: cannot shard '0.weight' on dim 1 of 5 by mesh axis 'tp' of 4 for aten.addmm.default: other "
+        "operands are cut differently"
+    )
+    assert second.startswith("  help: pin '0.weight' to R")
+
+
 def views(shape: tuple[int, ...], hidden: int) -> Net:
     return Net(lambda self, x: self.down((self.up(x).view(*shape) * 2).reshape(4, hidden)), hidden)
 

@@ -15,6 +15,7 @@ from torch.export import Dim, ExportedProgram, export
 
 import tpcompiler
 from tests.passes.stages import Call
+from tests.sound import findings
 from tpcompiler._torch import decomposing
 from tpcompiler.errors import ProgramError
 from tpcompiler.frontend.call_body import NotSimple
@@ -334,6 +335,19 @@ def test_what_lies_otherwise_is_run_again() -> None:
         args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda used: used.meta["val"])
         with fake_mode_of(graph):
             assert key(node.target(*args, **kwargs)) == key(node.meta["val"]), node  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("place", [lambda x: x.select(1, 0), lambda x: x[..., 1:3]])
+def test_what_a_write_to_a_view_makes_lies_as_its_op_lays_it(place: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def write(_: Call, x: torch.Tensor) -> torch.Tensor:
+        written = x.clone()
+        place(written).mul_(2).add_(1)
+        return written
+
+    x = torch.randn(3, 4, 6)
+    made = tpcompiler.parallelize(export(Call(write), (x,)), 2, {})
+    assert findings(made) == []
+    assert made.verify((x,)).ok
 
 
 def test_dynamic_sizes_of_a_file(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import nn
@@ -118,3 +119,40 @@ def test_a_tensor_that_layers_share(tmp_path: Path) -> None:
     made.save(tmp_path / "out")
     assert len(torch.export.load(tmp_path / "out" / "rank_0.pt2").constants) == 1
     assert made.verify((x,)).ok
+
+
+def _halves(_: Call, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.unflatten(0, (-1, 2)).sum(1) + y, x * 2
+
+
+HALF = Dim("half", min=2, max=64)
+
+
+@pytest.mark.parametrize(
+    ("model", "shapes"),
+    [
+        (Call(lambda self, x, y: (x + self.w, y * 2), w=(8, 6)), ({0: Dim.AUTO}, {0: Dim.AUTO})),
+        (Call(_halves), ({0: 2 * HALF}, {0: HALF})),
+    ],
+    ids=["one number", "derived"],
+)
+def test_what_the_export_asserts_of_whole_inputs_is_not_asserted_of_shares(model: nn.Module, shapes: Any) -> None:
+    args = torch.randn(8, 6), torch.randn(4, 6)
+    exported = torch.export.export(model, args, dynamic_shapes=shapes)
+    made = tpcompiler.parallelize(exported, 2, {}, inputs=["S(0)", None])
+    assert made.verify(args).ok
+    for rank, share in enumerate(args[0].chunk(2)):
+        assertions = made.rank_program(rank).module().get_submodule("_guards_fn")
+        assertions(share, args[1])
+        with pytest.raises(AssertionError, match="Guard failed"):
+            assertions(args[0][:3], args[1])
+
+
+def test_a_size_that_the_export_found_to_be_one_number_is_one() -> None:
+    """Ranks may have unequal shares of it, although it was asked for as dynamic."""
+    args = (torch.randn(7, 6),)
+    exported = torch.export.export(Call(lambda self, x: x + self.w, w=(7, 6)), args, dynamic_shapes=({0: Dim.AUTO},))
+    for mesh in (2, {"tp": [3, 1]}):
+        made = tpcompiler.parallelize(exported, mesh, {}, inputs=["S(0)"])
+
+        assert made.verify(args).ok

@@ -127,14 +127,17 @@ def test_a_size_that_is_no_multiple_of_a_symbol() -> None:
 
 
 def test_a_size_that_export_found_constant() -> None:
-    """A weight fixes the merged size, and with it the batch: its symbol has no name any more."""
+    """A weight fixes the merged size, and with it the batch, which is as a static one: 3 ranks have 2, 2 and 0."""
 
     def rows(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return nn.functional.linear(x.reshape(-1), self.weight), x.unflatten(0, (-1, 1))
 
-    sizes = {"x": {0: Dim.AUTO}}
-    with pytest.raises(UnsupportedError, match="its size 4 is dynamic and need not be a multiple of 3"):
-        divided(Call(rows, weight=(6, 32)), (torch.randn(4, 8),), degree=3, inputs=["S(0)"], dynamic_shapes=sizes)
+    x = torch.randn(4, 8)
+    program = torch.export.export(Call(rows, weight=(6, 32)), (x,), dynamic_shapes={"x": {0: Dim.AUTO}})
+    made = tpcompiler.parallelize(program, 3, {}, inputs=["S(0)"])
+    shapes = [edit.shape(made.rank_program(rank).graph.find_nodes(op="placeholder")[-1]) for rank in range(3)]
+    assert [list(shape) for shape in shapes] == [[2, 8], [2, 8], [0, 8]]
+    assert made.verify((x,)).ok
 
 
 def test_the_notes_count_what_a_size_is_a_multiple_of_already() -> None:

@@ -13,8 +13,10 @@ from tests.rules.sample import Sample, call, ids, node_of, t
 from tests.rules.samples import SAMPLES, written_of
 from tpcompiler._torch import OpOverload
 from tpcompiler.ir import edit
+from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.judge.rules.run_on_shards import Mismatch, check, rule_from
+from tpcompiler.rules.infer import Option, Refusal, follow, merge, shardings
 from tpcompiler.rules.notation import RuleText, dim_size
 from tpcompiler.rules.registry import _RULES, rule_of
 
@@ -41,6 +43,39 @@ def test_sizes_agree_and_shards_make_the_whole(sample: Sample) -> None:
     ran = {what for degree in some((2, 4, 3), 2) for what in check(node, rule, degree)}
     free = {factor for factor in rule.factors if factor not in rule.pattern.whole and rule.extent[factor] > 1}
     assert {f"{factor} cut" for factor in free} <= ran
+
+
+ONES = [
+    call(aten.cat.default, [t(1, 3)], text=""),
+    call(aten.split.Tensor, t(1, 3), 1, text=""),
+    call(aten.split_with_sizes.default, t(3, 1), [1], 1, text=""),
+    call(aten.chunk.default, t(1, 3), 1, text=""),
+    call(aten.convolution.default, t(1, 2, 1), t(4, 2, 1), None, [1], [0], [1], False, [0], 1, text=""),
+    call(aten.convolution.default, t(1, 2, 3), t(4, 2, 3), None, [3], [0], [1], False, [0], 1, text=""),
+    call(sdpa, t(2, 4, 3, 4), t(2, 1, 3, 4), t(2, 1, 3, 4), enable_gqa=True, text=""),
+    call(aten.slice.Tensor, t(3, 4), 1, 0, 4, 4, text=""),
+]
+
+
+@pytest.mark.parametrize("sample", [*ONES, *(pytest.param(each, marks=pytest.mark.slow) for each in RULED)], ids=str)
+def test_a_choice_is_read_back_from_its_shardings(sample: Sample) -> None:
+    """From each value's sharding alone, as `check` does; also where a factor has one element, or none is left of it."""
+    rule, mesh = rule_of(node_of(sample)), Mesh((("dp", 2), ("tp", 2)))
+    assert rule is not None
+    choices = [Option({factor: DimSharding.by(*axes)}) for factor in rule.factors for axes in (["tp"], ["dp", "tp"])]
+    tried = 0
+    for choice in choices:
+        both = shardings(rule, choice, mesh)
+        if isinstance(both, Refusal):
+            continue
+        terms = zip((*rule.pattern.inputs, *rule.pattern.outputs), (*both[0], *both[1]), strict=True)
+        found = [follow(rule, term, sharding.settled(), mesh) for term, sharding in terms]
+        assert [each.text for each in found if isinstance(each, Refusal)] == []
+        whole = merge([each for each in found if isinstance(each, Option)])
+        assert whole is not None
+        assert shardings(rule, whole, mesh) == both
+        tried += 1
+    assert tried or sample not in ONES
 
 
 def test_calls_that_a_rule_declines() -> None:

@@ -65,6 +65,7 @@ CASES = {
     "angles": Case(lambda self, x: F.cosine_embedding_loss(x, x.exp(), x[:, 0].sign()), [SUM]),
     "triplets": Case(lambda self, x: F.triplet_margin_loss(x, x.sin(), x.cos()), [SUM]),
     "margins": Case(lambda self, x: F.multi_margin_loss(x, _labels(x)), [SUM]),
+    "labels until the first -1": Case(lambda self, x: F.multilabel_margin_loss(x, (x * 3).long().clamp(-1, 5)), [SUM]),
     "log of a sum, lines cut": Case(lambda self, x: x.logsumexp(1), [OUT]),
     "log of a sum over a cut dim": Case(lambda self, x: x.logsumexp(0), [SUM, SUM]),
     "deviation": Case(lambda self, x: torch.std_mean(x, 1)[0], [OUT]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.export import ExportedProgram
+from torch.export import Dim, ExportedProgram
 
 PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
 PLAN_TEXT = '"layers.*.up": colwise\n"layers.*.down": rowwise\n'
@@ -62,3 +62,14 @@ def export_mlp(seed: int = 0) -> ExportedProgram:
 
 def export_conv() -> ExportedProgram:
     return torch.export.export(randomised(Conv()), (torch.randn(2, 3, 8, 8),))
+
+
+class Divided(nn.Module):
+    """Has a branch for one number, which an export with another one excludes."""
+
+    def forward(self, x: torch.Tensor, n: int) -> torch.Tensor:
+        return x if n == 1 else x / (n - 1)
+
+
+def export_divided() -> ExportedProgram:
+    return torch.export.export(Divided(), (torch.ones(3, 8), 4), dynamic_shapes={"x": None, "n": Dim.AUTO})

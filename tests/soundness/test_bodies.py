@@ -70,6 +70,31 @@ def test_a_body_is_sound(op: str, dtype: torch.dtype) -> None:
     assert checked(artifact).findings == []
 
 
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda a, ids: a.scatter_add(0, ids, a),
+        lambda a, ids: a.index_put((ids[:, 0],), a, accumulate=True),
+        lambda a, ids: a.index_add(0, ids[:, 0], a),
+    ],
+    ids=["scatter_add", "index_put", "index_add"],
+)
+def test_one_value_is_two_operands(forward: Callable[..., torch.Tensor]) -> None:
+    """A rank has other shares of it: its rows to write to, and all rows to write."""
+
+    class Net(nn.Module):
+        def forward(self, a: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            return forward(a, ids)
+
+    args = torch.randn(6, 4), torch.randint(6, (6, 4))
+    program = tpcompiler.parallelize(export(Net(), args), 2, {}, inputs=["S(0)", None], outputs=["S(0)"])
+    artifact = Artifact.of(program)
+    claims = [read_claim(node) for node in artifact.ranks[0].graph.nodes if node.op == "call_function"]
+    assert any(claim.body is not None for claim in claims)
+    assert checked(artifact).findings == []
+    assert program.verify(args).ok
+
+
 def another_weight(artifact: Artifact) -> None:
     for program in artifact.ranks:
         node = next(n for n in program.graph.nodes if n.target is torch.ops.aten.mul.Tensor)

@@ -115,6 +115,42 @@ def test_gradients_are_autograd_s(name: str) -> None:
         assert not any(why == "fallback" for _, why in sent)
 
 
+LABELS = torch.tensor([[0, 2, -1, 1], [1, -1, -1, -1], [3, 1, 0, 2]])  # those behind the first -1 do not count
+MISREAD: dict[str, Callable[[], nn.Module]] = {
+    "labels": lambda: Call(lambda self, x: F.multilabel_margin_loss(self.up(x), LABELS), up=nn.Linear(6, 4)),
+    "labels of each": lambda: Call(
+        lambda self, x: F.multilabel_margin_loss(self.up(x), LABELS, reduction="none"), up=nn.Linear(6, 4)
+    ),
+    **{
+        f"{kind.__name__} with dropout": lambda kind=kind, more=more: Call(  # type: ignore[misc]
+            lambda self, x: self.layers(x.view(3, 2, 3))[0], layers=kind(3, 4, 2, dropout=0.5, **more)
+        )
+        for kind, more in ((nn.LSTM, {"bidirectional": True}), (nn.GRU, {"batch_first": True}), (nn.RNN, {}))
+    },
+}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", MISREAD)
+def test_ops_that_torch_takes_apart_wrongly(name: str) -> None:
+    """Its form of a loss counts labels that do not count; that of recurrent layers has no dropout between them."""
+    model, x = MISREAD[name]().double(), torch.randn(3, 6, dtype=torch.float64)
+    program = tpcompiler.export_training(model, (x,), loss=_squares)
+    run = program.module(check_guards=False)
+    torch.manual_seed(3)
+    got = run(x)
+    torch.manual_seed(3)
+    output = model(x)
+    _squares(output).backward()
+    torch.testing.assert_close(got["outputs"]["output"], output)
+    torch.testing.assert_close(got["gradients"], {name: value.grad for name, value in model.named_parameters()})
+    if "dropout" in name:
+        torch.manual_seed(4)
+        assert not torch.allclose(run(x)["outputs"]["output"], output)
+    made = tpcompiler.parallelize(program, 2, {}, inputs={"x": ROWS} if "labels" in name else {})
+    assert made.verify((x,)).ok
+
+
 class _Transposed(nn.Module):
     """Normalises a value in another memory order, and views the result as if it had that order too."""
 

@@ -15,8 +15,12 @@ from torch.export import Dim, export
 
 import tpcompiler
 from tests.launch import fork_code
+from tests.runtime.models import export_divided
+from tpcompiler._torch import set_guards
+from tpcompiler.judge.compare.compare import compare_calls
 from tpcompiler.judge.compare.reference import run_single
 from tpcompiler.judge.compare.simulate import random_state
+from tpcompiler.parallel.program_subject import subject_of
 
 PLAN = {"up": "colwise", "down": "rowwise"}
 
@@ -299,3 +303,22 @@ except tpcompiler.ProgramError as error:
     done = fork_code(script)
     said = "the program cannot be made functional: a and b must have same reduction dim, but got [4, 7] X [8, 8]."
     assert (done.stdout, done.stderr) == (f"{said}\n", "")
+
+
+def test_inputs_that_the_export_excludes_are_refused() -> None:
+    """The program divides by zero there, and the module does not: there is nothing to compare."""
+    parallel = tpcompiler.parallelize(export_divided(), 2, {})
+    assert parallel.verify((torch.ones(3, 8), 3)).ok
+    with pytest.raises(tpcompiler.InputsError, match="the export assumed that n != 1"):
+        parallel.verify((torch.ones(3, 8), 1))
+
+
+def test_ranks_that_refuse_their_shares_are_noticed() -> None:
+    """The ranks run in one process without their assertions on inputs."""
+    x = torch.ones(4, 8)
+    subject = subject_of(tpcompiler.parallelize(export(nn.Linear(8, 8), (x,)), 2, {}, inputs=["S(0)"]).only)
+    assert compare_calls({"": subject}, [("", (x,), {})]).ok
+    set_guards(subject.programs[0], ["L['input'].size()[0] == 4"])
+    report = compare_calls({"": subject}, [("", (x,), {})])
+    assert not report.ok
+    assert "the ranks refuse their shares of the inputs, as not input.size()[0] == 4" in str(report)

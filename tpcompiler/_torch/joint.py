@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import warnings
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,13 +31,20 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from tpcompiler._torch.ops import aten
 
+ABOVE_AUTOGRAD = {torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd}
 Key = str | int  # the name of a leaf, or the position of the user's tensor or of an output
 
 
 def trace_joint(
-    program: ExportedProgram, loss: int, kept: Collection[OpOverload], draws: Callable[[fx.Node], bool]
+    program: ExportedProgram,
+    loss: int,
+    kept: Collection[OpOverload],
+    draws: Callable[[fx.Node], bool],
+    own: Mapping[OpOverload, Callable[..., Any]],
 ) -> fx.Graph:
     """Trace a program forward and the backward of one of its outputs, in core ATen ops and the `kept` ones.
+
+    The functions in `own` take the place of torch's own decompositions, unless they return NotImplemented.
 
     Calls that draw are outputs too, behind the program's own: torch leaves out those that nothing uses, after which
     others would draw other numbers.
@@ -76,12 +84,35 @@ def trace_joint(
             _ignore_backend_decomps(),
             _compiling_state_context(),
             torch.enable_grad(),
+            _replacing(own),
         ):
             stack.enter_context(each)
         traced = aot_export_joint_with_descriptors(
             stack, module, (*args, *kwargs.values()), decompositions=table, _record_nn_module_stack=True
         )
     return traced.graph_module.graph
+
+
+@contextlib.contextmanager
+def _replacing(own: Mapping[OpOverload, Callable[..., Any]]) -> Iterator[None]:
+    """Run these functions instead of the Python kernels that torch runs above its autograd, in this block."""
+    before = {op: dict(op.py_kernels) for op in own}
+    for op, function in own.items():
+        for key in ABOVE_AUTOGRAD.intersection(op.py_kernels):
+            op.py_kernels[key] = functools.partial(_run_first, function, op.py_kernels[key])
+        op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for op, kernels in before.items():
+            op.py_kernels.clear()
+            op.py_kernels.update(kernels)
+            op._dispatch_cache.clear()
+
+
+def _run_first(function: Callable[..., Any], other: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = function(*args, **kwargs)
+    return other(*args, **kwargs) if result is NotImplemented else result
 
 
 def _draws_otherwise(op: Any) -> bool:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
-from torch.export.exported_program import _convert_guards_to_code
+from torch.export.exported_program import _convert_guards_to_code, _get_shape_env
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph import CodeGen, _Namespace
@@ -60,6 +61,7 @@ def names_in_python(names: Iterable[str]) -> list[str]:
     return [space.create_name(name, None) for name in names]
 
 
+GUARD_FAILED = "Guard failed: "
 GUARDED = re.compile(r"\bL\['(\w+)'\]")  # an input, as a guard names it
 
 
@@ -99,22 +101,49 @@ def set_guards(program: ExportedProgram, guards: Sequence[str]) -> None:
     program._guards_code = list(guards)
 
 
-def passes_guards(program: ExportedProgram, values: Sequence[torch.Tensor]) -> bool:
-    """Return True if these inputs, in the program's order, pass the assertions of `program.module()`."""
-    if not guards_of(program):
-        return True
+def find_failed_guard(program: ExportedProgram, values: Sequence[Any]) -> str:
+    """Return the assertion of `program.module()` that these inputs, in the program's order, fail; empty for none."""
+    guards = getattr(program.module(), "_guards_fn", None) if guards_of(program) else None
+    if guards is None:  # torch makes none without an example
+        return ""
     try:
-        program.module().get_submodule("_guards_fn")(*values)
-    except AssertionError:
-        return False
-    return True
+        guards(*values)
+    except AssertionError as error:
+        return read_failed_guard(error)
+    return ""
 
 
-def check_built(program: ExportedProgram, names: Collection[str] | None = None) -> None:
-    """Validate a program and compute its guards, as torch's constructor does at its end; only those on `names`."""
+def read_failed_guard(error: BaseException) -> str:
+    """Return the assertion on inputs that torch reports to have failed, as Python code; empty for another error."""
+    text = str(error) if isinstance(error, AssertionError) else ""
+    return text.removeprefix(GUARD_FAILED) if text.startswith(GUARD_FAILED) else ""
+
+
+def check_built(program: ExportedProgram, names: Collection[str] | None = None, shared: Collection[Any] = ()) -> None:
+    """Validate a program and compute its guards, as torch's constructor does at its end; only those on `names`.
+
+    `shared`: sizes of which the program's inputs have shares; no guard is on those.
+    """
     program.validate()  # type: ignore[no-untyped-call]
-    guards = _convert_guards_to_code(program.graph_module)  # type: ignore[no-untyped-call]
+    with _without_guards(program, {size.node.expr for size in shared if isinstance(size, torch.SymInt)}):
+        guards = _convert_guards_to_code(program.graph_module)  # type: ignore[no-untyped-call]
     program._guards_code = guards if names is None else guards_on(guards, names)
+
+
+@contextlib.contextmanager
+def _without_guards(program: ExportedProgram, sizes: Set[Any]) -> Iterator[None]:
+    """Leave out the guards on inputs' sizes that equal one of these, in this block."""
+    env = _get_shape_env(program.graph_module) if sizes else None  # type: ignore[no-untyped-call]
+    if env is None:
+        yield
+        return
+    gone = {symbol for symbol in env.var_to_sources if env.replacements.get(symbol, symbol) in sizes}
+    before = env.guards
+    env.guards = [guard for guard in before if not guard.expr.free_symbols & gone]
+    try:
+        yield
+    finally:
+        env.guards = before
 
 
 def with_state(

@@ -34,6 +34,7 @@ from tpcompiler.judge.compare.subject import Subject
 from tpcompiler.runtime.artifact import SINGLE
 
 SMALL = 0.1  # what a parameter or an input that is zero is moved by
+DIFFERENT = "look for code that runs differently under torch.export, or report this with the model"
 SEED = 7_368_787_312_401
 GRADIENTS = (OutputKind.GRADIENT_TO_PARAMETER, OutputKind.GRADIENT_TO_USER_INPUT)
 
@@ -116,7 +117,7 @@ def _compare(model: torch.nn.Module, program: ExportedProgram, args: Sequence[An
         raise ProgramError(
             f"{first.name!r} of the exported program is not the module's own{more}: rel err {first.rel:.3g} in values "
             f"up to {first.magnitude:.3g} (tolerance {first.tolerance:.3g})",
-            help="look for code that runs differently under torch.export",
+            help=DIFFERENT,
         )
 
 
@@ -173,7 +174,7 @@ def _run_module(model: torch.nn.Module, program: ExportedProgram, flat: Sequence
         if gradient is not None and gradient.any():
             raise ProgramError(
                 f"the exported program has no gradient of {name!r}, and the module has",
-                help="look for code that runs differently under torch.export",
+                help=DIFFERENT,
             )
     filled = [torch.zeros_like(each) if own is None else own for own, each in zip(found, by, strict=False)]
     return RankResult([*outputs, *filled], written, drawn)

@@ -89,7 +89,7 @@ def _refuse_shared_parameters(model: torch.nn.Module) -> None:
         if is_same_view(values[one], values[other]):
             raise ProgramError(
                 f"{one!r} and {other!r} are two parameters in one memory, each with its own gradient",
-                help="tie them, as in `b.weight = a.weight`, or give one a copy",
+                help="tie them (b.weight = a.weight), or give one a copy",
             )
 
 

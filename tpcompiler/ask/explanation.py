@@ -204,7 +204,8 @@ def _of_collective(written: Written, again: Again, record: Any) -> Explanation:
 def _other_dims(again: Again, value: fx.Node) -> Iterator[OtherDim]:
     """Find the dims of a value that the first op that gathers it could shard."""
     for user in (each for each in value.users if each in again.found.choices):
-        if again.found.choices[user].wants[edit.operands(user).index(value)] != again.found.seen(value):
+        pairs = zip(edit.operands(user), again.found.choices[user].wants, strict=True)
+        if any(operand is value and want != again.found.seen(value) for operand, want in pairs):
             found = find_other_dims(again, user, again.prices(user, {edit.module_path(user)}))
             return (each for each in found if each.operand == value.name)
     return iter(())

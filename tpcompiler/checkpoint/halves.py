@@ -22,6 +22,7 @@ from tpcompiler._torch import (
     aten,
     boxed,
     cut_joint,
+    read_failed_guard,
     sym_hint,
 )
 from tpcompiler.errors import ArtifactError
@@ -32,7 +33,7 @@ from tpcompiler.ir.control_flow import read_bodies, root_of
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.node_placement import claims_of
 from tpcompiler.ir.sizes import statically_equal
-from tpcompiler.runtime.inputs import flatten_inputs
+from tpcompiler.runtime.inputs import flatten_inputs, refuse_excluded
 
 
 class Halves:
@@ -91,7 +92,11 @@ class Halves:
         """Return the outputs, and under "saved" what the backward takes."""
         flat, program = flatten_inputs(self.program, args, kwargs), self.program
         if guards := getattr(module, "_guards_fn", None):
-            guards(*flat)
+            try:
+                guards(*flat)
+            except AssertionError as error:
+                refuse_excluded(read_failed_guard(error))
+                raise
         tensors = {**program.constants, **_tensors(module)}
         feed = iter(flat)
         given = [

@@ -271,7 +271,9 @@ class _Simplifier:
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda used: env[used])
         meta = dict(node.meta)
         if isinstance(op, OpOverload) and not node.meta.get("unbacked_bindings"):
-            is_relaid = any(_has_other_layout(used, env[used]) for used in node.all_input_nodes)
+            # A write has the layout of the view that it writes to, which its functional form need not have.
+            is_relaid = node.target is not op and node.target._schema.is_mutable  # type: ignore[union-attr]
+            is_relaid |= any(_has_other_layout(used, env[used]) for used in node.all_input_nodes)
             if is_relaid or not self.is_as_recorded(op, args, kwargs, meta.get("val")):
                 meta["val"] = self.run(node, op, args, kwargs)
         return self.make(node, args, kwargs, meta, op)

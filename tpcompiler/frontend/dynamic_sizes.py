@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.export import Dim, ExportedProgram
 
-from tpcompiler._torch import input_values, passes_guards, sym_expr
+from tpcompiler._torch import find_failed_guard, input_values, sym_expr
 from tpcompiler.frontend.example_inputs import Example
 
 MOST = 1024  # of a size without a given limit
@@ -48,7 +48,7 @@ class Sizes:
         for name, shape in zip(program.graph_signature.user_inputs, shapes, strict=True):
             for dim, each in self._of[str(name)].items():
                 shape[dim] = other if each == size else shape[dim]
-        return passes_guards(program, [torch.empty(shape, device="meta") for shape in shapes])
+        return not find_failed_guard(program, [torch.empty(shape, device="meta") for shape in shapes])
 
     def refinements(self, program: ExportedProgram) -> Iterator[dict[str, Any]]:
         """Yield better shapes for a program with sizes that torch chose: one symbol per size, and sizes down to 1."""

@@ -30,6 +30,7 @@ from tpcompiler._torch import (
     tree_unflatten,
 )
 from tpcompiler.errors import InputsError, ProgramError, UnsupportedError, reason
+from tpcompiler.frontend.corrected import LAYERS, LOSSES
 from tpcompiler.frontend.layouts import allow_copies
 from tpcompiler.frontend.refused import refuse_objects
 from tpcompiler.ir import edit
@@ -57,7 +58,7 @@ def add_backward(program: ExportedProgram, kept: Collection[OpOverload], loss: s
     refuse_objects(program)
     at = _find_loss(program, loss)
     try:
-        joint = trace_joint(program, at, kept, draws)
+        joint = trace_joint(program, at, kept, draws, LOSSES | LAYERS)
     except Exception as error:  # whatever torch raises on the way
         raise ProgramError(f"torch cannot trace the backward: {reason(error)}") from error
     _refuse_ops(joint)

@@ -66,7 +66,7 @@ def _take_apart(rule: Rule, dim: Dim, cut: DimSharding, mesh: Mesh) -> dict[str,
     uneven: set[str] = set()  # here `left` is the largest piece; a divisor of it need not divide the others
     first = 0  # factors outside this one are not sharded any more
     for axis, block, its in cut.levels:
-        choice = _cut_factor(dim[first:] if not block else dim, left, block, its)
+        choice = _cut_factor(rule, dim[first:] if not block else dim, left, block, its)
         if isinstance(choice, Refusal):
             return choice
         factor, own = choice
@@ -152,16 +152,18 @@ def _unequal(size: Size, axes: Iterable[str], mesh: Mesh) -> Refusal | None:
     return Refusal(f"the dim of {size} is dynamic, and {mesh} has unequal shares, which cut static dims only")
 
 
-def _cut_factor(dim: Dim, left: Mapping[str, Size], block: int, unit: int) -> tuple[str, int] | Refusal:
+def _cut_factor(rule: Rule, dim: Dim, left: Mapping[str, Size], block: int, unit: int) -> tuple[str, int] | Refusal:
     """Return the factor that an axis shards when it shards a merged dim in such blocks and units, and its block there.
 
-    An axis may shard a factor of which others have left one element: a unit of all that is inside of it tells.
+    An axis may shard a factor of which others have left one element: a unit of all that is inside of it tells. Of a dim
+    of one element it shards a factor that need not stay whole.
     """
     if not block:
         inner = [_product(left[f] for f in dim[at + 1 :]) for at in range(len(dim))]
         taken = (unit != 1 and statically_equal(size, unit) for size in inner)
         own = (f for f, is_unit in zip(dim, taken, strict=True) if is_unit or not is_one(left[f]))
-        factor = next(own, dim[0] if dim else None)
+        free = (f for f in dim if f not in rule.pattern.whole)
+        factor = next(own, next(free, dim[0] if dim else None))
         return (factor, 0) if factor is not None else Refusal("has one element")
     inside: Size = 1
     for factor in reversed(dim):
@@ -270,9 +272,8 @@ def _cut(rule: Rule, dim: Dim, option: Option, mesh: Mesh) -> DimSharding | None
             alone = not levels and is_one(outer) and option.cuts.keys().isdisjoint(dim[position + 1 :])
             return cut.scaled(minor, remainder, mesh) if alone and isinstance(minor, int) else None
         alike = True  # True while all pieces of the factor have one size
-        for axis, own, unit in cut.levels:
-            first = remainder is rule.extent[factor]
-            block = 0 if not own and (not first or (is_one(outer) and even)) else (own or remainder) * minor
+        for at, (axis, own, unit) in enumerate(cut.levels):
+            block = 0 if not own and (at or (is_one(outer) and even)) else (own or remainder) * minor
             piece, deals = own or remainder, mesh.deals(axis)
             fits = unit == 1 and divides(piece, mesh.pieces(axis)) and (bool(own) or alike)
             alike = fits and isinstance(deals, int)

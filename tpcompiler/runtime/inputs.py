@@ -111,6 +111,19 @@ def flatten_inputs(program: ExportedProgram, args: Sequence[Any], kwargs: Mappin
     return flat
 
 
+def refuse_excluded(guard: str) -> None:
+    """Refuse inputs that fail an assertion of the export, such as "n != 1"; nothing for an empty one.
+
+    Raises:
+        InputsError: the export excludes these inputs.
+    """
+    if guard:
+        raise InputsError(
+            f"the program does not take these inputs: the export assumed that {guard}",
+            help="give inputs of which that holds, or export once more with an example of the others",
+        )
+
+
 def structure_check(program: ExportedProgram) -> Callable[[Any, Sequence[Any], Mapping[str, Any]], None]:
     """Return a forward pre-hook that raises InputsError for arguments of another structure, before torch does."""
     spec = program.call_spec.in_spec

@@ -14,13 +14,14 @@ import torch.distributed as dist
 from torch import fx
 from torch.export import ExportedProgram
 
+from tpcompiler._torch import read_failed_guard
 from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.agree import WAIT, agreeing, artifact_facts, input_facts, named_failures
 from tpcompiler.runtime.artifact import SINGLE, Manifest, is_single
 from tpcompiler.runtime.backends import refuse_unsendable
 from tpcompiler.runtime.beside import families, largest_world, misfit_of
 from tpcompiler.runtime.in_place import write_in_place
-from tpcompiler.runtime.inputs import check_values, flatten_inputs, named_inputs, structure_check
+from tpcompiler.runtime.inputs import check_values, flatten_inputs, named_inputs, refuse_excluded, structure_check
 from tpcompiler.runtime.package import Package, package_to_run
 from tpcompiler.runtime.pipeline import Buffers, Pipeline
 from tpcompiler.runtime.place import place_state
@@ -203,9 +204,10 @@ def _guarded(module: fx.GraphModule, read: _RankProgram, arguments: _Arguments) 
         with torch.no_grad(), named_failures(groups):
             try:
                 return type(module).forward(module, *args, **kwargs)
-            except (AssertionError, LookupError, RuntimeError, TypeError, ValueError):
+            except (AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
                 if not torch.compiler.is_compiling():  # if the inputs are wrong, raise our error
                     flatten_inputs(read.program, args, kwargs)
+                    refuse_excluded(read_failed_guard(error))
                 raise
 
     @functools.wraps(module.forward)

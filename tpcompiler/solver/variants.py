@@ -167,8 +167,7 @@ def find_needed(
     now = {node.name: node for node in graph.nodes}
     for node in edit.calls(program.graph):
         rule = rule_of(node) if node.name in written else None
-        terms = {} if rule is None else dict(zip(edit.operands(node), rule.pattern.inputs, strict=True))
-        names = {operand.name: term for operand, term in terms.items()}
+        terms = [] if rule is None else list(zip(edit.operands(node), rule.pattern.inputs, strict=True))
         taken = (
             (operand.name, want)
             for each in map(now.__getitem__, written.get(node.name, ()))
@@ -176,8 +175,9 @@ def find_needed(
             for operand, want in zip(edit.operands(each), choices[each].wants, strict=True)
         )
         for name, want in taken:
-            if rule and name in names and isinstance(follow(rule, names[name], want.settled(), mesh), Refusal):
-                yield node.name, {*_refused_places(node, rule, names[name], want, want.cut_axes, mesh)}
+            for term in (term for operand, term in terms if operand.name == name):
+                if rule and isinstance(follow(rule, term, want.settled(), mesh), Refusal):
+                    yield node.name, {*_refused_places(node, rule, term, want, want.cut_axes, mesh)}
 
 
 def _count_pieces(places: Set[Place]) -> dict[int, int]:

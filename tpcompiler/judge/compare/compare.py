@@ -7,6 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from tpcompiler._torch import find_failed_guard
 from tpcompiler.errors import one_line
 from tpcompiler.judge.compare.judge import (
     Difference,
@@ -16,7 +17,7 @@ from tpcompiler.judge.compare.subject import Subject, deal
 from tpcompiler.judge.compare.trial import SingleDeviceRaises, Trial
 from tpcompiler.runtime.artifact import is_single
 from tpcompiler.runtime.beside import families
-from tpcompiler.runtime.inputs import flatten_inputs
+from tpcompiler.runtime.inputs import flatten_inputs, refuse_excluded
 from tpcompiler.runtime.records import Record
 from tpcompiler.terminal.tables import Shown
 
@@ -108,12 +109,16 @@ def compare_calls(
     for number, (name, given, named) in enumerate(calls):
         given, named = read_call(given(made)) if callable(given) else (given, named)
         flat = flatten_inputs(trials[name][0].reference, given, named)
+        refuse_excluded(find_failed_guard(subjects[name].reference, flat))
         shares = deal(flat, subjects[name])
+        if failed := find_failed_guard(subjects[name].programs[0], shares[0]):  # what all ranks assert is the same
+            differences.append(_failure(f"the ranks refuse their shares of the inputs, as not {failed}"))
+            return VerifyReport(False, float("inf"), float("inf"), differences)
         for trial in trials[name]:
             try:
                 results = trial.call(flat, shares)
             except SingleDeviceRaises as error:
-                differences.append(Difference(str(error), float("inf"), float("inf"), 0.0, False))
+                differences.append(_failure(str(error)))
                 return VerifyReport(False, float("inf"), float("inf"), differences)
             own += results if trial.dtype is None else []
             if narrow and trial.dtype is None:
@@ -138,6 +143,10 @@ def compare_calls(
         magnitude=furthest.magnitude,
         tolerance=worst.tolerance,
     )
+
+
+def _failure(text: str) -> Difference:
+    return Difference(text, float("inf"), float("inf"), 0.0, False)
 
 
 def _absolute(found: Difference) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,8 +40,10 @@ def check_body(made: Folded, region: ProgramRegion, rank: int, row: Sequence[int
     for node in region.inputs:
         if edit.is_tensor(node) and node not in operands:
             raise Unsound(last, f"is the end of {region.name}, which uses '{node.name}' outside its call")
-    held = {used: used for used in call.all_input_nodes}  # a size is the whole's
-    held |= dict(zip(edit.operands(call), operands, strict=True))
+    held = _uses(call)  # a size is the whole's; one value may be two operands, which ranks have other shares of
+    places = [at for at, used in enumerate(held) if edit.is_tensor(used)]
+    for at, operand in zip(places, operands, strict=True):
+        held[at] = operand
     parts: list[Any] = [None if made.whole[node] is call else made.whole[node].args[1] for node in region.outputs]
     gives: list[Sharding | None] = [None for _ in edit.outputs(call)]
     for node, part in zip(region.outputs, parts, strict=True):
@@ -62,7 +64,7 @@ def check_body(made: Folded, region: ProgramRegion, rank: int, row: Sequence[int
         "body",
         id(made.mode),
         call.target,
-        key(_given(call, held)),
+        key(_with(call, [edit.fake(node) for node in held])),
         key(list(vars(shard).values())),
         checks,
         *cuts,
@@ -73,9 +75,9 @@ def check_body(made: Folded, region: ProgramRegion, rank: int, row: Sequence[int
     traced: fx.Graph = made.results[known]
     table = Numbering(sizes_by_value=True)
     offset, *inputs = (node for node in traced.nodes if node.op == "placeholder")
-    wanted = {node: table.number("input", used.name) for node, used in zip(inputs, held, strict=True)}
+    wanted = {node: table.number("input", own.name) for node, own in zip(inputs, held, strict=True)}
     wanted[offset] = table.number("number", key(shard.offset))
-    numbers = {node: table.number("input", used.name) for used, node in held.items()}
+    numbers: dict[Any, int] = {node: table.number("input", node.name) for node in held}
     own = zip(region.numbers, made.numbers.of(region.numbers, row), strict=True)
     numbers.update({node: table.number("number", key(number)) for node, number in own})
     ends: Any = traced.output_node().args[0]
@@ -111,24 +113,32 @@ def _is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), (int, torch.SymInt))
 
 
-def _given(call: fx.Node, held: Mapping[fx.Node, fx.Node]) -> Any:
-    return fx.node.map_arg([call.args, dict(call.kwargs)], lambda used: edit.fake(held[used]))
+def _uses(call: fx.Node) -> list[fx.Node]:
+    """Return the nodes among the arguments in order; repeated ones repeat."""
+    uses: list[fx.Node] = []
+    fx.node.map_arg((call.args, dict(call.kwargs)), uses.append)
+    return uses
+
+
+def _with(call: fx.Node, values: Sequence[Any]) -> Any:
+    """Return `(args, kwargs)` of a call with a value for every use of a node."""
+    left = iter(values)
+    return fx.node.map_arg((call.args, dict(call.kwargs)), lambda _: next(left))
 
 
 def _traced(
     made: Folded,
     call: fx.Node,
-    held: Mapping[fx.Node, fx.Node],
+    held: Sequence[fx.Node],
     body: Any,
     shard: ShardRange,
     parts: Sequence[int | None],
 ) -> fx.Graph:
     def run(offset: torch.Tensor, *values: Any) -> list[Any]:
-        given = dict(zip(held, values, strict=True))
-        args, kwargs = fx.node.map_arg((call.args, dict(call.kwargs)), lambda used: given[used])
+        args, kwargs = _with(call, values)
         result = body(*args, shard=replace(shard, offset=offset), **kwargs)
         return [result if part is None else result[part] for part in parts]
 
     with made.mode, torch.no_grad(), enable_python_dispatcher():
-        values = [torch.empty_like(edit.fake(n)) if edit.is_tensor(n) else edit.fake(n) for n in held.values()]
+        values = [torch.empty_like(edit.fake(n)) if edit.is_tensor(n) else edit.fake(n) for n in held]
         return trace_ops(run, torch.empty((), dtype=torch.int64), *values)
