@@ -74,7 +74,8 @@ def search(task: Task) -> Solution:
         second = (*model[: -len(last)], *others, *last) if found[0].seconds < math.inf else (*model, *rest, *samples)
         with suppress(UnsupportedError):
             found += [_search_in_order(task, second)] if second != order else []
-    return min(found, key=attrgetter("seconds"))
+    openings = join_places(own for each in found for own in each.openings.items())
+    return replace(min(found, key=attrgetter("seconds")), openings=openings)
 
 
 def _search_in_order(task: Task, axes: Sequence[str]) -> Solution:
