@@ -122,6 +122,7 @@ def test_both_are_resharded_and_merged_alike(name: str, tmp_path: Path) -> None:
     assert len({(tmp_path / f"{at}.safetensors").read_bytes() for at in range(len(merged))}) == 1
 
 
+@pytest.mark.slow
 def test_one_of_several_is_taken_by_its_name(tmp_path: Path) -> None:
     made = converted("several")
     with pytest.raises(ArtifactError, match=r"holds the programs prefill, decode\n  help: take one of them"):

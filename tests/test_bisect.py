@@ -103,6 +103,7 @@ def test_an_op_that_is_wrong_on_a_weight() -> None:
     assert (piece.ops, piece.plan, piece.inputs) == (("centred ('centred')",), {"scale": "S(1)"}, [])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("wrong_rule")
 def test_unequal_shares_are_the_pieces_too() -> None:
     program = torch.export.export(randomised(Two()), (X,))

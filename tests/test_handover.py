@@ -142,7 +142,7 @@ def hand_over(sides: dict[str, tpcompiler.ParallelProgram], path: Path, calls: d
     }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "target"), [((4, "S(2)"), (2, "S(1)")), ((2, "S(1)"), (3, "S(2)"))], ids=["4 to 2", "2 to 3"]
 )

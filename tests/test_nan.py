@@ -144,6 +144,7 @@ def lossy(monkeypatch: pytest.MonkeyPatch) -> tpcompiler.ParallelProgram:
     return tpcompiler.parallelize(exported, 2, {}, inputs=["S(0)"])
 
 
+@pytest.mark.slow
 def test_a_plain_reduction_loses_nan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """gloo loses it, `verify` simulates that it does, and `check` refuses such a program."""
     made, x = lossy(monkeypatch), values(2)

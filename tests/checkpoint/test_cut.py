@@ -168,6 +168,7 @@ def test_a_model_without_weights_is_converted(how: str, inside: bool, tmp_path: 
     assert tpcompiler.open(tmp_path / "out").verify(ARGS, original=export(real, ARGS, dynamic_shapes=SIZES)).ok
 
 
+@pytest.mark.slow
 def test_the_ranks_of_one_machine(tmp_path: Path) -> None:
     out, checkpoint = converted(tmp_path / "out"), write_checkpoint(tmp_path / "c")
     tpcompiler.open(out).cut(checkpoint, [1, 2])

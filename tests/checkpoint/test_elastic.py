@@ -157,6 +157,7 @@ def test_verify_and_check_with_the_checkpoint(tmp_path: Path) -> None:
     assert not tpcompiler.open(out).check(checkpoint=checkpoint).ok
 
 
+@pytest.mark.slow
 def test_a_part_that_ranks_share_is_another_on_one(tmp_path: Path) -> None:
     """The rows of keys and values in a packed matrix, which both ranks hold next to their queries."""
     program = tpcompiler.export_training(Grouped(), (torch.randn(2, 6, 8),))

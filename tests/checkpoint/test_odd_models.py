@@ -117,6 +117,7 @@ def test_a_class_that_is_kept_is_kept(tmp_path: Path) -> None:
     assert "Out" in one
 
 
+@pytest.mark.slow
 def test_a_checkpoint_proves_what_was_resharded(tmp_path: Path) -> None:
     """What is computed comes from the artifact, there without values of its own."""
     whole = export(Computed(), (X,))

@@ -194,7 +194,7 @@ def test_a_wrong_slot_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not program.check().ok
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("experts", "chosen", "is_taken"), [(8, 4, True), (16, 4, False), (32, 2, False)])
 def test_auto_takes_the_cheaper(experts: int, chosen: int, is_taken: bool) -> None:
     """With one expert on each rank, as many bytes are sent as by an all_gather, and fewer rows are moved in memory.

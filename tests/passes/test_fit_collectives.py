@@ -154,6 +154,7 @@ def rows(count: int, **how: Any) -> tpcompiler.ParallelProgram:
     return made(program, 8, plan={"gate": "colwise", "up": "colwise", "down": "rowwise"}, **how)
 
 
+@pytest.mark.slow
 def test_auto_takes_what_is_faster_by_the_links_of_the_machine() -> None:
     """Of P bytes over 8 H100 each sends 1.75 P: 4.8 us + 1.75 P / 75 GB/s in one shot, 16.7 us + 1.75 P / 220 GB/s by NCCL.
 

@@ -73,6 +73,7 @@ def converted() -> ParallelProgram:
     return tpcompiler.parallelize(generating(), MESH, PLAN)
 
 
+@pytest.mark.slow
 def test_prefill_and_decode_have_each_leaf_in_one_stage() -> None:
     program = converted()
     assert [*program] == ["prefill_0", "prefill_1", "decode_0", "decode_1"]

@@ -61,6 +61,7 @@ def test_beside_a_cut_of_the_heads() -> None:
     assert program.verify((X,)).ok
 
 
+@pytest.mark.slow
 def test_a_whole_model_by_the_boundary() -> None:
     """Every layer works on its steps; in each block the keys and the values are gathered, as many as a rank's heads."""
     transformers = pytest.importorskip("transformers")

@@ -287,6 +287,7 @@ def test_gradients_gather_rows() -> None:
     assert program.check().ok
 
 
+@pytest.mark.slow
 def test_the_search_without_a_plan_cuts_rows() -> None:
     """The image is large next to the weights, and is whole at both ends: ranks slice it, and gather the result."""
     x = torch.randn(1, 3, 64, 64)

@@ -40,6 +40,7 @@ def seconds(program: tpcompiler.ParallelProgram) -> float:
     return program.cost().step.total
 
 
+@pytest.mark.slow
 def test_four_linears() -> None:
     """As many FLOPs as a step has, so that whoever leaves an axis idle doubles it: a plan leaves dp idle, the search not."""
     with weightless():

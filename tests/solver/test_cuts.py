@@ -343,6 +343,7 @@ def chunks_of_chunks(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.down(torch.cat([e * f, b * c * d], -1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_chunks_of_chunks(world: int, tmp_path: Path) -> None:
     model = randomise(Call(chunks_of_chunks, up=nn.Linear(8, 24), down=nn.Linear(9, 8)))

@@ -47,6 +47,7 @@ def test_what_is_found() -> None:
     assert lines() == FOUND.read_text(encoding="utf-8").splitlines()
 
 
+@pytest.mark.slow
 def test_all_are_found() -> None:
     text = "\n".join(lines())
     missed = [

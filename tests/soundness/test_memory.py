@@ -39,6 +39,7 @@ print(report.ok, peak - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("ranks", [3, 2])

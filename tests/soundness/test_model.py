@@ -121,6 +121,7 @@ def test_so_it_is_where_weights_lie_apart(tmp_path: Path) -> None:
     assert not tpcompiler.open(out).check().ok
 
 
+@pytest.mark.slow
 def test_another_range_of_a_size(tmp_path: Path) -> None:
     out = written(exported(Layers(), dynamic=(2, 64)), tmp_path / "out")
     assert tpcompiler.open(out).check().ok

@@ -73,6 +73,7 @@ def test_beside_layers_that_are_cut(tmp_path: Any) -> None:
     assert tpcompiler.open(tmp_path / "out").verify((), named).ok
 
 
+@pytest.mark.slow
 def test_one_layer_ahead() -> None:
     """A gather starts when the one before it has been waited for: no more than one is under way."""
     made, _, _ = converted(2)

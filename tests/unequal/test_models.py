@@ -52,6 +52,7 @@ def test_all_ranks_in_lock_step(name: str, mesh: dict[str, Any]) -> None:
     assert held == of_tp * (len(held) // len(of_tp))
 
 
+@pytest.mark.slow
 def test_meshes_follow_one_another(tmp_path: Path) -> None:
     """From shares to other shares, to equal ones and to one device, on the command line; nothing is lost on the way."""
     model = randomise(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)))

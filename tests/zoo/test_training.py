@@ -40,7 +40,7 @@ def test_a_convolution_whose_gradients_sum_over_other_dims() -> None:
     assert made.check().ok, made.check().findings
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "machine", "gathered"),
     [("vit", "h100", set()), ("vit", WIRE, {"model.vit.embeddings"}), ("resnet", "h100", set())],
