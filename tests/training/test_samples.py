@@ -60,7 +60,7 @@ def test_no_more_is_gathered_than_an_op_needs(forward: Callable[..., Any], gathe
     program = tpcompiler.export_training(Call(forward, **parts, router=nn.Linear(8, 1)), (x,))
     made = tpcompiler.parallelize(program, MESH, PLAN, inputs={"x": {"dp": "S(0)"}})
     sent = [c for c in made.collectives() if c.kind in ("all_gather", "all_to_all") and "dp" in c.axis.split(".")]
-    assert [c.payload_bytes for c in sent] == gathered
+    assert sorted(c.payload_bytes for c in sent) == gathered
     report = made.verify((x,))
     assert report.ok, str(report)
     assert made.check().ok
