@@ -62,6 +62,25 @@ def test_four_linears() -> None:
     assert seconds(over_one) == seconds(cut)
 
 
+def test_ranks_share_the_batch_of_equal_inputs() -> None:
+    """Inputs and outputs stay whole on all ranks; a plan for the layers leaves an axis without inputs alone."""
+    made, planned = (
+        tpcompiler.parallelize(tower(), {"dp": 2, "tp": 2}, plan, machine="ideal")
+        for plan in ("auto", {"**": "replicate"})
+    )
+    shared = "over dp ranks share the batch of inputs that are equal on all of them"
+    assert [shared in str(each.report()) for each in (made, planned)] == [True, False]
+    rows = made.manifest()
+    assert {row.sharding for row in (*rows.inputs, *rows.outputs) if row.sharding is not None} <= {
+        "[R, R]",
+        "[R]",
+        "[]",
+    }
+    assert {own.axis for own in planned.collectives()} == set()
+    assert any("dp" in own.axis for own in made.collectives())
+    assert made.verify((X, torch.rand(16))).ok
+
+
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_numbers_are_right(dynamic: bool) -> None:
     made = tpcompiler.parallelize(tower(dynamic), {"dp": 2, "tp": 2}, inputs="auto", machine="ideal")

@@ -1,4 +1,4 @@
-"""The type of what `tpcompiler.load` returns, for type checkers and editors: torch makes the class of each module."""
+"""The type of what `tpcompiler.load` returns, for type checkers and editors: no instance is made of it."""
 
 from __future__ import annotations
 

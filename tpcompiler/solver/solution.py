@@ -137,9 +137,11 @@ class Solution:
     @property
     def above(self) -> float | None:
         """Return the largest relative distance from the optimum; None if it is unknown."""
+        if len(self.turns) > 1:  # turns have choices that the bound, of all axes at once, does not know
+            return None
         if self.bound:
             return max(0.0, self.seconds / self.bound - 1)
-        return 0.0 if len(self.turns) <= 1 and not self.is_tight else None
+        return None if self.is_tight else 0.0
 
     @property
     def rank(self) -> tuple[int, float]:
