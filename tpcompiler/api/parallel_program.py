@@ -107,6 +107,7 @@ class ParallelProgram(Programs["ParallelProgram"]):
         then: Sequence[Any] = (),
         original: ExportedProgram | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
+        same_bits: bool = False,
     ) -> VerifyReport:
         """Run all ranks in lock step in this process and compare them with the single-device program.
 
@@ -125,14 +126,17 @@ class ParallelProgram(Programs["ParallelProgram"]):
             original: the program that was converted; by default the artifact's own. One that was exported without
                 weights uses the checkpoint's or, without one, the ranks' own, which are then not verified.
             checkpoint: a directory of safetensors files; ranks whose weights are not cut yet read theirs from it, too.
+            same_bits: as `load(same_bits=True)` runs them, and also on every smaller number of processes: outputs and
+                buffers must then have the same bits on all (docs/same-bits.md).
 
         Raises:
             InputsError: the program rejects the arguments or has no example inputs, or no program has the name.
+            UnsupportedError: `same_bits` of stages, or of a program that cannot be run so.
             ArtifactError: the files are damaged or were made from another program.
         """
         if original is not None and len(self.wholes) > 1:
             self.only  # noqa: B018  (raises for several)
-        return verify_programs(self._programs, args, kwargs or {}, then, original, checkpoint)
+        return verify_programs(self._programs, args, kwargs or {}, then, original, checkpoint, same_bits)
 
     def check(
         self, original: ExportedProgram | None = None, *, checkpoint: str | os.PathLike[str] | None = None

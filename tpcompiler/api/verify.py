@@ -15,7 +15,7 @@ from torch.export import ExportedProgram
 from tpcompiler.artifact.apart import find_state_apart
 from tpcompiler.artifact.program import ArtifactProgram, stages_by_whole
 from tpcompiler.artifact.stored import StoredProgram
-from tpcompiler.errors import ArtifactError, InputsError, option
+from tpcompiler.errors import ArtifactError, InputsError, UnsupportedError, option
 from tpcompiler.judge.compare.compare import Call, VerifyReport, compare_calls, read_call
 from tpcompiler.judge.compare.processes import answers_of_ranks
 from tpcompiler.judge.compare.subject import Run, Subject, shares_of
@@ -38,16 +38,20 @@ def verify_programs(
     then: Sequence[Any],
     original: ExportedProgram | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
+    same_bits: bool = False,
 ) -> VerifyReport:
     """Run all ranks of an artifact's programs and compare them with the model (`ParallelProgram.verify`).
 
     Raises:
         ArtifactError: a file is damaged, or was made from another program.
         InputsError: a program rejects the arguments, or no program has the name.
+        UnsupportedError: `same_bits` of stages, or of what cannot be hosted.
     """
     if apart := find_state_apart(programs):
         raise ArtifactError(apart, help="convert the programs again, over the same ranks")
     staged = stages_by_whole(programs)
+    if same_bits and staged:
+        raise UnsupportedError("stages cannot be run with same_bits yet", help="leave same_bits out")
     alone = len(programs) == 1
     own, subjects = False, dict[str, Subject]()
     held: dict[str | None, Held] = {}
@@ -60,7 +64,7 @@ def verify_programs(
         model = original if original is not None or not program.manifest.files else program.original()
         own |= model is not None and checkpoint is None and bool(weightless_names(model))
         subjects[SINGLE if alone else name] = subject_of(program, model, checkpoint)
-    report = compared_calls(subjects, _read_calls(subjects, args, kwargs, then))
+    report = compared_calls(subjects, _read_calls(subjects, args, kwargs, then), same_bits)
     for program in programs.values():
         if (
             report.ok and not staged and MODEL in program.manifest.files

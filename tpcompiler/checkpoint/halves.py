@@ -27,6 +27,7 @@ from tpcompiler._torch import (
 )
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir import edit
+from tpcompiler.ir.backward import starts_backward
 from tpcompiler.ir.buckets import ALL_REDUCE, BUCKET
 from tpcompiler.ir.call_record import nodes_named
 from tpcompiler.ir.control_flow import read_bodies, root_of
@@ -214,7 +215,7 @@ def _find_tangent(graph: fx.Graph, forward: set[fx.Node]) -> fx.Node:
 
     A gradient may be constant, and a backward may use other ones.
     """
-    ones = [node for node in edit.calls(graph) if node.target is aten.full.default and node.args[:2] == ([], 1)]
+    ones = [node for node in edit.calls(graph) if starts_backward(node)]
     needs: dict[fx.Node, set[fx.Node]] = {}
     for node in graph.nodes:
         needs[node] = {each for operand in node.all_input_nodes for each in needs[operand]}

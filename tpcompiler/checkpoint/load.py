@@ -32,6 +32,7 @@ def load(
     training: bool = False,
     recompute: Recompute = "min-cut",
     microbatches: int = 1,
+    same_bits: bool = False,
 ) -> RankModule:
     """Return this process's program, ready to call.
 
@@ -71,6 +72,10 @@ def load(
         microbatches: of a program that was cut into stages: the number of batches, along dim 0, of a call; a stage
             works on one while later stages work on those before it. Each has its own buffers (caches). Inputs that do
             not grow with the batch, such as positions, are given once.
+        same_bits: give the same bits on any number of processes that divides the artifact's ranks: each process runs
+            as many ranks in a row, with the kernels and shapes of these, and sums follow one tree (docs/same-bits.md).
+            A process takes and returns the shares of its ranks in one. With `training`, gradients and the clipped norm
+            have the same bits, too; `no_sync` and `distributed_state` are refused.
 
     Returns:
         The module: call it like the model; it records no gradients without `training`. Its `exported_program` is the
@@ -85,8 +90,9 @@ def load(
             process, another rank that fails, is missing, or has another artifact, or ranks of a group that cannot
             reach each other.
         InputsError: an unknown `recompute`.
-        UnsupportedError: the backend lacks a collective for its dtype; or training in `torch.inference_mode()`, or of a
-            package.
+        UnsupportedError: the backend lacks a collective for its dtype; training in `torch.inference_mode()`, or of a
+            package; or `same_bits` of a package or of stages.
+        MeshError: `same_bits` on a number of processes that cannot run as many whole ranks each.
     """
     if recompute not in get_args(Recompute):
         raise InputsError(f"recompute is {recompute!r}", help=f"give one of {', '.join(get_args(Recompute))}")
@@ -96,6 +102,11 @@ def load(
         raise UnsupportedError(
             "torch.inference_mode() is on, in which parameters cannot be trained later", help="load outside of it"
         )
+    if same_bits and compiled:
+        raise UnsupportedError("a package cannot be loaded with same_bits", help="load it with compiled=False")
+    host = None
+    if same_bits:
+        from tpcompiler.checkpoint.hosted import read_hosted as host  # most deployments do not need it
     weights = None
     if checkpoint is not None:
         from tpcompiler.checkpoint.cut import read_shares  # a deployment with weights does not need it
@@ -107,10 +118,11 @@ def load(
         check_inputs=check_inputs,
         timeout=timeout,
         trust=trust,
-        compiled=False if training else compiled,
+        compiled=False if training or same_bits else compiled,
         backend=backend,
         weights=weights,
         microbatches=microbatches,
+        host=host,
     )
     if training:
         from tpcompiler.checkpoint.training import make_trainable
@@ -119,5 +131,7 @@ def load(
         manifests = {name: files.manifest for name, files in open_programs(directory, trust=trust).items()}
         with agreeing(timeout) as mine:
             modules = loaded if isinstance(loaded, dict) else {SINGLE: loaded}
-            mine["the list of collectives of forward and backward"] = make_trainable(modules, manifests, recompute)
+            mine["the list of collectives of forward and backward"] = make_trainable(
+                modules, manifests, recompute, same_bits
+            )
     return loaded  # type: ignore[no-any-return]

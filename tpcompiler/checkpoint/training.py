@@ -19,6 +19,7 @@ from torch.export.graph_signature import OutputKind
 from tpcompiler._torch import RETURNED_KINDS, Recompute, has_gradient, tree_map, tree_names, tree_unflatten
 from tpcompiler.checkpoint.distributed import DistributedState
 from tpcompiler.checkpoint.halves import Halves
+from tpcompiler.checkpoint.hosted import hosted_manifest, hosts_here, names_here
 from tpcompiler.checkpoint.structure import Structure, forbid_copies_and_modes
 from tpcompiler.checkpoint.unsummed import Unsummed, groups_of_sums
 from tpcompiler.errors import ArtifactError, InputsError, UnsupportedError
@@ -34,8 +35,12 @@ from tpcompiler.runtime.world import own_rank
 _Block = tuple[tuple[slice, ...], int]
 
 
-def make_trainable(modules: Mapping[str, Any], manifests: Mapping[str, Manifest], recompute: Recompute) -> str:
+def make_trainable(
+    modules: Mapping[str, Any], manifests: Mapping[str, Manifest], recompute: Recompute, same_bits: bool = False
+) -> str:
     """Give the modules of programs with gradients a loss with a backward, and the methods that `load` documents.
+
+    With `same_bits`, a process runs several ranks; sums over ranks are parts of its program and cannot be left out.
 
     Returns:
         A digest of the collectives in the halves of all programs, which all ranks must have.
@@ -52,19 +57,33 @@ def make_trainable(modules: Mapping[str, Any], manifests: Mapping[str, Manifest]
     collectives, unsummed = list[Any](), Unsummed(manifests.values())
     for name, at in found.items():
         module, manifest = modules[name], manifests[name]
+        hosts, process = hosts_here(manifest) if same_bits else None, dist.get_rank()
         halves = Halves(module.exported_program, recompute)
         type(module).forward = halves.run_forward  # what `load` calls after its checks
-        steps = _Backward(module, halves, manifest, unsummed)
+        own = manifest if hosts is None else hosted_manifest(manifest, hosts, process)
+        steps = _Backward(module, halves, own, unsummed)
         collectives.append((halves.collectives, steps.groups))
         module.forward = _differentiable(module, at, steps)
         forbid_copies_and_modes(module)
         module.saved_bytes, module.no_sync = halves.saved_bytes, steps.no_sync
         module.distributed_state = DistributedState(module, manifest, halves.names)
-        blocks = _Blocks(manifest, own_rank(manifest))
+        if hosts is None:
+            blocks = [_Blocks(manifest, own_rank(manifest), {name: name for name, _ in module.named_parameters()})]
+        else:
+            module.no_sync, module.distributed_state = _refuse("no_sync"), _refuse("distributed_state")
+            names = names_here(manifest, hosts, process)
+            blocks = [_Blocks(manifest, *each) for each in zip(hosts.ranks(process), names, strict=True)]
         module.clip_grad_norm_ = MethodType(
             functools.partial(_clip_grad_norm, blocks=blocks, unsummed=unsummed), module
         )
     return hashlib.sha256(repr(collectives).encode()).hexdigest()[:12]
+
+
+def _refuse(method: str) -> Any:
+    def raise_refusal(*_: Any, **__: Any) -> None:
+        raise UnsupportedError(f"{method} of a module that was loaded with same_bits", help="load it without same_bits")
+
+    return raise_refusal
 
 
 def _loss_position(program: ExportedProgram) -> int | None:
@@ -254,10 +273,13 @@ def _find_changed(versions: Sequence[tuple[torch.Tensor, int] | None]) -> int | 
 
 
 class _Blocks:
-    """The shares of a rank, in blocks of elements that equally many ranks hold."""
+    """The shares of a rank, in blocks of elements that equally many ranks hold.
 
-    def __init__(self, manifest: Manifest, rank: int) -> None:
-        self.mesh, self.rank = Mesh.of(manifest.mesh, manifest.factors), rank
+    `names`: the module's name of each of its tensors.
+    """
+
+    def __init__(self, manifest: Manifest, rank: int, names: Mapping[str, str]) -> None:
+        self.mesh, self.rank, self.names = Mesh.of(manifest.mesh, manifest.factors), rank, names
         self.rows = {row.name: row for row in manifest.tensors}
         self.known: dict[str, list[_Block]] = {}
 
@@ -293,7 +315,7 @@ def _clip_grad_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
     *,
-    blocks: _Blocks,
+    blocks: Sequence[_Blocks],
     unsummed: Unsummed,
 ) -> torch.Tensor:
     """Scale the gradients in place so that the norm of all ranks' together is at most `max_norm`; return the norm.
@@ -309,25 +331,29 @@ def _clip_grad_norm(
         raise InputsError(f"the norm {norm_type} is not positive", help="give a positive one, such as 2.0 or inf")
     unsummed.sum()
     is_max = math.isinf(power)
-    graded = [(name, each.grad) for name, each in module.named_parameters() if each.grad is not None]
+    graded = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
     device = next(module.parameters()).device
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for name, grad in graded:
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        for place, count in blocks.of(name):  # an element that several ranks hold counts once
-            if grad[place].numel():
-                norm = torch.linalg.vector_norm(grad[place], power, dtype=wide).double()
-                total = torch.maximum(total, norm) if is_max else total + norm.pow(power) / count
-    totals = [torch.zeros_like(total) for _ in range(dist.get_world_size())]
-    dist.all_gather(totals, total)
-    copy = dist.get_rank() - blocks.rank  # the first rank of those that run this copy of the program
-    own = torch.stack(totals[copy : copy + blocks.mesh.world_size])
-    norm = own.max() if is_max else own.sum().pow(1 / power)
+    own = []  # of each rank of this process
+    for rank in blocks:
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for name, grad in ((leaf, graded[held]) for leaf, held in rank.names.items() if held in graded):
+            wide = torch.promote_types(grad.dtype, torch.float32)
+            for place, count in rank.of(name):  # an element that several ranks hold counts once
+                if grad[place].numel():
+                    norm = torch.linalg.vector_norm(grad[place], power, dtype=wide).double()
+                    total = torch.maximum(total, norm) if is_max else total + norm.pow(power) / count
+        own.append(total)
+    totals = [torch.zeros_like(torch.stack(own)) for _ in range(dist.get_world_size())]
+    dist.all_gather(totals, torch.stack(own))
+    first = blocks[0].rank // len(own)
+    copy = dist.get_rank() - first  # the first process of those that run this copy of the program
+    norms = torch.cat(totals[copy : copy + blocks[0].mesh.world_size // len(own)])
+    norm = norms.max() if is_max else norms.sum().pow(1 / power)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, so it cannot be clipped: leave "
             "out error_if_nonfinite=True to scale by it anyway"
         )
-    for _, grad in graded:
+    for grad in graded.values():
         grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0).to(grad.dtype))
     return norm

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tpcompiler.errors import InputsError
+from tpcompiler.ir.hosting import Hosts, join_tensors, split_tensor
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import cut, join, row_sharding
 from tpcompiler.runtime.artifact import Manifest
@@ -16,14 +17,19 @@ from tpcompiler.runtime.records import is_whole
 
 
 def cut_inputs(
-    tensors: Mapping[str, torch.Tensor], manifest: Manifest, rank: int, where: str
+    tensors: Mapping[str, torch.Tensor], manifest: Manifest, process: int, where: str, processes: int | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return a rank's shares of whole inputs; `where` names their file in errors.
+    """Return a process's shares of whole inputs: those of the ranks that it runs, in one.
+
+    Args:
+        where: the name of their file, for errors.
+        processes: their number; one for each rank by default.
 
     Raises:
         InputsError: a tensor with another shape than the whole input, or a dynamic size that ranks do not divide.
     """
-    mesh, shares = Mesh.of(manifest.mesh, manifest.factors), dict(tensors)
+    hosts, shares = _hosts(manifest, processes), dict(tensors)
+    mesh = hosts.mesh
     for row in manifest.inputs:
         if is_whole(row.sharding) or row.name not in tensors:
             continue
@@ -42,19 +48,31 @@ def cut_inputs(
                     f"{where}: dim {dim} of input {row.name!r} is {value.shape[dim]}, which {pieces} ranks share",
                     help=f"give a multiple of {pieces}",
                 )
-        shares[row.name] = cut(value, sharding, mesh, rank).contiguous()
+        own = [cut(value, sharding, mesh, rank) for rank in hosts.ranks(process)]
+        shares[row.name] = join_tensors(own, sharding, hosts).contiguous()
     return shares
+
+
+def _hosts(manifest: Manifest, processes: int | None) -> Hosts:
+    mesh = Mesh.of(manifest.mesh, manifest.factors)
+    return Hosts(mesh, min(processes or mesh.world_size, mesh.world_size))
 
 
 def join_outputs(named: Mapping[str, torch.Tensor], manifest: Manifest) -> dict[str, torch.Tensor]:
     """Gather the whole outputs on rank 0; other ranks return their shares. Every rank must call it."""
-    mesh, whole = Mesh.of(manifest.mesh, manifest.factors), dict(named)
+    hosts, whole = _hosts(manifest, dist.get_world_size()), dict(named)
+    mesh = hosts.mesh
     for row in manifest.outputs:
         if is_whole(row.sharding):
             continue
-        parts: list[Any] = [None] * mesh.world_size
-        dist.all_gather_object(parts, named[row.name].cpu())
         sharding = row_sharding(row, mesh)
+        shares: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(shares, named[row.name].cpu())
+        parts = [
+            part
+            for process, value in enumerate(shares[: hosts.processes])
+            for part in split_tensor(value, sharding, hosts, process, row.shape)
+        ]
         local = zip(row.shape, sharding.dims, parts[0].shape, strict=True)
         shape = [size if isinstance(size, int) else own * mesh.size(by.axes) for size, by, own in local]
         whole[row.name] = join(parts, sharding, mesh, shape)[0]

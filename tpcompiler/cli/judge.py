@@ -44,6 +44,9 @@ def verify(
             help="If they differ, convert again and write the smallest wrong part of the model there, with a script.",
         ),
     ] = None,
+    same_bits: Annotated[
+        bool, typer.Option("--same-bits", help="Run on fewer processes, too: all must give the same bits.")
+    ] = False,
     imports: Imports = None,
     trust: Trust = False,
     json: Json = False,
@@ -86,6 +89,7 @@ def verify(
             then=calls[1:],
             original=original,
             checkpoint=checkpoint,
+            same_bits=same_bits,
         )
     printing.print_answer(json, report, str(report).splitlines())
     if bisect is not None and not report.ok:

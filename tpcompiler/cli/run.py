@@ -88,6 +88,9 @@ def run(
         Literal["nccl", "gloo"] | None,
         typer.Option("--backend", help="Backend of the process group. Default: NCCL on GPUs.", show_default=False),
     ] = None,
+    same_bits: Annotated[
+        bool, typer.Option("--same-bits", help="Give the same bits on any number of processes that divides the ranks.")
+    ] = False,
     count: Annotated[
         bool, typer.Option("--count", help="Compare the collectives called with those of the files. No package.")
     ] = False,
@@ -109,6 +112,8 @@ def run(
     """
     if count and compiled:
         raise typer.BadParameter("a package is machine code, whose calls are not seen", param_hint="--count")
+    if same_bits and (compiled or count):
+        raise typer.BadParameter("leave --compiled and --count out", param_hint="--same-bits")
     if count and tokens is not None:
         raise typer.BadParameter("it is for one call: leave --tokens out", param_hint="--count")
     others = os.environ.get("RANK", "0") != "0"  # one of the ranks shows progress
@@ -116,13 +121,13 @@ def run(
         import torch
         import torch.distributed as dist
 
+        from tpcompiler.checkpoint.load import load
         from tpcompiler.cli import printing
         from tpcompiler.cli.answers import GeneratedTokens, Returned
         from tpcompiler.cli.boundary import cut_inputs, join_outputs
         from tpcompiler.runtime.artifact import programs_in
         from tpcompiler.runtime.generate import generate
         from tpcompiler.runtime.inputs import read_tensors, write_tensors
-        from tpcompiler.runtime.load import load
         from tpcompiler.runtime.model_file import import_modules
         from tpcompiler.runtime.program_files import open_program, open_programs
         from tpcompiler.runtime.run import run_file, summarize
@@ -146,7 +151,7 @@ def run(
         compiled = False if count else compiled
         given = read_tensors(inputs)  # before the minutes that follow
         status.update(f"loading {directory}")
-        module = load(directory, trust=trust, compiled=compiled, backend=backend)
+        module = load(directory, trust=trust, compiled=compiled, backend=backend, same_bits=same_bits)
         status.update("running")
         if tokens is not None:
             named = {"tokens": torch.stack(list(generate(module, given, tokens, str(inputs))), 1).cpu()}
@@ -159,7 +164,7 @@ def run(
                     from tpcompiler.ask.measured import compare_counts, counts_table, watched_collectives
 
                     calls = stack.enter_context(watched_collectives())
-                shares = cut_inputs(given, manifest, dist.get_rank(), str(inputs))
+                shares = cut_inputs(given, manifest, dist.get_rank(), str(inputs), dist.get_world_size())
                 named = run_file(module, manifest, inputs, shares)
             named = join_outputs(named, manifest)
     agrees = True

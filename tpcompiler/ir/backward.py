@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from tpcompiler._torch import declares_view
+from tpcompiler._torch import aten, declares_view
 from tpcompiler.ir import edit
 from tpcompiler.ir.program import Program
 
@@ -42,3 +42,8 @@ def _take_views_again(program: Program) -> None:
 def is_backward(node: fx.Node) -> bool:
     """Return True if only gradients need a call."""
     return edit.BACKWARD in node.meta
+
+
+def starts_backward(node: fx.Node) -> bool:
+    """Return True for a one such as the gradient of the loss by itself, from which a backward starts."""
+    return node.target is aten.full.default and node.args[:2] == ([], 1)

@@ -275,9 +275,26 @@ def _named(axis: str, degrees: Sequence[int]) -> Iterator[tuple[str, int]]:
         stop = step
 
 
+def hosted_group(name: str, processes: int) -> str:
+    """Return the name of a group's processes, each of which runs several ranks (`ir/hosting.py`)."""
+    return f"{name}@{processes}"
+
+
+def hosted_groups(groups: Iterable[Sequence[int]], each: int) -> tuple[tuple[int, ...], ...]:
+    """Return the processes that run the ranks of each group, `each` ranks in a row on a process."""
+    return tuple(dict.fromkeys(tuple(dict.fromkeys(rank // each for rank in ranks)) for ranks in groups))
+
+
 @lru_cache
 def groups_named(name: str) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of ranks with a name that `Mesh.group_name` returned; () for any other name."""
+    """Return the groups of ranks with a name that `Mesh.group_name` returned; () for any other name.
+
+    Of a name that `hosted_group` returned, the groups of processes.
+    """
+    name, _, processes = name.partition("@")
+    if processes:
+        groups = groups_named(name)
+        return hosted_groups(groups, sum(map(len, groups)) // int(processes))
     text, _, axes = name.partition(":")
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(axis.isidentifier() and degree.isdecimal() for axis, _, degree in pairs):

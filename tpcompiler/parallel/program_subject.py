@@ -23,6 +23,7 @@ from tpcompiler.ir.shares import row_sharding
 from tpcompiler.ir.symm_mem import expand_collectives
 from tpcompiler.judge.compare.compare import Call, VerifyReport, compare_calls
 from tpcompiler.judge.compare.judge import Layout
+from tpcompiler.judge.compare.same_bits import compare_bits, one_a_process
 from tpcompiler.judge.compare.subject import Subject
 from tpcompiler.judge.sound.boundary import compare_calling
 from tpcompiler.judge.sound.unsound import Unsound
@@ -51,8 +52,12 @@ def layout_of(program: ArtifactProgram) -> Layout:
 def compared_calls(
     subjects: Mapping[str, Subject],
     calls: Sequence[Call],
+    same_bits: bool = False,
 ) -> VerifyReport:
-    """Run `compare_calls` with the programs moved to the device of the originals' tensors."""
+    """Run `compare_calls` with the programs moved to the device of the originals' tensors.
+
+    With `same_bits`, with sums that follow the tree, and then `compare_bits`.
+    """
     notes, moved = [], {}
     for name, subject in subjects.items():
         there = next((kind for kind in device_types(subject.reference.graph) if kind != "cpu"), "cpu")
@@ -63,8 +68,14 @@ def compared_calls(
         made_for = {kind for program in subject.programs for kind in device_types(program.graph)} - {there}
         if made_for:
             notes.append(f"run on {there}: the same graphs as those for {made_for.pop()}, with the device renamed")
-    report = compare_calls(moved, calls)
-    return structs.replace(report, note="; ".join(filter(None, (*notes[:1], report.note)))) if notes else report
+    if same_bits:
+        report = compare_calls({name: one_a_process(subject) for name, subject in moved.items()}, calls)
+        found, does = compare_bits(moved, calls)
+        notes = [*notes[:1], does]
+        report = structs.replace(report, ok=report.ok and not found, outputs=[*report.outputs, *found])
+    else:
+        notes, report = notes[:1], compare_calls(moved, calls)
+    return structs.replace(report, note="; ".join(filter(None, (*notes, report.note)))) if notes else report
 
 
 def subject_of(

@@ -33,6 +33,9 @@ from tpcompiler.runtime.target import COMPILED
 from tpcompiler.runtime.turns import taking_turns
 from tpcompiler.runtime.world import greet_groups, groups_here, join_world, own_rank, register_groups
 
+# Reads this process's program, and a manifest for the world of processes, where a process runs several ranks.
+Host = Callable[[ProgramFiles, Weights | None], tuple[ExportedProgram, Manifest]]
+
 
 class _Arguments(NamedTuple):
     """The arguments of `load`."""
@@ -41,6 +44,7 @@ class _Arguments(NamedTuple):
     timeout: timedelta
     weights: Weights | None
     microbatches: int
+    host: Host | None
 
 
 class _RankProgram(NamedTuple):
@@ -59,9 +63,10 @@ def load(
     backend: str | None = None,
     weights: Weights | None = None,
     microbatches: int = 1,
+    host: Host | None = None,
 ) -> Any:
     """Load an artifact's programs (see `checkpoint/load.py`); `weights` reads weights that its files lack."""
-    arguments = _Arguments(check_inputs, timeout, weights, microbatches)
+    arguments = _Arguments(check_inputs, timeout, weights, microbatches, host)
     files = open_programs(directory, trust=trust)
     manifests = {name: each.manifest for name, each in files.items()}
     if misfit := misfit_of(manifests):
@@ -70,7 +75,8 @@ def load(
         )
     if is_single(files):
         _refuse_alone(files[SINGLE])
-    device = join_world(next(iter(manifests.values())), largest_world(manifests), timeout, backend, rank)
+    world = largest_world(manifests)
+    device = join_world(next(iter(manifests.values())), world, timeout, backend, rank, may_host=host is not None)
     with agreeing(timeout) as mine:
         package = package_to_run(directory, compiled, trust)
         mine["the package"] = f"SHA-256 {package.files.get(COMPILED, '')[:12]}.." if package else "not run"
@@ -142,6 +148,10 @@ def _read(
     with agreeing(arguments.timeout) as mine:
         if not is_own:
             exported = None
+        elif arguments.host is not None:
+            exported, manifest = arguments.host(files, arguments.weights)
+            left_out = {row.name: row.stored_in for row in manifest.tensors if row.stored_in is not None}
+            refuse_unsendable(exported, dist.get_backend())
         elif package is not None:
             exported = read_called(directory, package, files, own_rank(manifest), arguments.weights)
         else:

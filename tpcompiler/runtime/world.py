@@ -64,29 +64,37 @@ def _refuse_gathers(manifest: Manifest) -> None:
 
 
 def join_world(
-    manifest: Manifest, world: int, timeout: timedelta, backend: str | None = None, rank: int | None = None
+    manifest: Manifest,
+    world: int,
+    timeout: timedelta,
+    backend: str | None = None,
+    rank: int | None = None,
+    *,
+    may_host: bool = False,
 ) -> torch.device:
     """Check that this process's world is the one that the artifact is for, join it, and return the device.
 
     Args:
         world: the number of ranks of the artifact.
         rank: the rank that the caller expects this process to be.
+        may_host: a process may run several ranks, so that there are fewer processes.
 
     Raises:
         LaunchError: as `own_device`; the environment or the world differs, or not all ranks arrived in time.
     """
     device = own_device(manifest, backend)
     release_default_group()
-    _join(manifest, world, timeout, backend)
+    _join(manifest, world, timeout, backend, may_host)
     if rank is not None and rank != dist.get_rank():
         raise LaunchError(
             f"rank {rank} was requested in the process of rank {dist.get_rank()}", help="leave rank out under torchrun"
         )
-    warn_of_machines(manifest)
+    if not may_host:
+        warn_of_machines(manifest)
     return device
 
 
-def _join(manifest: Manifest, world: int, timeout: timedelta, backend: str | None) -> None:
+def _join(manifest: Manifest, world: int, timeout: timedelta, backend: str | None, may_host: bool) -> None:
     """Make the default process group from torchrun's environment, unless the caller has made one."""
     if not dist.is_initialized():
         start = f"start it with torchrun --nproc-per-node {world}"
@@ -96,7 +104,7 @@ def _join(manifest: Manifest, world: int, timeout: timedelta, backend: str | Non
                 help=start,
             )
         size = _number("WORLD_SIZE")
-        _same_world(size, world)
+        _refuse_world(size, world, may_host)
         if (rank := _number("RANK")) >= size:
             raise LaunchError(f"RANK is {rank} in a world of {size}", help=f"use a rank from 0 to {size - 1}")
         if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
@@ -119,7 +127,7 @@ def _join(manifest: Manifest, world: int, timeout: timedelta, backend: str | Non
         assert dist.group.WORLD is not None
         if backend == "gloo":
             destroy_at_exit(dist.group.WORLD)
-    _same_world(dist.get_world_size(), world)
+    _refuse_world(dist.get_world_size(), world, may_host)
 
 
 def _number(name: str, otherwise: int = 0) -> int:
@@ -129,11 +137,13 @@ def _number(name: str, otherwise: int = 0) -> int:
     return int(text)
 
 
-def _same_world(size: int, world: int) -> None:
-    if size != world:
+def _refuse_world(size: int, world: int, may_host: bool) -> None:
+    if size != world and not (may_host and size and world % size == 0):
+        number = f"a divisor of {world}" if may_host else world
         raise LaunchError(
             f"the artifact is for {world} ranks, this world has {size}",
-            help=f"start it with torchrun --nproc-per-node {world}, or convert for {size}",
+            help=f"start it with torchrun --nproc-per-node {world}, "
+            + (f"or with {number}" if may_host else f"or convert for {size}"),
         )
 
 
