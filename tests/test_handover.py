@@ -257,7 +257,99 @@ def test_the_other_side_is_gone(decode: Any, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     own = converted(decode, 2, "S(1)")
     module: Any = own.rank_program(0).module()
-    module.exported_program = own.rank_program(0)
-    link = HandoverLink(own.handover(own).handover, "source", Closed())
+    module.exported_program, module.leaf_names = own.rank_program(0), []
+    link = HandoverLink(own.handover(own).handover, "source", Closed(), (1, 1))
     with pytest.raises(LaunchError, match="the other side of the handover failed: connection closed by peer"):
         link.transfer(module)
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(8, 24), nn.Linear(24, 8), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.norm(self.b(torch.relu(self.a(x))))
+
+
+class Loss(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.model(x).square().mean()
+
+
+PLAN = {"**.a": "colwise", "**.b": "rowwise", "a": "colwise", "b": "rowwise"}
+A, B, NORM = (24 * 8 + 24) * 4, 24 * 8 * 4, 3 * 8 * 4  # bytes: a layer and its bias, a weight, b's bias and the norm's
+
+
+def sides(source: Any, target: Any, dtype: torch.dtype = torch.float32) -> list[tpcompiler.ParallelProgram]:
+    """A trainer, and a service whose weights are others."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(1)
+    trained = tpcompiler.export_training(Loss(Layers()), (x,))
+    served = export(Layers().to(dtype).eval(), (x.to(dtype),))
+    plans = [{name: how for name, how in PLAN.items() if ("*" in name) is it} for it in (True, False)]
+    return [
+        tpcompiler.parallelize(program, mesh, plan)
+        for program, mesh, plan in zip((trained, served), (source, target), plans, strict=True)
+    ]
+
+
+def moved(source: tpcompiler.ParallelProgram, target: tpcompiler.ParallelProgram) -> dict[str, list[torch.Tensor]]:
+    """The shares of the target's ranks after a handover of weights, of which the file says every part."""
+    made, own = source.handover(target, weights=True).handover, target.only
+    shares = {name: [own.share(name, rank).clone() for rank in range(own.world_size)] for name in made.tensors}
+    for move in made.moves:
+        name = made.tensors[move.tensor].source_name or move.tensor
+        part = source.only.share(name, move.source)[tuple(slice(*each) for each in move.source_slice)]
+        shares[move.tensor][move.target][tuple(slice(*each) for each in move.target_slice)] = part
+    return shares
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "bytes_sent"),
+    [
+        # Each share once; the bias of b, which only the first rank adds, once; the norm's weights to each rank.
+        (4, 2, A + B + 32 + 2 * 64),
+        ({"dp": 2, "tp": 2}, 3, A + B + 32 + 3 * 64),
+        (3, {"dp": 2, "tp": 2}, 2 * (A + B + 32) + 4 * 64),
+    ],
+)
+def test_weights_from_trainer_to_service(source: Any, target: Any, bytes_sent: int) -> None:
+    trainer, service = sides(source, target)
+    shares = moved(trainer, service)
+    trained = trainer.original()
+    again = tpcompiler.parallelize(
+        export(loaded(trained), (torch.randn(4, 8),)), target, {"a": "colwise", "b": "rowwise"}
+    )
+    assert shares.keys() == {row.name for row in service.manifest().tensors}
+    for name, own in shares.items():
+        for rank, share in enumerate(own):
+            assert torch.equal(share, again.only.share(name, rank)), (name, rank)
+    assert trainer.handover(service, weights=True).bytes == bytes_sent
+
+
+def loaded(trained: Any) -> nn.Module:
+    """The service's model with the trainer's weights."""
+    model = Layers()
+    model.load_state_dict({name.removeprefix("model."): value for name, value in trained.state_dict.items()})
+    return model.eval()
+
+
+def test_weights_arrive_in_the_dtype_of_the_service() -> None:
+    trainer, service = sides(2, 4, torch.bfloat16)
+    handed = trainer.handover(service, weights=True).handover.tensors
+    assert {each.dtype for each in handed.values()} == {"bf16"}
+    assert handed["a.weight"].source_name == "model.a.weight"
+
+
+def test_weights_of_another_model_are_refused(decode: Any) -> None:
+    trainer, _ = sides(2, 2)
+    with pytest.raises(ArtifactError, match="has no parameter"):
+        trainer.handover(converted(decode, 2, "R"), weights=True)
+    other = tpcompiler.parallelize(export(nn.Sequential(nn.Linear(8, 8)), (torch.randn(4, 8),)), 2, {})
+    with pytest.raises(ArtifactError, match=r"holds '0\.weight'.* has none"):
+        trainer.handover(other, weights=True)

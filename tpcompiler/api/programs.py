@@ -246,7 +246,9 @@ class Programs(Shown, Mapping[str, T]):
         """
         return find_differences(self.only, other.only, machine)
 
-    def handover(self, target: Programs[Any], *, machine: str | os.PathLike[str] | None = None) -> HandoverTable:
+    def handover(
+        self, target: Programs[Any], *, machine: str | os.PathLike[str] | None = None, weights: bool = False
+    ) -> HandoverTable:
         """Return the parts of caches and other written buffers that these ranks send to those of another artifact.
 
         Every element goes to each rank of the target that holds it, once, which is proved. `save` writes them as JSON;
@@ -255,12 +257,14 @@ class Programs(Shown, Mapping[str, T]):
         Args:
             target: an artifact of the same model, for any number of ranks.
             machine: whose seconds are meant; by default that of this artifact's conversion.
+            weights: hand over the target's parameters instead, in its dtype: from a trainer to a service. The names
+                may differ by a module around all, such as that of the loss.
 
         Raises:
-            ArtifactError: no buffer is written, or the target lacks one or has it with another shape or dtype.
+            ArtifactError: no buffer is written, or one side lacks a tensor or has it with another shape or dtype.
             MachineError: the machine is unknown or faulty.
         """
-        return price_handover(self._programs, target._programs, machine)
+        return price_handover(self._programs, target._programs, machine, weights=weights)
 
     def show(
         self,

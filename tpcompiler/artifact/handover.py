@@ -1,4 +1,4 @@
-"""Find the parts of buffers that ranks of one artifact send to those of another, and prove that all arrive."""
+"""Find the parts of tensors that ranks of one artifact send to those of another, and prove that all arrive."""
 
 from __future__ import annotations
 
@@ -24,36 +24,35 @@ MESSAGE = 1_000_000  # bytes that a link sends in about the time that a message 
 Runs = tuple[tuple[range, ...], ...]  # the elements that a rank holds, in each dim
 
 
-def find_handover(source: Programs, target: Programs) -> Handover:
+Pair = tuple[TensorRecord, TensorRecord]  # a tensor as the source has it, and as the target does
+
+
+def find_handover(source: Programs, target: Programs, *, weights: bool = False) -> Handover:
     """Return the parts of the buffers that the source's programs write, from its ranks to those of the target.
 
     Of ranks that hold equal shares, the one that has sent the fewest bytes sends the next part. All parts from one rank
     to another are one message, which counts as `MESSAGE` bytes more.
 
+    Args:
+        weights: of the target's parameters instead, in the target's dtype. One side may have them in a module more, as
+            a model with its loss: `model.lm_head.weight` for `lm_head.weight`.
+
     Raises:
-        ArtifactError: the source writes no buffer, or the target lacks one or has it with another shape or dtype.
+        ArtifactError: the source writes no buffer, or one side lacks a tensor or has it with another shape or dtype.
     """
-    written, held = _written_buffers(source), _buffers(target)
-    if not written:
-        raise ArtifactError(
-            f"{_title(source)} writes no buffer: there is nothing to hand over",
-            help="export the model with a static cache (tpcompiler export --prefill-decode)",
-        )
+    pairs = _parameters(source, target) if weights else _caches(source, target)
     meshes = [_mesh(programs) for programs in (source, target)]
     tensors: dict[str, HandedTensor] = {}
     sides: list[tuple[TensorRecord, list[Runs], list[Runs]]] = []
-    for name, row in written.items():
-        other = held.get(name)
-        if other is None or (other.shape, other.dtype) != (row.shape, row.dtype):
-            lacks = "has none" if other is None else f"has it as {other.dtype}{other.shape}"
-            raise ArtifactError(
-                f"{_title(source)} writes {name!r}, {row.dtype}{row.shape}, and {_title(target)} {lacks}",
-                help="convert both from one model, exported with the same batch and cache",
-            )
-        tensors[name] = HandedTensor(
-            shape=list(row.shape), dtype=row.dtype, source_sharding=row.sharding, target_sharding=other.sharding
+    for row, other in pairs:
+        tensors[other.name] = HandedTensor(
+            shape=list(other.shape),
+            dtype=other.dtype,
+            source_sharding=row.sharding,
+            target_sharding=other.sharding,
+            source_name=row.name if row.name != other.name else None,
         )
-        sides.append((row, _runs(row, meshes[0]), _runs(other, meshes[1])))
+        sides.append((other, _runs(row, meshes[0]), _runs(other, meshes[1])))
     sides.sort(key=lambda each: -len({*each[1]}))  # first those with one holder for each share
     sent = Counter[tuple[int, int]]()
     moves = [move for each in sides for move in _moves(*each, sent)]
@@ -66,22 +65,65 @@ def find_handover(source: Programs, target: Programs) -> Handover:
 
 def find_wrong_move(handover: Handover, source: Programs, target: Programs) -> str:
     """Return what is wrong with a handover, or "": each element of each target share must come once, from its place."""
-    sides = (_buffers(source), _mesh(source)), (_buffers(target), _mesh(target))
+    rows = _rows(target, "parameter")
+    pairs = _parameters(source, target) if handover.tensors.keys() & rows.keys() else _caches(source, target)
     arriving: dict[tuple[str, int], list[Move]] = {}
     for move in handover.moves:
         arriving.setdefault((move.tensor, move.target), []).append(move)
-    for name in _written_buffers(source):
-        sent, wanted = ([*map(_elements, _runs(rows[name], mesh))] for rows, mesh in sides)
+    for row, other in pairs:
+        sides = (row, _mesh(source)), (other, _mesh(target))
+        sent, wanted = ([*map(_elements, _runs(each, mesh))] for each, mesh in sides)
         for rank, own in enumerate(wanted):
             count = numpy.zeros([len(dim) for dim in own], numpy.int64)
-            for move in arriving.pop((name, rank), ()):
+            for move in arriving.pop((other.name, rank), ()):
                 here, there = _part(own, move.target_slice), _part(sent[move.source], move.source_slice)
                 if not all(map(numpy.array_equal, here, there)):
-                    return f"rank {move.source} sends rank {rank} other elements of {name!r} than it holds"
+                    return f"rank {move.source} sends rank {rank} other elements of {other.name!r} than it holds"
                 count[tuple(slice(*dim) for dim in move.target_slice)] += 1
             if (count != 1).any():
-                return f"rank {rank} gets elements of {name!r} {count.min()} to {count.max()} times, and not once"
+                return f"rank {rank} gets elements of {other.name!r} {count.min()} to {count.max()} times, and not once"
     return f"rank {next(iter(arriving))[1]} holds no {next(iter(arriving))[0]!r}, and gets some" if arriving else ""
+
+
+def _caches(source: Programs, target: Programs) -> list[Pair]:
+    written, held = _written_buffers(source), _rows(target, "buffer")
+    if not written:
+        raise ArtifactError(
+            f"{_title(source)} writes no buffer: there is nothing to hand over",
+            help="export the model with a static cache (tpcompiler export --prefill-decode)",
+        )
+    for name, row in written.items():
+        other = held.get(name)
+        if other is None or (other.shape, other.dtype) != (row.shape, row.dtype):
+            lacks = "has none" if other is None else f"has it as {other.dtype}{other.shape}"
+            raise ArtifactError(
+                f"{_title(source)} writes {name!r}, {row.dtype}{row.shape}, and {_title(target)} {lacks}",
+                help="convert both from one model, exported with the same batch and cache",
+            )
+    return [(row, held[name]) for name, row in written.items()]
+
+
+def _parameters(source: Programs, target: Programs) -> list[Pair]:
+    held = {row.name: row for program in source.values() for row in program.manifest.tensors}
+    wanted = {name: row for name, row in _rows(target, "parameter").items() if row.tied_to is None}
+    if not wanted:
+        raise ArtifactError(
+            f"{_title(target)} has no parameter: there is nothing to hand over", help="look for buffers"
+        )
+    first, pairs = next(iter(wanted)), list[Pair]()
+    more = min((n.removesuffix(first) for n in held if f".{n}".endswith(f".{first}")), default="")
+    less = min((first.removesuffix(n) for n in held if f".{first}".endswith(f".{n}")), default="") if not more else ""
+    for name, other in wanted.items():
+        row = held.get(more + name.removeprefix(less))
+        row = held.get(row.holder) if row is not None else None
+        if row is None or row.shape != other.shape:
+            lacks = "has none" if row is None else f"has it as {row.shape}"
+            raise ArtifactError(
+                f"{_title(target)} holds {name!r}, {other.dtype}{other.shape}, and {_title(source)} {lacks}",
+                help="convert both from one model",
+            )
+        pairs.append((row, other))
+    return pairs
 
 
 def _elements(held: Runs) -> list[Any]:
@@ -136,10 +178,16 @@ def _common(held: Sequence[range], wanted: Sequence[range]) -> list[tuple[tuple[
 
 
 def _runs(row: TensorRecord, mesh: Mesh) -> list[Runs]:
-    """Return the elements that each rank holds of a tensor."""
-    sharding, ranks = row_sharding(row, mesh), range(mesh.world_size)
+    """Return the elements that each rank holds of a tensor; of a pending sum, the first rank has all."""
+    sharding, ranks = row_sharding(row, mesh), [*map(mesh.coordinate, range(mesh.world_size))]
     dims = list(zip(sharding.dims, row.shape, strict=True))
-    return [tuple(tuple(by.runs(size, mesh, mesh.coordinate(rank))) for by, size in dims) for rank in ranks]
+    return [
+        tuple(
+            () if any(here[axis] for axis, _ in sharding.partial) else tuple(by.runs(size, mesh, here))
+            for by, size in dims
+        )
+        for here in ranks
+    ]
 
 
 def _written_buffers(programs: Programs) -> dict[str, TensorRecord]:
@@ -149,12 +197,12 @@ def _written_buffers(programs: Programs) -> dict[str, TensorRecord]:
         for spec in program.graph(0).graph_signature.output_specs
         if spec.kind in WRITTEN_KINDS
     }
-    return {name: row for name, row in _buffers(programs).items() if name in names}
+    return {name: row for name, row in _rows(programs, "buffer").items() if name in names}
 
 
-def _buffers(programs: Programs) -> dict[str, TensorRecord]:
+def _rows(programs: Programs, kind: str) -> dict[str, TensorRecord]:
     rows = [row for program in programs.values() for row in program.manifest.tensors]
-    return {row.name: row for row in rows if row.kind == "buffer"}
+    return {row.name: row for row in rows if row.kind == kind}
 
 
 def _mesh(programs: Programs) -> Mesh:

@@ -68,14 +68,16 @@ class HandoverTable(Record, Shown, frozen=True):
             raise ArtifactError(f"cannot write {os.fspath(path)}: {reason(error)}", help="check the path") from error
 
 
-def price_handover(source: Programs, target: Programs, machine: str | os.PathLike[str] | None = None) -> HandoverTable:
+def price_handover(
+    source: Programs, target: Programs, machine: str | os.PathLike[str] | None = None, *, weights: bool = False
+) -> HandoverTable:
     """Find the handover between two artifacts (`find_handover`), and price it.
 
     Raises:
         ArtifactError: as `find_handover`.
         MachineError: the machine is unknown or faulty.
     """
-    made = find_handover(source, target)
+    made = find_handover(source, target, weights=weights)
     on = machine_of(next(iter(source.values())).manifest.asked, machine)
     parts, sent, busy = Counter[tuple[int, int]](), Counter[tuple[int, int]](), Counter[tuple[str, int]]()
     for move in made.moves:

@@ -19,8 +19,10 @@ from tpcompiler.runtime.program_files import ProgramFiles
 from tpcompiler.runtime.rank_file import Weights, fill_rank, read_rank
 
 
-def read_hosted(files: ProgramFiles, weights: Weights | None = None) -> tuple[ExportedProgram, Manifest]:
-    """Return this process's program, and what the manifest says for the world of processes.
+def read_hosted(
+    files: ProgramFiles, weights: Weights | None = None
+) -> tuple[ExportedProgram, Manifest, list[dict[str, str]]]:
+    """Return this process's program, what the manifest says for the world of processes, and `names_here`.
 
     Raises:
         ArtifactError: as `read_rank`.
@@ -44,7 +46,8 @@ def read_hosted(files: ProgramFiles, weights: Weights | None = None) -> tuple[Ex
         program = expand_collectives(program)
         ranks.append((program, {**program.constants, **program.state_dict}))
     shardings = {name: row_sharding(row, hosts.mesh) for name, row in manifest.placed()}
-    return host_ranks(ranks, hosts, process, shardings), hosted_manifest(manifest, hosts, process)
+    program = host_ranks(ranks, hosts, process, shardings)
+    return program, hosted_manifest(manifest, hosts, process), names_here(manifest, hosts, process)
 
 
 def hosts_here(manifest: Manifest) -> Hosts:

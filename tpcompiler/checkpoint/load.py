@@ -13,6 +13,7 @@ from tpcompiler._torch import Recompute
 from tpcompiler.errors import InputsError, UnsupportedError
 from tpcompiler.runtime.agree import WAIT, agreeing
 from tpcompiler.runtime.artifact import SINGLE
+from tpcompiler.runtime.load import Host
 from tpcompiler.runtime.load import load as load_rank
 
 if TYPE_CHECKING:  # no module is an instance of it
@@ -104,9 +105,11 @@ def load(
         )
     if same_bits and compiled:
         raise UnsupportedError("a package cannot be loaded with same_bits", help="load it with compiled=False")
-    host = None
+    host: Host | None = None
     if same_bits:
-        from tpcompiler.checkpoint.hosted import read_hosted as host  # most deployments do not need it
+        from tpcompiler.checkpoint.hosted import read_hosted  # most deployments do not need it
+
+        host = read_hosted
     weights = None
     if checkpoint is not None:
         from tpcompiler.checkpoint.cut import read_shares  # a deployment with weights does not need it

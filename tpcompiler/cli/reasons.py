@@ -127,12 +127,15 @@ def handover(
     out: Annotated[
         Path | None, typer.Option("-o", "--out", metavar="FILE.json", help="Write which rank sends which part.")
     ] = None,
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Hand over OUT2's parameters instead, in its dtype.")
+    ] = False,
     machine: Machine = None,
     imports: Imports = None,
     trust: Trust = False,
     json: Json = False,
 ) -> None:
-    """Hand caches from one artifact's ranks to another's.
+    """Hand caches, or weights, from one artifact's ranks to another's.
 
     Lists the parts of all buffers that OUT writes (caches of a prefill, states) by the rank that sends them and the
     rank of OUT2 that receives them, with their bytes and seconds. `tpcompiler.join_handover` sends them.
@@ -141,6 +144,7 @@ def handover(
     Example:
       tpcompiler handover prefill decode -o handover.json
       tpcompiler handover chat8/prefill chat4/decode --machine h100-2x8
+      tpcompiler handover trainer chat/prefill --weights -o weights.json
     """
     with progress(f"reading {source}", quiet=json):
         from tpcompiler.api.parallel_program import open
@@ -148,7 +152,7 @@ def handover(
         from tpcompiler.runtime.model_file import import_modules
 
         import_modules(imports or ())
-        answer = open(source, trust).handover(open(target, trust), machine=machine)
+        answer = open(source, trust).handover(open(target, trust), machine=machine, weights=weights)
     if out is not None:
         answer.save(out)
         typer.echo(f"wrote {out}", err=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from msgspec.structs import asdict
@@ -151,7 +151,7 @@ def run(
         compiled = False if count else compiled
         given = read_tensors(inputs)  # before the minutes that follow
         status.update(f"loading {directory}")
-        module = load(directory, trust=trust, compiled=compiled, backend=backend, same_bits=same_bits)
+        module: Any = load(directory, trust=trust, compiled=compiled, backend=backend, same_bits=same_bits)
         status.update("running")
         if tokens is not None:
             named = {"tokens": torch.stack(list(generate(module, given, tokens, str(inputs))), 1).cpu()}

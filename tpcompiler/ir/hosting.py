@@ -436,13 +436,13 @@ class _Hosted:
             if spec.kind in RETURNED_KINDS:
                 name = next(names)
             if spec.kind is OutputKind.USER_INPUT_MUTATION:
-                yield self._return(self._join(values, spec.target), spec, spec.target)
+                yield self._return(self._join(values, str(spec.target)), spec, spec.target)
             elif spec.kind in RETURNED_KINDS and spec.kind is not OutputKind.GRADIENT_TO_PARAMETER:
                 yield self._return(self._join(values, f"output {name}"), spec, None)
             else:
                 shares = dict[str, Any]()
                 for held, value in zip(self.names, values, strict=True):
-                    shares.setdefault(held[spec.target], value)
+                    shares.setdefault(held[str(spec.target)], value)
                 for target, value in shares.items():
                     yield self._return(value, spec, target)
 
@@ -518,7 +518,7 @@ def split_tensor(
         ]
         for at in here
     ]
-    return split_shares(value, sharding, hosts.box, shapes, lambda part, dim, sizes: part.split([*sizes], dim))
+    return split_shares(value, sharding, hosts.box, shapes, lambda part, dim, sizes: torch.split(part, [*sizes], dim))
 
 
 def in_pairs(values: Sequence[T], combine: Callable[[T, T], T]) -> T:
@@ -543,7 +543,7 @@ def split_shares(
     """Return each rank's part of what `join_shares` made of shares of these shapes."""
     parts = [(value, shapes)]
     for index, (axis, count) in enumerate(box):
-        dims, cut = sharding.dims_cut_by(axis), []
+        dims, cut = sharding.dims_cut_by(axis), list[tuple[T, Sequence[Shape]]]()
         for part, own in parts:
             rows, pieces = _in_rows(own, len(own) // count), [part] * count
             if count > 1 and dims:

@@ -20,8 +20,10 @@ from tpcompiler._torch import group_over, meet_ranks
 from tpcompiler.errors import ArtifactError, LaunchError, reason
 from tpcompiler.runtime.agree import RESTART, WAIT
 from tpcompiler.runtime.records import MOST_DIMS, Count, Degree, DtypeText, Record, Shape, read_record
+from tpcompiler.runtime.weights import dtype_of
 
 Side = Literal["source", "target"]
+BUCKET = 1 << 26  # bytes
 Slice = Annotated[list[Annotated[list[Count], Meta(min_length=2, max_length=2)]], Meta(max_length=MOST_DIMS)]
 MAKE = "make it with tpcompiler handover SOURCE TARGET -o handover.json"
 
@@ -37,16 +39,17 @@ class Move(Record, frozen=True):
 
 
 class HandedTensor(Record, frozen=True):
-    """A buffer that both sides hold."""
+    """A tensor that both sides hold."""
 
     shape: Shape  # global
-    dtype: DtypeText  # such as `f32`
+    dtype: DtypeText  # of the side that receives it, such as `f32`
     source_sharding: str  # on the ranks that send it
     target_sharding: str  # on the ranks that receive it
+    source_name: str | None = None  # its name on the side that sends it, if that is another
 
 
 class Handover(Record, frozen=True):
-    """The parts of all buffers that go from the ranks of one artifact to those of another."""
+    """The parts of all tensors that go from the ranks of one artifact to those of another."""
 
     source_ranks: Degree  # number of ranks that send
     target_ranks: Degree  # number of ranks that receive
@@ -101,73 +104,126 @@ def read_handover(path: str | os.PathLike[str]) -> tuple[Handover, str]:
 class HandoverLink:
     """A connection of all ranks of both sides, over which the state of the source replaces that of the target."""
 
-    def __init__(self, handover: Handover, side: Side, group: Any) -> None:
+    def __init__(
+        self, handover: Handover, side: Side, group: Any, processes: Sequence[int], bucket_bytes: int = BUCKET
+    ) -> None:
+        """`processes`: those of the source and of the target, each of which runs as many ranks in a row."""
         self.side: Side = side
-        self._group, self._handover, self._rank = group, handover, dist.get_rank()
+        self._group, self._handover, self._process, self._most = group, handover, dist.get_rank(), bucket_bytes
+        ranks = [handover.source_ranks, handover.target_ranks]
+        self._each = {of: ranks[at] // processes[at] for at, of in enumerate(("source", "target"))}
+        self._behind = processes[0]  # where the target's processes begin in the group
 
+    @torch.no_grad()
     def transfer(self, programs: Any) -> int:
-        """Send this rank's buffers, or receive them: all ranks of both sides call it once for each handover.
+        """Send this process's tensors, or receive them: all of both sides call it once for each handover.
+
+        Tensors are written in place, between two calls of the programs: the next call has all of them. Call it from the
+        thread that calls the programs.
 
         Args:
             programs: the result of `tpcompiler.load`: a module, or several by name.
 
         Returns:
-            The bytes that this rank sent or received.
+            The bytes that this process sent or received.
 
         Raises:
-            ArtifactError: the programs have other buffers than the handover.
+            ArtifactError: the programs have other tensors than the handover.
             LaunchError: another rank failed, or did not arrive in time.
         """
-        buffers, sends = _find_buffers(programs), self.side == "source"
+        tensors, sends, total = _find_tensors(programs), self.side == "source", 0
         messages = [
-            (other, [self._part(buffers, move) for move in moves]) for other, moves in self._by_other()
-        ]  # one for each pair of ranks, whatever the dtypes
-        contents = [
-            torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
-            if sends
-            else parts[0].new_empty(sum(map(_bytes, parts)), dtype=torch.uint8)
-            for _, parts in messages
+            (other, _in_buckets([self._part(tensors, move) for move in moves], self._most))
+            for other, moves in self._by_other()
         ]
+        for at in range(max((len(buckets) for _, buckets in messages), default=0)):
+            now = [(other, buckets[at]) for other, buckets in messages if at < len(buckets)]
+            contents = [
+                torch.cat([_as_bytes(part, dtype) for part, dtype in parts])
+                if sends
+                else parts[0][0].new_empty(sum(_bytes(*each) for each in parts), dtype=torch.uint8)
+                for _, parts in now
+            ]
+            self._exchange([other for other, _ in now], contents)
+            for (_, parts), content in zip(now, contents, strict=True) if not sends else ():
+                for (part, dtype), own in zip(parts, content.split([_bytes(*each) for each in parts]), strict=True):
+                    part.copy_(own.clone().view(dtype).view(part.shape))  # a number begins at a multiple of its size
+            total += sum(map(len, contents))
+        return total
+
+    def _exchange(self, others: Sequence[int], contents: Sequence[torch.Tensor]) -> None:
+        sends = self.side == "source"
         try:
             pending = [
-                self._group.send([content], other + self._handover.source_ranks, 0)
-                if sends
-                else self._group.recv([content], other, 0)
-                for (other, _), content in zip(messages, contents, strict=True)
+                self._group.send([content], other + self._behind, 0) if sends else self._group.recv([content], other, 0)
+                for other, content in zip(others, contents, strict=True)
             ]
             for work in pending:
                 work.wait()
         except RuntimeError as error:  # torch has no narrower type
             raise LaunchError(f"the other side of the handover failed: {reason(error)}", help=RESTART) from error
-        for (_, parts), content in zip(messages, contents, strict=True) if not sends else ():
-            for part, own in zip(parts, torch.split(content, [*map(_bytes, parts)]), strict=True):
-                part.copy_(own.clone().view(part.dtype).view(part.shape))  # a number begins at a multiple of its size
-        return sum(map(len, contents))
 
     def _by_other(self) -> Iterator[tuple[int, list[Move]]]:
-        """Yield every rank of the other side with the moves between it and this rank, in an order that both have."""
-        mine = (each for each in self._handover.moves if getattr(each, self.side) == self._rank)
-        for pair, moves in groupby(mine, key=lambda each: (each.target, each.source)):
-            yield pair[self.side == "target"], list(moves)
+        """Yield every process of the other side with the moves between it and this one, in an order that both have."""
 
-    def _part(self, buffers: Mapping[str, torch.Tensor], move: Move) -> torch.Tensor:
+        def pair(move: Move) -> tuple[int, int]:
+            return move.target // self._each["target"], move.source // self._each["source"]
+
+        at = self.side == "source"  # the place in a pair of the side that this process is on
+        mine = [move for move in self._handover.moves if pair(move)[at] == self._process]
+        for each, moves in groupby(sorted(mine, key=pair), key=pair):
+            yield each[not at], list(moves)
+
+    def _part(self, tensors: Sequence[Mapping[str, torch.Tensor]], move: Move) -> tuple[torch.Tensor, torch.dtype]:
+        """Return the part of a tensor that a move is of, and the dtype in which it is sent."""
+        handed, rank = self._handover.tensors[move.tensor], getattr(move, self.side)
         where = move.source_slice if self.side == "source" else move.target_slice
-        if (own := buffers.get(move.tensor)) is None:
-            raise ArtifactError(f"the programs have no buffer {move.tensor!r}, which the handover names", help=MAKE)
+        name = handed.source_name or move.tensor if self.side == "source" else move.tensor
+        if (own := tensors[(rank % self._each[self.side]) % len(tensors)].get(name)) is None:
+            raise ArtifactError(f"the programs have no tensor {name!r}, which the handover names", help=MAKE)
+        dtype = dtype_of(handed.dtype)
         if own.ndim != len(where) or any(stop > size for (_, stop), size in zip(where, own.shape, strict=True)):
             raise ArtifactError(
-                f"rank {self._rank} holds {move.tensor!r} as {list(own.shape)}, and the handover moves {where} of it",
-                help=MAKE,
+                f"rank {rank} holds {name!r} as {list(own.shape)}, and the handover moves {where} of it", help=MAKE
             )
-        return own[tuple(slice(*each) for each in where)]
+        if self.side == "target" and own.dtype != dtype:
+            raise ArtifactError(f"rank {rank} holds {name!r} as {own.dtype}, and the handover sends {dtype}", help=MAKE)
+        return own[tuple(slice(*each) for each in where)], dtype
 
 
-def _bytes(part: torch.Tensor) -> int:
-    return part.numel() * part.element_size()
+def _in_buckets(
+    parts: Sequence[tuple[torch.Tensor, torch.dtype]], most: int
+) -> list[list[tuple[torch.Tensor, torch.dtype]]]:
+    """Return the parts in groups of at most so many bytes; a part that is larger is cut along its first dim."""
+    buckets, held = [list[tuple[torch.Tensor, torch.dtype]]()], 0
+    for whole, dtype in parts:
+        rows = max(most * len(whole) // max(_bytes(whole, dtype), 1), 1) if whole.ndim else 1
+        for part in whole.split(rows) if whole.ndim and len(whole) else [whole]:
+            if buckets[-1] and held + _bytes(part, dtype) > most:
+                buckets.append([])
+                held = 0
+            buckets[-1].append((part, dtype))
+            held += _bytes(part, dtype)
+    return [bucket for bucket in buckets if bucket]
+
+
+def _as_bytes(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return part.to(dtype).contiguous().view(-1).view(torch.uint8)
+
+
+def _bytes(part: torch.Tensor, dtype: torch.dtype) -> int:
+    return part.numel() * dtype.itemsize
 
 
 def join_handover(
-    path: str | os.PathLike[str], side: Side, address: str, *, timeout: timedelta = WAIT, backend: str | None = None
+    path: str | os.PathLike[str],
+    side: Side,
+    address: str,
+    *,
+    processes: tuple[int, int] | None = None,
+    bucket_bytes: int = BUCKET,
+    timeout: timedelta = WAIT,
+    backend: str | None = None,
 ) -> HandoverLink:
     """Connect this rank with all ranks of both sides; call it on each of them, after `load`.
 
@@ -177,6 +233,8 @@ def join_handover(
         path: a file of `tpcompiler handover`, the same on all ranks.
         side: "source" on the ranks that send, "target" on those that receive.
         address: `HOST:PORT` of rank 0 of the source.
+        processes: those of the source and of the target, where they are fewer than its ranks (`load(same_bits=True)`).
+        bucket_bytes: what is sent between two processes at once, and the memory that it takes on each; the same on all.
         timeout: how long ranks wait for each other: here, and in transfers.
         backend: "nccl" or "gloo", by default that of this process's own group.
 
@@ -188,7 +246,10 @@ def join_handover(
     handover, digest = read_handover(path)
     if not dist.is_initialized():
         raise LaunchError("there is no process group yet", help="call tpcompiler.load first, under torchrun")
-    ranks, world, rank = [handover.source_ranks, handover.target_ranks], dist.get_world_size(), dist.get_rank()
+    world, rank, all_ranks = dist.get_world_size(), dist.get_rank(), (handover.source_ranks, handover.target_ranks)
+    ranks = processes or all_ranks
+    if any(number < 1 or of % number for of, number in zip(all_ranks, ranks, strict=True)):
+        raise LaunchError(f"{ranks} processes cannot run {all_ranks} ranks", help="give divisors of these")
     if (wanted := ranks[side == "target"]) != world:
         raise LaunchError(f"{os.fspath(path)} has {wanted} ranks as {side}, and this world has {world}", help=MAKE)
     host, _, port = address.rpartition(":")
@@ -196,16 +257,18 @@ def join_handover(
         raise LaunchError(f"{address!r} is not HOST:PORT", help="give the address of rank 0 of the source")
     place, size = rank + ranks[0] * (side == "target"), sum(ranks)
     try:
-        store, files = meet_ranks(host, int(port), place, size, timeout, digest.encode())
-        if different := [at for at, other in enumerate(files) if other != digest.encode()]:
+        mine = f"{digest} {list(ranks)} {bucket_bytes}".encode()
+        store, facts = meet_ranks(host, int(port), place, size, timeout, mine)
+        if different := [at for at, other in enumerate(facts) if other != mine]:
             raise LaunchError(
-                f"{os.fspath(path)} is another file on {_side_of(different[0], ranks)}",
-                help="give all ranks the same file",
+                f"{os.fspath(path)} is another file, or processes or bucket_bytes are others, on "
+                f"{_side_of(different[0], ranks)}",
+                help="give all ranks the same",
             )
         group = group_over(store, place, size, timeout, backend or dist.get_backend())
     except RuntimeError as error:
         raise LaunchError(f"not all ranks of the handover met at {address}: {reason(error)}", help=RESTART) from error
-    return HandoverLink(handover, side, group)
+    return HandoverLink(handover, side, group, ranks, bucket_bytes)
 
 
 def _side_of(place: int, ranks: Sequence[int]) -> str:
@@ -213,11 +276,16 @@ def _side_of(place: int, ranks: Sequence[int]) -> str:
     return f"rank {place - ranks[0] * is_target} of the {'target' if is_target else 'source'}"
 
 
-def _find_buffers(programs: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors of loaded programs by name."""
+def _find_tensors(programs: Any) -> list[dict[str, torch.Tensor]]:
+    """Return the tensors of loaded programs by name, for each rank that this process runs."""
     modules = programs.values() if isinstance(programs, Mapping) else [programs]
-    found: dict[str, torch.Tensor] = {}
+    found = list[dict[str, torch.Tensor]]()
     for module in modules:
         exported = module.exported_program
-        found |= {**exported.constants, **exported.state_dict, **dict(module.named_buffers())}
+        held = {**exported.constants, **exported.state_dict, **dict(module.named_buffers())}
+        held |= dict(module.named_parameters())
+        each = [{name: held[own] for name, own in names.items()} for names in module.leaf_names] or [held]
+        found = found or [{} for _ in each]
+        for tensors, own in zip(found, each, strict=True):
+            tensors |= own
     return found

@@ -33,8 +33,9 @@ from tpcompiler.runtime.target import COMPILED
 from tpcompiler.runtime.turns import taking_turns
 from tpcompiler.runtime.world import greet_groups, groups_here, join_world, own_rank, register_groups
 
-# Reads this process's program, and a manifest for the world of processes, where a process runs several ranks.
-Host = Callable[[ProgramFiles, Weights | None], tuple[ExportedProgram, Manifest]]
+# Where a process runs several ranks: reads its program, a manifest for the world of processes, and the names of the
+# tensors of each rank there.
+Host = Callable[[ProgramFiles, Weights | None], tuple[ExportedProgram, Manifest, list[dict[str, str]]]]
 
 
 class _Arguments(NamedTuple):
@@ -50,6 +51,7 @@ class _Arguments(NamedTuple):
 class _RankProgram(NamedTuple):
     program: ExportedProgram
     manifest: Manifest
+    leaf_names: list[dict[str, str]]
 
 
 def load(
@@ -98,7 +100,7 @@ def load(
         module: Any = modules[name]
         module.forward = _guarded(module, own, arguments)
         module.register_forward_pre_hook(structure_check(own.program), prepend=True, with_kwargs=True)
-        module.exported_program = own.program
+        module.exported_program, module.leaf_names = own.program, own.leaf_names
     made: dict[str, Any] = {name: each for name, each in modules.items() if not manifests[name].stage}
     made |= _join_stages(manifests, modules, arguments)
     return made[SINGLE] if is_single(made) else made
@@ -142,14 +144,14 @@ def _read(
 
     Of a stage that other ranks run, only make the groups: all ranks must make them all.
     """
-    manifest = files.manifest
+    manifest, leaf_names = files.manifest, list[dict[str, str]]()
     is_own = manifest.stage is None or manifest.stage.index == dist.get_rank() // manifest.world_size
     left_out = {row.name: row.stored_in for row in manifest.tensors if row.stored_in is not None}
     with agreeing(arguments.timeout) as mine:
         if not is_own:
             exported = None
         elif arguments.host is not None:
-            exported, manifest = arguments.host(files, arguments.weights)
+            exported, manifest, leaf_names = arguments.host(files, arguments.weights)
             left_out = {row.name: row.stored_in for row in manifest.tensors if row.stored_in is not None}
             refuse_unsendable(exported, dist.get_backend())
         elif package is not None:
@@ -172,7 +174,7 @@ def _read(
     for row in manifest.tensors:
         fqn = row.name
         stored[fqn] = exported.state_dict[fqn] if fqn in exported.state_dict else exported.constants[fqn]
-    return _RankProgram(exported, manifest)
+    return _RankProgram(exported, manifest, leaf_names)
 
 
 def _refuse_unlike(
