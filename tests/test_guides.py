@@ -27,6 +27,7 @@ NEEDS = {
     "moe": ["transformers"],
     "long-context": ["transformers"],
     "training": ["matplotlib", "transformers"],
+    "same-bits": ["transformers"],
 }
 COMMAND = "from tpcompiler.cli.commands import main\nmain()"
 SCRIPT = "import runpy, sys\nrunpy.run_path(sys.argv[1], run_name='__main__')"
