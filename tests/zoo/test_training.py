@@ -25,6 +25,16 @@ def test_counts_follow_from_those_of_the_forward() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [("llama", {"tp": 4}), ("gpt2", {"tp": 4}), ("mixtral", {"tp": 4}), ("llama", {"dp": 2, "tp": 2})],
+)
+def test_gradients_of_any_number_of_processes_have_the_same_bits(name: str, mesh: dict[str, int]) -> None:
+    report = converted(CASES[name], mesh).verify(same_bits=True)
+    assert report.ok, report
+
+
+@pytest.mark.slow
 def test_a_norm_in_simpler_ops_whose_backward_has_the_same_values() -> None:
     """The forward's `x - mean` is written for a norm, and the backward's is the model's own."""
     made = converted(CASES["vit"], {"tp": 2})

@@ -46,6 +46,15 @@ def test_equal_to_the_single_device_program(on_world: Measured) -> None:
     assert on_world.equal, on_world.differences
 
 
+@pytest.mark.slow
+@each
+def test_any_number_of_processes_gives_the_same_bits(on_world: Measured) -> None:
+    case = on_world.case
+    then = [((), inputs) for inputs in case.then(*case.example)] if case.then else []
+    report = on_world.program.verify((), case.inputs(*case.example), then=then, same_bits=True)
+    assert report.ok, report
+
+
 @each
 def test_collectives_are_those_counted_by_hand(on_world: Measured) -> None:
     found, by_hand = on_world.found, on_world.case.by_hand()
