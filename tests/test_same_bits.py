@@ -145,7 +145,10 @@ ROWS: Mapping[str, tuple[Callable[[], nn.Module], torch.Tensor, Any, Any, dict[s
 }
 
 
-@pytest.mark.parametrize("name", ROWS)
+QUICK = {"sums, 6 ranks, of which 3 are no subtree", "the sequence cut", "samples and layers cut", "buffers"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in ROWS])
 def test_all_numbers_of_processes_give_the_same_bits(name: str) -> None:
     make, x, mesh, plan, more = ROWS[name]
     made = converted(make, x, mesh, plan, **more)
@@ -155,6 +158,7 @@ def test_all_numbers_of_processes_give_the_same_bits(name: str) -> None:
     assert "on 1: " in report.note
 
 
+@pytest.mark.slow
 def test_the_table_has_every_kind_of_collective() -> None:
     kinds = set[str]()
     for name in ("sums, 8 ranks", "gathers", "the sequence cut", "to other dims"):
@@ -183,6 +187,7 @@ def test_another_order_of_a_sum_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     assert all("has other bits on" in name for name in _bits(report))
 
 
+@pytest.mark.slow
 def test_a_kernel_of_another_shape_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     made, plain = converted(*ROWS["half precision"][:4]), hosting._Hosted._repeat
 
@@ -197,7 +202,14 @@ def test_a_kernel_of_another_shape_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     assert _bits(made.verify((X.bfloat16(),), same_bits=True))
 
 
-@pytest.mark.parametrize(("mesh", "inputs"), [({"tp": 4}, None), ({"tp": 3}, None), ({"dp": 2, "tp": 2}, "dp")])
+@pytest.mark.parametrize(
+    ("mesh", "inputs"),
+    [
+        pytest.param({"tp": 4}, None, marks=pytest.mark.slow),
+        pytest.param({"tp": 3}, None, marks=pytest.mark.slow),
+        ({"dp": 2, "tp": 2}, "dp"),
+    ],
+)
 def test_gradients_have_the_same_bits(mesh: dict[str, int], inputs: str | None) -> None:
     made = tpcompiler.parallelize(trained(), mesh, PLAN, inputs=_samples(inputs))
     report = made.verify(batch(), same_bits=True)
@@ -237,7 +249,7 @@ def test_processes_give_the_same_bits_from_files(tmp_path: Path) -> None:
         torch.testing.assert_close(got, model(*args))
 
 
-@pytest.mark.parametrize("axis", [None, "dp"])
+@pytest.mark.parametrize("axis", [pytest.param(None, marks=pytest.mark.slow), "dp"])
 def test_steps_of_training_have_the_same_bits(axis: str | None, tmp_path: Path) -> None:
     mesh = {"dp": 2, "tp": 2} if axis else {"tp": 4}
     tpcompiler.parallelize(trained(), mesh, PLAN, inputs=_samples(axis)).save(tmp_path / "out")
