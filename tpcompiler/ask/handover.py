@@ -31,7 +31,7 @@ class SentBytes(Record, frozen=True):
 
 
 class HandoverTable(Record, Shown, frozen=True):
-    """A handover of all buffers, and what it costs."""
+    """A handover of buffers or weights, and what it costs."""
 
     handover: Handover  # the parts
     sent: list[SentBytes]  # by receiver and sender
@@ -42,7 +42,7 @@ class HandoverTable(Record, Shown, frozen=True):
     def parts(self) -> Iterator[Part]:
         made = self.handover
         yield (
-            f"{made.source_ranks} ranks hand {len(made.tensors)} buffers to {made.target_ranks} ranks: "
+            f"{made.source_ranks} ranks hand {len(made.tensors)} tensors to {made.target_ranks} ranks: "
             f"{format_bytes(self.bytes)}, {format_microseconds(self.seconds)} us on {self.machine}"
         )
         yield ""
@@ -50,7 +50,7 @@ class HandoverTable(Record, Shown, frozen=True):
         for each in made.tensors.values():
             alike[str(each.shape), each.dtype, each.source_sharding, each.target_sharding] += 1
         rows = [(str(count), *key) for key, count in alike.items()]
-        yield Table("buffers", ("count", "shape", "dtype", "on the source", "on the target"), rows)
+        yield Table("tensors", ("count", "shape", "dtype", "on the source", "on the target"), rows)
         pairs = [(str(e.source), str(e.target), str(e.parts), format_bytes(e.bytes)) for e in self.sent]
         headers = ("from rank", "to rank", "parts", "bytes")
         yield Table("messages", headers, pairs, right=headers)
