@@ -23,7 +23,7 @@ from tests.runtime.commands import call as command
 from tests.trust.small import Decode
 from tpcompiler import ArtifactError, LaunchError
 from tpcompiler.artifact import handover
-from tpcompiler.runtime.handover import HandoverLink, Move, read_handover
+from tpcompiler.runtime.handover import HandoverLink, Move, _in_buckets, read_handover
 
 BATCH, HEADS, STEPS, FEATURES = 2, 2, 64, 16
 CACHE = BATCH * HEADS * STEPS * FEATURES * 4  # bytes of the keys, and of the values
@@ -344,6 +344,14 @@ def test_weights_arrive_in_the_dtype_of_the_service() -> None:
     handed = trainer.handover(service, weights=True).handover.tensors
     assert {each.dtype for each in handed.values()} == {"bf16"}
     assert handed["a.weight"].source_name == "model.a.weight"
+
+
+def test_no_bucket_is_larger_than_asked() -> None:
+    parts = [(torch.randn(shape), torch.bfloat16) for shape in ((3, 5), (), (100, 7), (0, 4), (2, 2, 2), (33,))]
+    buckets = _in_buckets(parts, 64)
+    assert max(sum(part.numel() * 2 for part, _ in bucket) for bucket in buckets) <= 64
+    sent = torch.cat([part.flatten() for bucket in buckets for part, _ in bucket])
+    assert torch.equal(sent, torch.cat([part.flatten() for part, _ in parts]))
 
 
 def test_weights_of_another_model_are_refused(decode: Any) -> None:
