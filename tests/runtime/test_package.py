@@ -140,6 +140,21 @@ def test_it_is_called_as_the_program_is(alone: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("world_of_one")
+def test_weights_written_in_place_are_those_of_the_next_call(alone: Path) -> None:
+    """As a handover writes them: the package reads the memory of the module's parameters."""
+    compiled, plain = (tpcompiler.load(alone, compiled=it, trust=it) for it in (True, False))
+    ids, total = packages.IDS, packages.SUM
+    before = [module(ids, total.clone())[0].clone() for module in (compiled, plain)]
+    for module in (compiled, plain):
+        for value in module.parameters():
+            value.detach().mul_(0.5)
+    made, wanted = (module(ids, total.clone())[0] for module in (compiled, plain))
+    assert not torch.allclose(made, 2 * before[0])
+    torch.testing.assert_close(made, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("world_of_one")
 def test_inputs_in_any_layout_and_outputs_that_are_none(alone: Path, tmp_path: Path) -> None:
     """Packaged in a process that has loaded another artifact."""
     tpcompiler.load(alone, compiled=False)
