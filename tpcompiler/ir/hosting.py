@@ -187,7 +187,7 @@ class _Hosted:
     def program(self) -> ExportedProgram:
         self._take_inputs()
         runs = [self._run(at) for at in range(len(self.ranks))]
-        while waiting := [node for run in runs if (node := next(run, None)) is not None]:
+        while any(waiting := [next(run, None) for run in runs]):
             self._exchange(waiting)
         self.graph.output(tuple(self._outputs()))
         program = rebuilt(self.first, self.graph, self.signature, self.constants, self.state)
@@ -318,9 +318,12 @@ class _Hosted:
                 return torch.empty(sizes, dtype=value.dtype, device=value.device)
         return value
 
-    def _exchange(self, waiting: Sequence[fx.Node]) -> None:
+    def _exchange(self, waiting: Sequence[fx.Node | None]) -> None:
         """Run a collective that all ranks of this process have reached, in each of their groups."""
-        first = waiting[0]
+        nodes = [node for node in waiting if node is not None]
+        first = nodes[0]
+        if len(nodes) < len(waiting) or len({(node.target, str(node.args[-1])) for node in nodes}) > 1:
+            raise InternalError(f"the ranks of a process are not all at '{first.name}'", help="report this")
         kind, name = str(first.target).split(".")[1], str(first.args[-1])
         known = {
             "all_reduce": self._all_reduce,
@@ -331,12 +334,11 @@ class _Hosted:
         }
         if kind not in known:
             raise UnsupportedError(f"'{first.name}': ranks of one process cannot do {kind}", help="report this")
-        if any((node.target, node.args[-1]) != (first.target, name) for node in waiting):
-            raise InternalError(f"the ranks of a process are not all at '{first.name}'", help="report this")
         for group in self._groups(name):
-            args = [fx.node.map_arg(waiting[at].args, self.values[at].__getitem__) for at in group.own]
-            for at, result in zip(group.own, known[kind](args, group), strict=True):
-                self.values[at][waiting[at]] = result
+            own = [(nodes[at], self.values[at]) for at in group.own]
+            args = [fx.node.map_arg(node.args, values.__getitem__) for node, values in own]
+            for (node, values), result in zip(own, known[kind](args, group), strict=True):
+                values[node] = result
 
     def _groups(self, name: str) -> Iterator[_Group]:
         """Yield the groups of this name that have ranks of this process."""
@@ -344,6 +346,10 @@ class _Hosted:
             own = [rank - self.numbers.start for rank in ranks if rank in self.numbers]
             if own:
                 processes = len({rank // self.hosts.each for rank in ranks})
+                if len(own) * processes != len(ranks):
+                    raise UnsupportedError(
+                        f"the group {list(ranks)} is not of as many ranks of each process", help="report this"
+                    )
                 yield _Group(hosted_group(name, self.hosts.processes), len(ranks), own, processes)
 
     def _all_reduce(self, calls: Calls, group: _Group) -> list[Any]:
@@ -405,10 +411,10 @@ class _Hosted:
         if group.processes == 1:
             return [self._call(aten.cat.default, [pieces[to] for pieces in sent]) for to in range(len(calls))]
         blocks = [range(start, start + each) for start in range(0, group.size, each)]
-        order = [self._call(aten.cat.default, [own[to] for block in blocks for to in block for own in sent])]
+        to_send = self._call(aten.cat.default, [own[to] for block in blocks for to in block for own in sent])
         split_in = [self._total([sizes[to] for to in block for sizes in sizes_in]) for block in blocks]
         split_out = [self._total([sizes[of] for sizes in sizes_out for of in block]) for block in blocks]
-        got = self._wait(c10d_functional.all_to_all_single.default, order[0], split_out, split_in, group.name)
+        got = self._wait(c10d_functional.all_to_all_single.default, to_send, split_out, split_in, group.name)
         pieces = self._pieces(got, [sizes[of] for block in blocks for sizes in sizes_out for of in block])
         rows = _in_rows(pieces, each)  # by process, and then by the rank here that they are for
         return [self._call(aten.cat.default, [piece for row in rows[to::each] for piece in row]) for to in range(each)]
