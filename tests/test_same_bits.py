@@ -290,10 +290,10 @@ def test_processes_that_cannot_run_whole_ranks_are_refused(mesh: dict[str, int],
 def test_a_world_that_divides_no_ranks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     converted(*ROWS["buffers"][:4]).save(tmp_path / "out")
     monkeypatch.setenv("RANK", "0")
-    for world, same_bits, told in (("3", True, "with a divisor of 4"), ("2", False, "convert for 2")):
+    for world, hosts, told in (("3", True, "with a divisor of 4"), ("2", False, "convert for 2")):
         monkeypatch.setenv("WORLD_SIZE", world)
         with pytest.raises(LaunchError, match=f"for 4 ranks, this world has {world}.*") as refusal:
-            tpcompiler.load(tmp_path / "out", same_bits=same_bits)
+            tpcompiler.load(tmp_path / "out", same_bits=hosts)
         assert told in str(refusal.value)
     with pytest.raises(UnsupportedError, match="a package cannot be loaded with same_bits"):
         tpcompiler.load(tmp_path / "out", same_bits=True, compiled=True)
