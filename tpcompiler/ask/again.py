@@ -27,15 +27,14 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import layer_of
 from tpcompiler.ir.program import PlannedProgram, relax
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.parallel.advice import held_bytes, wire_bytes
 from tpcompiler.parallel.conversion import Conversion, asked_boundary
 from tpcompiler.parallel.converted_program import ConvertedProgram
 from tpcompiler.parallel.pipeline import convert_programs, find_placements
 from tpcompiler.parallel.unplanned_weights import MOST_WHOLE
-from tpcompiler.passes.place import place
+from tpcompiler.passes._placements import refuse_misfits
 from tpcompiler.passes.regions.attend_in_turns import ATTENTION, axis_of_turns
 from tpcompiler.plan.plan import Plan
-from tpcompiler.solver.estimate import sends_around
+from tpcompiler.solver.estimate import measure_leaves, sends_of
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.task import Aim
 from tpcompiler.solver.what_if import Otherwise, price_otherwise
@@ -126,19 +125,22 @@ class Again:
         return self._price(Otherwise(axes, (), made, found), around)._replace(form=style)
 
     def _price(self, choice: Otherwise, around: Sequence[fx.Node]) -> Price:
-        own = choice.axes, choice.wants, choice.made
-        if math.isinf(choice.solution.seconds):
+        own, found = (choice.axes, choice.wants, choice.made), choice.solution
+        if math.isinf(found.seconds):
             return Price(*own, None, None, None)
         try:
-            placed = place(choice.solution.programs[self.at], choice.solution)
+            refuse_misfits(found.programs[self.at], found)
         except TpCompilerError as error:  # such as a packed style whose uses show no parts then
             return Price(*own, None, None, None, failed=error.message)
+        alone = replace(found, programs=[found.programs[self.at]])
+        sends = list(sends_of(alone))
+        near = {value for call in around for value in (*edit.operands(call), *(made for made, _ in edit.results(call)))}
         return Price(
             *own,
-            wire_bytes(placed, self.machine),
-            held_bytes(placed),
-            choice.solution.seconds,
-            sends=count_kinds(kind for kind, *_ in sends_around(choice.solution, around)),
+            sum(wire_bytes for _, (*_, wire_bytes) in sends),
+            sum(measure_leaves(alone).values()),
+            found.seconds,
+            sends=count_kinds(kind for value, (kind, *_) in sends if value in near),
         )
 
 
