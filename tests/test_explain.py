@@ -78,7 +78,8 @@ def test_the_prices_of_the_layer_by_hand(by_hand: Path, kind: str) -> None:
 def test_prices_are_the_least_of_all_assignments() -> None:
     """Every assignment of the variables of the whole problem, tried one by one."""
     program = apply_plan(canonicalize(mlp()), Plan().with_search(), Mesh.of(2))
-    found = solve(Task([program], Objective.of(read_machine())), PLACING)
+    task = Task([program], Objective.of(read_machine()))
+    found = solve(task, PLACING)
     problem = build_problem([program], Turn(program.mesh, ("tp",), {}, AnyStyle()), Objective.of(read_machine()), {})
     tables = problem.tables_at(Objective.of(read_machine()).byte_price)
     totals = numpy.full(tables.sizes, tables.constant)
@@ -90,7 +91,7 @@ def test_prices_are_the_least_of_all_assignments() -> None:
     for node, variable in problem.variables.items():
         others = tuple(at for at in range(len(tables.sizes)) if at != variable)
         least = totals.min(others) * UNIT
-        prices = price_otherwise(found, node, Objective.of(read_machine()))
+        prices = price_otherwise(found, node, task)
         assert [each.solution.seconds for each in prices] == pytest.approx(list(least))
         assert min(least) == found.seconds
         assert sum(map(math.isfinite, least)) > 1

@@ -17,7 +17,6 @@ from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.artifact.summary import SearchedPlan, summarize
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import machine_of
-from tpcompiler.cost.objective import Objective
 from tpcompiler.errors import TpCompilerError
 from tpcompiler.ir import edit
 from tpcompiler.ir.constraints import Constraint, Dims
@@ -29,14 +28,15 @@ from tpcompiler.ir.program import PlannedProgram, relax
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.parallel.conversion import Conversion, asked_boundary
 from tpcompiler.parallel.converted_program import ConvertedProgram
-from tpcompiler.parallel.pipeline import convert_programs, find_placements
+from tpcompiler.parallel.pipeline import convert_programs, find_placements, make_task, solve_task
 from tpcompiler.parallel.unplanned_weights import MOST_WHOLE
 from tpcompiler.passes._placements import refuse_misfits
 from tpcompiler.passes.regions.attend_in_turns import ATTENTION, axis_of_turns
 from tpcompiler.plan.plan import Plan
 from tpcompiler.solver.estimate import measure_leaves, sends_of
 from tpcompiler.solver.solution import Solution
-from tpcompiler.solver.task import Aim
+from tpcompiler.solver.task import Aim, Task
+from tpcompiler.solver.turn import Memo
 from tpcompiler.solver.what_if import Otherwise, price_otherwise
 
 
@@ -65,10 +65,12 @@ class Again:
 
     Attributes:
         at: which of the programs the artifact's is.
+        task: the input of the search, with the problems that it solved.
         forms: styles of forms that the search took, by the wording of their entries in the artifact's plan.
     """
 
     found: Solution
+    task: Task
     at: int
     machine: Machine
     conversions: Sequence[Conversion]
@@ -98,10 +100,9 @@ class Again:
             relax(program, lambda own: layer_of(own.leaf) in layers, partial(_relaxed, program, self.found.model))
             for program in self.found.programs
         ]
-        objective = Objective.of(self.machine)
         with no_new_guards(*(program.graph for program in programs)):
             around = [value] if value.op == "call_function" else []
-            choices = price_otherwise(replace(self.found, programs=programs), value, objective)
+            choices = price_otherwise(replace(self.found, programs=programs), value, self.task)
             return [self._price(each, around) for each in choices]
 
     def price_turns(self, call: fx.Node, axes: tuple[str, ...]) -> Price | None:
@@ -157,7 +158,8 @@ def search_again(program: ArtifactProgram, machine: Machine) -> Again:
     """
     conversions, at, forms = _conversions(program)
     aim = replace(_aim(program, machine), forms=False)
-    return Again(find_placements(conversions, aim), at, machine, conversions, forms)
+    task = replace(make_task(conversions, aim), kept=Memo())
+    return Again(solve_task(task), task, at, machine, conversions, forms)
 
 
 def advise(program: ArtifactProgram, machine: str | os.PathLike[str] | None = None) -> dict[str, str]:

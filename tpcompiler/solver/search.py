@@ -112,7 +112,7 @@ def _search_in_turns(task: Task, turns: Turns) -> Solution:
             (part.axis, *shared)
             for part, domains in zip(turn.parts or (turn,), problem.alone, strict=True)
             for domain in domains
-            for shared in sorted(find_shared_heads(domain))
+            for shared in sorted(problem.known.once(("heads", domain), partial(find_shared_heads, domain)))
         ]
     return replace(found, turns=tuple(solved), heads=tuple(dict.fromkeys(heads)))
 
@@ -228,7 +228,7 @@ def _openings(
     for domains in problem.alone:
         axis, is_searched = domains[0].turn.axis, domains[0].turn.is_searched
         for at, (alone, domain) in enumerate(zip(domains, problem.domains, strict=True)):
-            openings = list(find_openings(alone))
+            openings = problem.known.once(("openings", alone), lambda alone=alone: list(find_openings(alone)))
             paid = _paid(problem, domain, axis, choices, found) if openings else set()
             for node, index, places in openings:
                 operand = domain.operands[node][index]
