@@ -341,7 +341,10 @@ def ignore_plan(task: Task, best: Solution, again: Again) -> Solution:
     """Search without the plan for the simpler ops and the mesh that its layers may hide; then with it on these."""
     if not any(own.narrows for program in task.programs for own in program.planned.values()):
         return best
-    rest = again(replace(task, programs=[relax(program, attrgetter("narrows")) for program in task.programs]))
+    relaxed = [relax(program, attrgetter("narrows")) for program in task.programs]
+    left = ((program.graph, *program.constraints.items()) for program in relaxed)  # equal for all plans that narrow
+    known = "without the plan", task.objective[1:], task.model, *left
+    rest = task.known.once(known, lambda: again(replace(task, programs=relaxed)))
     is_far = task.limit is not None and not math.isinf(rest.seconds) and measure_memory(rest).total > task.limit
     freed = math.inf if is_far else rest.seconds
     if (rest.simpler, rest.mesh) == (best.simpler, best.mesh):
