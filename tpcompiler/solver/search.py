@@ -228,7 +228,8 @@ def _openings(
     for domains in problem.alone:
         axis, is_searched = domains[0].turn.axis, domains[0].turn.is_searched
         for at, (alone, domain) in enumerate(zip(domains, problem.domains, strict=True)):
-            openings = problem.known.once(("openings", alone), lambda alone=alone: list(find_openings(alone)))
+            find = partial(list[tuple[fx.Node, int, Set[Place]]], find_openings(alone))
+            openings = problem.known.once(("openings", alone), find)
             paid = _paid(problem, domain, axis, choices, found) if openings else set()
             for node, index, places in openings:
                 operand = domain.operands[node][index]
