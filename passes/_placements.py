@@ -49,7 +49,30 @@ class Walk:
         return self.settled.get(value) or self.found.sharding(value)
 
 
-def refuse_without_parts(program: PlannedProgram, found: Solution) -> None:
+def refuse_misfits(program: PlannedProgram, found: Solution) -> None:
+    """Refuse planned leaves that their uses cannot take as they are cut.
+
+    Raises:
+        ShardingError: an op would change a planned leaf, or a rearrangement of one; no weight is gathered at run time.
+        PlanError: a packed style, without sizes, of a leaf whose uses show no parts.
+    """
+    _refuse_without_parts(program, found)
+    pinned = {leaf: own for leaf, _ in program.leaves() if (own := program.fixed(leaf))}
+    for node in edit.calls(program.graph) if pinned else ():
+        if (choice := found.choices.get(node)) is None or node.target is pin:
+            continue
+        operands, rule = edit.operands(node), choice.rule
+        for index, (operand, want) in enumerate(zip(operands, choice.wants, strict=True)):
+            if operand in pinned and (have := _settle(operand, found)) != want:
+                value = edit.fake(operand)
+                is_sent = reshard_wire_bytes(have, want, value.shape, value.element_size(), found.mesh) > 0
+                if is_sent and not (want.has_spans and want.without_spans == have):
+                    _refuse(node, index, have, program, found, pinned)
+        if rule is not None and rule.relayout and operands[0] in pinned:
+            pinned[node] = pinned[operands[0]]
+
+
+def _refuse_without_parts(program: PlannedProgram, found: Solution) -> None:
     """Refuse a packed style of a layer none of whose weights is used in parts; what it has besides need not be."""
     layers: dict[tuple[str, str], list[tuple[str, bool]]] = {}
     for leaf, fqn in program.leaves():
@@ -85,8 +108,7 @@ def mark_node(node: fx.Node, walk: Walk) -> NodePlacement:
     else:
         mark = _mark_op(node, walk)
     if edit.is_tensor(node):
-        made = mark.shardings[0]
-        walk.settled[node] = made if node.op == "placeholder" else _settle(node, made, walk)
+        walk.settled[node] = _settle(node, walk.found)
     return mark
 
 
@@ -102,18 +124,19 @@ def _mark_input(node: fx.Node, walk: Walk) -> NodePlacement:
     return NodePlacement((walk.found.leaves[node],), (), reason)
 
 
-def _settle(node: fx.Node, made: Sharding, walk: Walk) -> Sharding:
+def _settle(node: fx.Node, found: Solution) -> Sharding:
     """Return the sharding that the users of a value see: the search's for several, or the one that all of them want."""
-    users = [user for user in node.users if user in walk.found.choices]
-    operands = (
-        pair for user in users for pair in zip(edit.operands(user), walk.found.choices[user].wants, strict=True)
-    )
+    made = found.sharding(node)
+    if node.op == "placeholder":
+        return made
+    users = [user for user in node.users if user in found.choices]
+    operands = (pair for user in users for pair in zip(edit.operands(user), found.choices[user].wants, strict=True))
     wants = {want for operand, want in operands if operand is node}
     if not node.users or all(user.target is pin for user in node.users) or wants == {made}:
         return made
     if len(wants) == 1:  # other changes are left to each user, which has a reason for it
         return wants.pop() if made.partial else made
-    return walk.found.settled.get(node, made)
+    return found.settled.get(node, made)
 
 
 def _mark_op(node: fx.Node, walk: Walk) -> NodePlacement:
@@ -129,19 +152,15 @@ def _mark_op(node: fx.Node, walk: Walk) -> NodePlacement:
         if want.has_spans and want.without_spans == have:
             refusals[index] = "its windows reach elements of other ranks"
             continue
-        if not have.partial or operand in walk.pinned:
+        if not have.partial:
             refusal = _unruled(node) if rule is None else refuses(rule, index, have, mesh)
-            demand = None
-            if operand not in walk.pinned:
-                spared = Spared(sent, walk.met) if refusal else None
-                demand = find_demand(node, seen, walk.seen, walk.pinned, mesh, spared=spared)
+            spared = Spared(sent, walk.met) if refusal else None
+            demand = find_demand(node, seen, walk.seen, walk.pinned, mesh, spared=spared)
             if demand is not None:
                 asked += [demand.text] if demand.is_planned else []
                 refusal = f"{refusal}, {ALSO_ASKED} ({demand.text})" if refusal else ""
                 refusal = refusal or _sooner(have, want, demand)
             refusals[index] = refusal or OTHERS
-        if operand in walk.pinned:
-            _refuse(walk.pinned[operand], _find_misfit(node, index, have, walk), walk)
         if rule is None:
             text = f"{node.target} at '{node.name}' has no rule: '{operand.name}' is replicated"
             walk.notes.append(Note("no rule", text))
@@ -214,9 +233,9 @@ class _Misfit(NamedTuple):
     is_uneven: bool
 
 
-def _find_misfit(node: fx.Node, index: int, have: Sharding, walk: Walk) -> _Misfit:
+def _find_misfit(node: fx.Node, index: int, have: Sharding, found: Solution) -> _Misfit:
     """Follow a value through ops that take it alone, such as a transposition, to the op that needs it otherwise."""
-    mesh, choices = walk.program.mesh, walk.found.choices
+    mesh, choices = found.mesh, found.choices
     while True:
         rule = choices[node].rule
         why = _unruled(node) if rule is None else refuses(rule, index, have, mesh)
@@ -229,11 +248,18 @@ def _find_misfit(node: fx.Node, index: int, have: Sharding, walk: Walk) -> _Misf
         node, index, have = user, edit.operands(user).index(node), made[0]
 
 
-def _refuse(constraint: Constraint, misfit: _Misfit, walk: Walk) -> NoReturn:
-    """A weight is never gathered at run time, so a planned cut that its op cannot use is an error."""
-    node, why, is_uneven = misfit
-    sharding, fqn, mesh = constraint.sharding, constraint.leaf, walk.program.mesh
-    shape = next(edit.shape(leaf) for leaf, name in walk.program.leaves() if name == fqn)
+def _refuse(
+    node: fx.Node,
+    index: int,
+    have: Sharding,
+    program: PlannedProgram,
+    found: Solution,
+    pinned: Mapping[fx.Node, Constraint],
+) -> NoReturn:
+    constraint = pinned[edit.operands(node)[index]]
+    node, why, is_uneven = _find_misfit(node, index, have, found)
+    sharding, fqn, mesh = constraint.sharding, constraint.leaf, found.mesh
+    shape = next(edit.shape(leaf) for leaf, name in program.leaves() if name == fqn)
     help = f"pin '{fqn}' to R in the plan"
     what = f"cannot use '{fqn}' as {sharding.text(mesh)}: {node.target} says: {why}"
     for size, cut, dim in zip(shape, sharding.dims, range(sharding.ndim), strict=True):
@@ -244,6 +270,6 @@ def _refuse(constraint: Constraint, misfit: _Misfit, walk: Walk) -> NoReturn:
             if size % degree and is_uneven:
                 help = f"use a degree that divides {size}, or {help}"
     error = ShardingError(what, help=help, asked_by=constraint.asked_by, used_at=edit.source_line(node))
-    pinned = [walk.pinned[each].leaf for each in edit.operands(node) if each in walk.pinned]
-    error.leaves = tuple(dict.fromkeys([fqn, *pinned]))
+    others = [pinned[each].leaf for each in edit.operands(node) if each in pinned]
+    error.leaves = tuple(dict.fromkeys([fqn, *others]))
     raise error

@@ -13,7 +13,7 @@ from tpcompiler.ir.notes import notes_of, shared_leaves, whole_leaves
 from tpcompiler.ir.program import PIN, Note, PlacedProgram, PlannedProgram, pin, reshard
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.text import op_name
-from tpcompiler.passes._placements import Walk, mark_node, refuse_without_parts
+from tpcompiler.passes._placements import Walk, mark_node, refuse_misfits
 from tpcompiler.passes._reshard_reasons import completed_sum, refuses
 from tpcompiler.rules.index_range import door_ranges
 from tpcompiler.rules.registry import rule_of
@@ -39,12 +39,11 @@ def place(program: PlannedProgram, found: Solution, *, check_indices: bool = Tru
     Leaves each operand with exactly the sharding that its rule needs, and no `pin`.
 
     Raises:
-        ShardingError: a planned leaf cannot be used as it was cut.
-        PlanError: a packed style, without sizes, of a leaf whose uses show no parts.
+        ShardingError, PlanError: as `refuse_misfits`.
     """
+    refuse_misfits(program, found)
     inputs = {node.name: found.leaves[node] for node in program.user_inputs()}
     walk = Walk(program, found, door_ranges(program, inputs) if check_indices else None)
-    refuse_without_parts(program, found)
     leaves = {node.name: (node, fqn) for node, fqn in program.leaves()}
     marks = {node: mark_node(node, walk) for node in program.graph.nodes if node.op != "output"}
     for leaf, request in program.resting.items():

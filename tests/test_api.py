@@ -301,6 +301,23 @@ def test_a_program_prints_what_it_is() -> None:
     )
 
 
+def test_only_the_report_searches_for_its_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> object:
+        raise tpcompiler.InternalError("a search for notes")
+
+    made = tpcompiler.parallelize(exported(Mlp(), torch.randn(2, 4)), 2, "auto")
+    monkeypatch.setattr("tpcompiler.solver.report.find_uncut", fail)
+    assert "of weights on a rank" in repr(made)
+    assert (made.collectives(), made.cost().step.total > 0, len(made.explain("up.weight").alternatives) > 1) == (
+        [],
+        True,
+        True,
+    )
+    for ask in (made.manifest, made.report):
+        with pytest.raises(tpcompiler.InternalError, match="a search for notes"):
+            ask()
+
+
 @pytest.mark.slow
 def test_no_plan_means_the_search() -> None:
     model = exported(Mlp(), torch.randn(2, 4))
@@ -337,6 +354,6 @@ def test_a_defect_in_the_price_of_an_alternative_is_raised(monkeypatch: pytest.M
         raise tpcompiler.InternalError("a broken promise")
 
     program = tpcompiler.parallelize(exported(Mlp(), torch.randn(2, 4)), 2, PLAN)
-    monkeypatch.setattr("tpcompiler.ask.again.place", fail)
+    monkeypatch.setattr("tpcompiler.ask.again.refuse_misfits", fail)
     with pytest.raises(tpcompiler.InternalError, match="a broken promise"):
         program.explain("up.weight")

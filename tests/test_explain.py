@@ -27,7 +27,7 @@ from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.objective import Objective
 from tpcompiler.errors import ArtifactError, ShardingError
 from tpcompiler.ir.constraints import AnyStyle
-from tpcompiler.ir.program import PlacedProgram, PlannedProgram
+from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.solver.build_problem import build_problem
@@ -78,7 +78,8 @@ def test_the_prices_of_the_layer_by_hand(by_hand: Path, kind: str) -> None:
 def test_prices_are_the_least_of_all_assignments() -> None:
     """Every assignment of the variables of the whole problem, tried one by one."""
     program = apply_plan(canonicalize(mlp()), Plan().with_search(), Mesh.of(2))
-    found = solve(Task([program], Objective.of(read_machine())), PLACING)
+    task = Task([program], Objective.of(read_machine()))
+    found = solve(task, PLACING)
     problem = build_problem([program], Turn(program.mesh, ("tp",), {}, AnyStyle()), Objective.of(read_machine()), {})
     tables = problem.tables_at(Objective.of(read_machine()).byte_price)
     totals = numpy.full(tables.sizes, tables.constant)
@@ -90,7 +91,7 @@ def test_prices_are_the_least_of_all_assignments() -> None:
     for node, variable in problem.variables.items():
         others = tuple(at for at in range(len(tables.sizes)) if at != variable)
         least = totals.min(others) * UNIT
-        prices = price_otherwise(found, node, Objective.of(read_machine()))
+        prices = price_otherwise(found, node, task)
         assert [each.solution.seconds for each in prices] == pytest.approx(list(least))
         assert min(least) == found.seconds
         assert sum(map(math.isfinite, least)) > 1
@@ -269,20 +270,37 @@ def test_programs_that_share_weights_are_searched_together(tmp_path: Path, out: 
 
 def test_a_placement_that_cannot_be_carried_out_says_why(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And is not taken for one that there is not."""
-    placing = again.place
+    refusing = again.refuse_misfits
 
-    def fail(program: PlannedProgram, found: Solution) -> PlacedProgram:
+    def fail(program: PlannedProgram, found: Solution) -> None:
         leaf = next(node for node, fqn in program.leaves() if fqn == "layers.0.down.weight")
         if found.leaves[leaf].dims[0].axes:
             raise ShardingError("no parts [here]", help="none")
-        return placing(program, found)
+        refusing(program, found)
 
-    monkeypatch.setattr(again, "place", fail)
+    monkeypatch.setattr(again, "refuse_misfits", fail)
     found = tpcompiler.open(out).explain("layers.0.down.weight").alternatives
     assert [(each.makes, each.failed) for each in found if each.seconds is None] == [(("S(0)",), "no parts [here]")]
     text = right("explain", out, "layers.0.down.weight")
     assert re.search(r"^S\(0\) +fails$", text, re.MULTILINE)
     assert text.endswith("\nS(0): fails: no parts [here]\n\n")
+
+
+def test_a_tied_weight_is_held_once() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = self.head(self.embed(ids))
+            return made
+
+    plan = {"embed": "embedding_rowwise", "head": "colwise_gather_output"}
+    made = tpcompiler.parallelize(torch.export.export(Tied(), (torch.arange(4),)), 2, plan)
+    held = {each.makes: each.held_bytes for each in made.explain("embed.weight").alternatives}
+    assert held == {("S(0)",): 0, ("R",): 16 * 8 * 4 // 2, ("S(1)",): 0}
 
 
 class Attention(nn.Module):

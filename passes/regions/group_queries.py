@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from tpcompiler._torch import aten, sym_hint
-from tpcompiler.cost.fusion import find_kernels
+from tpcompiler.cost.fusion import moves_alone
 from tpcompiler.ir import edit
 from tpcompiler.ir.draws import remove_unused
 from tpcompiler.ir.local import key, memory_order, no_new_guards
@@ -102,9 +102,9 @@ class _Grouped:
     def choose(self, device_type: str) -> tuple[fx.Graph | None, int]:
         """Return the body that moves the fewest bytes, if they are fewer than now, and how many fewer."""
         bodies = [body for way in self.ways if (body := way.trace()) is not None]
-        moved = [_bytes_moved(body, edit.calls(body), device_type) for body in bodies]
+        moved = [_bytes_moved(edit.calls(body), device_type) for body in bodies]
         least = min(moved, default=math.inf)
-        less = _bytes_moved(self.node.graph, self.calls, device_type) - least
+        less = _bytes_moved(self.calls, device_type) - least
         return (bodies[moved.index(least)], round(less)) if less > 0 else (None, 0)
 
 
@@ -174,13 +174,12 @@ def _multiply_rows(few: Tensor, q: Tensor) -> Any:
     return aten.flatten.using_ints(aten.unflatten.int(rows @ few, STEPS, [times, -1]), HEADS - 1, HEADS)
 
 
-def _bytes_moved(graph: fx.Graph, calls: Iterable[fx.Node], device_type: str) -> float:
+def _bytes_moved(calls: Iterable[fx.Node], device_type: str) -> float:
     """Return the bytes that pass through memory if each of some calls is a kernel, as is a reshape that copies."""
-    kernels, total = find_kernels(graph, fuses=False), 0.0
+    total = 0.0
     for node in calls:
         operands = [edit.fake(operand) for operand in edit.operands(node)]
-        moves = kernels[node].moves if node in kernels else ()
-        total += sum(map(operator.mul, moves, map(bytes_in_memory, (*operands, *edit.outputs(node)))))
+        total += sum(map(operator.mul, moves_alone(node), map(bytes_in_memory, (*operands, *edit.outputs(node)))))
         total += read_again(node, device_type) if node.target is ATTENTION else 0
         changed = [(operands[0], edit.shape(node))] if node.target in RESHAPES else []
         if node.target is aten.matmul.default:  # it merges batch dims

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tpcompiler.api import conversions_of, read_plan
 from tpcompiler.cost.fusion import find_kernels
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.errors import ShardingError
+from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.ir.text import op_name
 from tpcompiler.parallel import pipeline
 from tpcompiler.parallel.pipeline import find_placements
@@ -28,8 +30,10 @@ from tpcompiler.passes._rewrite_candidates import find_forms
 from tpcompiler.rules.experts import BY_BLOCK
 from tpcompiler.solver import search
 from tpcompiler.solver.estimate import measure_step_time, seconds_of_ops, sent_by
+from tpcompiler.solver.problem import Problem
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.task import Aim
+from tpcompiler.solver.turn import Turn
 
 MACHINE = str(Path(__file__).with_name("waits.yaml"))
 BANDWIDTH = 1e9
@@ -228,6 +232,22 @@ def test_a_form_that_cannot_be_had_is_reported(monkeypatch: pytest.MonkeyPatch) 
     (declined,) = [line for line in auto.report().splitlines() if "attend_in_turns" in line]
     assert declined.startswith("  attend_in_turns was tried, and cannot be had: style 'attend_in_turns' does not fit ")
     assert "searched 4 times (1 with simpler ops, 2 in other forms)" in auto.report().splitlines()
+
+
+def test_no_problem_is_stated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A form that loses is tried with its own layers and with the best ones: without either plan both are one."""
+    stated = list[object]()
+    state = search.build_problem
+
+    def note(programs: Sequence[PlannedProgram], turn: Turn, *more: Any) -> Problem:
+        stated.append((turn.what, *((own.graph, *own.constraints.items()) for own in programs)))
+        return state(programs, turn, *more)
+
+    monkeypatch.setattr(pipeline, "find_forms", lambda device: [lambda found: {"layers.0.up": "replicate"}])
+    monkeypatch.setattr(search, "_could_gain", lambda *_: True)
+    monkeypatch.setattr(search, "build_problem", note)
+    assert "in other forms" in SHORT.converted(2).converted.searches
+    assert len(stated) == len(set(stated)) > 2
 
 
 @pytest.mark.parametrize(("tokens", "own_rows", "chosen"), [(6, 6, 2 * (1 - 0.5**6)), (1, 1, 1.0)])

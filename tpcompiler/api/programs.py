@@ -131,15 +131,16 @@ class Programs(Shown, Mapping[str, T]):
 
     def manifest(self) -> Manifest:
         """Return the description that `manifest.json` has; without the hashes of files if it is in memory."""
-        return self.only.manifest
+        return self.only.describe()
 
     def collectives(self) -> list[Collective]:
         """Return every collective that a rank's program calls, in order."""
-        return self.manifest().collectives
+        return self.only.manifest.collectives
 
     def parameter_bytes(self) -> tuple[int, list[int]]:
         """Return (bytes of all leaves on one device, bytes of the leaves of each rank); a tied tensor counts once."""
-        return summarize(self.manifest()).bytes, held_per_rank(self.manifest())
+        manifest = self.only.manifest
+        return summarize(manifest).bytes, held_per_rank(manifest)
 
     def rank_program(self, rank: int) -> ExportedProgram:
         """Return the ordinary exported program of one rank, with that rank's share of the weights.
@@ -182,7 +183,7 @@ class Programs(Shown, Mapping[str, T]):
             if not is_single(self):
                 yield from ([""] if at else [])
                 yield name
-            yield from summary_parts(summarize(program.manifest), advise(program))
+            yield from summary_parts(summarize(program.describe()), advise(program))
             if isinstance(program, ConvertedProgram) and program.searches:
                 yield program.searches
         first, *others = self.families()  # a plan for one of several models says nothing of the others

@@ -34,7 +34,11 @@ class ArtifactProgram(ABC):
     @property
     @abstractmethod
     def manifest(self) -> Manifest:
-        """The description of the program; without `files` if it is in memory."""
+        """The description of the program; without `files` and `notes` if it is in memory."""
+
+    def describe(self) -> Manifest:
+        """Return the manifest with notes, some of which take more searches to write."""
+        return self.manifest
 
     @abstractmethod
     def together(self) -> Sequence[ArtifactProgram]:

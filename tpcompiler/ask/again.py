@@ -17,7 +17,6 @@ from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.artifact.summary import SearchedPlan, summarize
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import machine_of
-from tpcompiler.cost.objective import Objective
 from tpcompiler.errors import TpCompilerError
 from tpcompiler.ir import edit
 from tpcompiler.ir.constraints import Constraint, Dims
@@ -27,17 +26,17 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import layer_of
 from tpcompiler.ir.program import PlannedProgram, relax
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.parallel.advice import held_bytes, wire_bytes
 from tpcompiler.parallel.conversion import Conversion, asked_boundary
 from tpcompiler.parallel.converted_program import ConvertedProgram
-from tpcompiler.parallel.pipeline import convert_programs, find_placements
+from tpcompiler.parallel.pipeline import convert_programs, find_placements, make_task, solve_task
 from tpcompiler.parallel.unplanned_weights import MOST_WHOLE
-from tpcompiler.passes.place import place
+from tpcompiler.passes._placements import refuse_misfits
 from tpcompiler.passes.regions.attend_in_turns import ATTENTION, axis_of_turns
 from tpcompiler.plan.plan import Plan
-from tpcompiler.solver.estimate import sends_around
+from tpcompiler.solver.estimate import measure_leaves, sends_of
 from tpcompiler.solver.solution import Solution
-from tpcompiler.solver.task import Aim
+from tpcompiler.solver.task import Aim, Task
+from tpcompiler.solver.turn import Memo
 from tpcompiler.solver.what_if import Otherwise, price_otherwise
 
 
@@ -66,10 +65,12 @@ class Again:
 
     Attributes:
         at: which of the programs the artifact's is.
+        task: the input of the search, with the problems that it solved.
         forms: styles of forms that the search took, by the wording of their entries in the artifact's plan.
     """
 
     found: Solution
+    task: Task
     at: int
     machine: Machine
     conversions: Sequence[Conversion]
@@ -99,10 +100,9 @@ class Again:
             relax(program, lambda own: layer_of(own.leaf) in layers, partial(_relaxed, program, self.found.model))
             for program in self.found.programs
         ]
-        objective = Objective.of(self.machine)
         with no_new_guards(*(program.graph for program in programs)):
             around = [value] if value.op == "call_function" else []
-            choices = price_otherwise(replace(self.found, programs=programs), value, objective)
+            choices = price_otherwise(replace(self.found, programs=programs), value, self.task)
             return [self._price(each, around) for each in choices]
 
     def price_turns(self, call: fx.Node, axes: tuple[str, ...]) -> Price | None:
@@ -126,19 +126,22 @@ class Again:
         return self._price(Otherwise(axes, (), made, found), around)._replace(form=style)
 
     def _price(self, choice: Otherwise, around: Sequence[fx.Node]) -> Price:
-        own = choice.axes, choice.wants, choice.made
-        if math.isinf(choice.solution.seconds):
+        own, found = (choice.axes, choice.wants, choice.made), choice.solution
+        if math.isinf(found.seconds):
             return Price(*own, None, None, None)
         try:
-            placed = place(choice.solution.programs[self.at], choice.solution)
+            refuse_misfits(found.programs[self.at], found)
         except TpCompilerError as error:  # such as a packed style whose uses show no parts then
             return Price(*own, None, None, None, failed=error.message)
+        alone = replace(found, programs=[found.programs[self.at]])
+        sends = list(sends_of(alone))
+        near = {value for call in around for value in (*edit.operands(call), *(made for made, _ in edit.results(call)))}
         return Price(
             *own,
-            wire_bytes(placed, self.machine),
-            held_bytes(placed),
-            choice.solution.seconds,
-            sends=count_kinds(kind for kind, *_ in sends_around(choice.solution, around)),
+            sum(wire_bytes for _, (*_, wire_bytes) in sends),
+            sum(measure_leaves(alone).values()),
+            found.seconds,
+            sends=count_kinds(kind for value, (kind, *_) in sends if value in near),
         )
 
 
@@ -155,7 +158,8 @@ def search_again(program: ArtifactProgram, machine: Machine) -> Again:
     """
     conversions, at, forms = _conversions(program)
     aim = replace(_aim(program, machine), forms=False)
-    return Again(find_placements(conversions, aim), at, machine, conversions, forms)
+    task = replace(make_task(conversions, aim), kept=Memo())
+    return Again(solve_task(task), task, at, machine, conversions, forms)
 
 
 def advise(program: ArtifactProgram, machine: str | os.PathLike[str] | None = None) -> dict[str, str]:

@@ -21,6 +21,7 @@ from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.cost.timeline import duration
 from tpcompiler.errors import ArtifactError, option
 from tpcompiler.ir import edit
+from tpcompiler.ir.gc_pause import collector_rests
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import layer_of, weight_of
 from tpcompiler.ir.placement_words import describe_sharding
@@ -144,6 +145,7 @@ class Explanation(Record, Shown, frozen=True, kw_only=True):
         yield from (*said, "") if said else ()
 
 
+@collector_rests()
 def explain(program: ArtifactProgram, name: str, machine: str | os.PathLike[str] | None = None) -> Explanation:
     """Explain the placement of a value, a parameter or a collective, and price its alternatives.
 

@@ -224,7 +224,8 @@ class _Fusion:
                 share, _ = self.widened.get(other, (1.0, None))
                 reads.append(share if is_read else 0.0)
             writes = [float(node in self.users)] * len(edit.outputs(node))
-            kernel_of[node] = self._kernel("" if own in floors_charged else _floor(node), node, reads, writes)
+            floor = "" if own in floors_charged else "other" if node in self.parent else _floor(node)
+            kernel_of[node] = self._kernel(floor, node, _moves(node, reads, writes))
             floors_charged.add(own)
         return kernel_of
 
@@ -232,14 +233,13 @@ class _Fusion:
         """Return every op as its own kernel, and every view as a kernel that moves nothing."""
         kernel_of = {node: Kernel("view") for node in self.source if _is_called(node)}
         for node in self.calls:
-            reads, writes = [1.0] * len(edit.operands(node)), [1.0] * len(edit.outputs(node))
-            kernel_of[node] = self._kernel(_floor(node), node, reads, writes)
+            kernel_of[node] = self._kernel(_floor(node), node, moves_alone(node))
         return kernel_of
 
-    def _kernel(self, floor: Floor, node: fx.Node, reads: list[float], writes: list[float]) -> Kernel:
-        stored = (*(self.of(operand).op == "placeholder" for operand in edit.operands(node)), *(False for _ in writes))
+    def _kernel(self, floor: Floor, node: fx.Node, moves: tuple[float, ...]) -> Kernel:
+        stored = (*(self.of(o).op == "placeholder" for o in edit.operands(node)), *(False for _ in edit.outputs(node)))
         dtype = self._dtype(node) if floor == "product" else ""
-        return Kernel(floor, _moves(node, reads, writes), stored, dtype)
+        return Kernel(floor, moves, stored, dtype)
 
     def _dtype(self, product: fx.Node) -> str:
         """Return the narrow dtype of a product's operands, or of its weights alone."""
@@ -251,6 +251,13 @@ class _Fusion:
             names.append(next((each for each in DTYPES if str(dtype).startswith(f"torch.{each}")), ""))
         narrow = max(names, default="")
         return narrow if names.count(narrow) == len(names) else f"{narrow}_weights"
+
+
+def moves_alone(node: fx.Node) -> tuple[float, ...]:
+    """Return the share of each operand and result that a call moves as a kernel of its own; none for a view."""
+    if _is_view(node) and node.all_input_nodes:
+        return ()
+    return _moves(node, [1.0] * len(edit.operands(node)), [1.0] * len(edit.outputs(node)))
 
 
 def _floor(node: fx.Node) -> Floor:

@@ -176,6 +176,8 @@ def relax(
 ) -> PlannedProgram:
     """Return the program without some of the plan's requests for leaves, or with others `instead`."""
     relaxed = {name: instead(own) for name, own in program.planned.items() if is_relaxed(own)}
+    if not relaxed:
+        return program
     constraints = {name: relaxed.get(name, own) for name, own in program.constraints.items()}
     return replace(program, constraints={name: own for name, own in constraints.items() if own is not None})
 

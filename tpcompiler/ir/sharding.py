@@ -186,6 +186,8 @@ class Sharding:
 
     def within(self, axes: Collection[str], shape: Sequence[Size], mesh: Mesh) -> Sharding:
         """Return the part of this sharding over `axes`, for a tensor of `shape`."""
+        if self.axes.issubset(axes):
+            return self
         dims = (
             cut if set(cut.axes) <= set(axes) else cut.within(axes, size, mesh)
             for cut, size in zip(self.dims, shape, strict=True)

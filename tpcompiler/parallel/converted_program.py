@@ -107,12 +107,15 @@ class ConvertedProgram(ArtifactProgram):
 
     @cached_property
     def manifest(self) -> Manifest:
-        manifest = manifest_of(self.partition, self.plan, self.asked, self.notes)
+        manifest = manifest_of(self.partition, self.plan, self.asked)
         first = {fqn: each.name for each in reversed(self.together()) for _, fqn in each.resharded.leaves()}
         stored = {fqn: name for fqn, name in first.items() if name != self.name}
         tensors = [structs.replace(row, stored_in=stored.get(row.name)) for row in manifest.tensors]
         family = None if self.name == SINGLE else self.together()[0].name
         return structs.replace(manifest, tensors=tensors, family=family, stage=self.stage)
+
+    def describe(self) -> Manifest:
+        return structs.replace(self.manifest, notes=list(self.notes))
 
     def predict(self, machine: Machine, rank: int = 0) -> Times:
         """Predict the time of a call on a rank with its machine, for the example's sizes; the first rank does most."""
@@ -200,7 +203,7 @@ class ConvertedProgram(ArtifactProgram):
         writer = writer_of(
             self._original,
             self.partition,
-            self.manifest,
+            self.describe(),
             keep_output_types=keep_output_types,
             elsewhere=elsewhere,
             layout=layout,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.calling_convention import calling_of
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.node_placement import placement_of
-from tpcompiler.ir.program import Note, PlacedProgram, tied
+from tpcompiler.ir.program import PlacedProgram, tied
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.symm_mem import rooms_of
 from tpcompiler.ir.text import dtype_name
@@ -24,8 +24,8 @@ from tpcompiler.runtime.artifact import FORMAT, VERSION, Manifest
 from tpcompiler.runtime.records import Asked, BoundaryRecord, TensorRecord
 
 
-def manifest_of(partition: Partition, plan: Plan, asked: Asked, notes: Iterable[Note]) -> Manifest:
-    """Return the manifest without the files' hashes."""
+def manifest_of(partition: Partition, plan: Plan, asked: Asked) -> Manifest:
+    """Return the manifest without notes and the files' hashes."""
     program, mesh = partition.program, partition.program.mesh
     ranges = door_ranges(program, {node.name: placement_of(node).shardings[0] for node in program.user_inputs()})
     inputs = [
@@ -51,7 +51,7 @@ def manifest_of(partition: Partition, plan: Plan, asked: Asked, notes: Iterable[
         inputs=inputs,
         outputs=outputs,
         collectives=partition.collectives(),
-        notes=list(notes),
+        notes=[],
         output_type=None,
         versions={"tpcompiler": VERSION, "torch": str(torch.__version__), "python": platform.python_version()},
         calling=calling_of(first, guards_of(first)),

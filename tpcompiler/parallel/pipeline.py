@@ -72,21 +72,36 @@ def find_placements(conversions: Sequence[Conversion], aim: Aim) -> Solution:
     Raises:
         TooLarge, ShardingError: as `refuse_unplaced`.
     """
-    planned = [plan_program(own, own.plan, own.after) for own in conversions]
-    plan = conversions[0].plan
-    has_forms = plan.searches and aim.forms and not plan.gathers
-    forms = Forms(find_forms(conversions[0].device), partial(_plan_in_forms, conversions)) if has_forms else None
-    task = Task(planned, aim.objective, limit=aim.limit, forms=forms)
-    with no_new_guards(*(program.graph for program in planned)):
-        found = solve(task)
-    refuse_unplaced(task, found)
+    task = make_task(conversions, aim)
+    found = solve_task(task)
     forms_of_plan = {entry.where for own in conversions for entry in own.plan.forms.as_found().entries}
     notes = note_search(task, found, forms_of_plan)
-    if has_forms:
+    if task.forms is not None:
         formed = [own.with_styles(*found.forms) for own in conversions]
         plans, names = [own.completed(found) for own in formed], [names_of(own.program) for own in formed]
         notes += note_forms(task, found, plans, names, partial(_plan_programs, conversions))
     return replace(found, programs=[with_notes(program, notes) for program in found.programs])
+
+
+def make_task(conversions: Sequence[Conversion], aim: Aim) -> Task:
+    """Plan programs that are converted together, for a search."""
+    planned = [plan_program(own, own.plan, own.after) for own in conversions]
+    plan = conversions[0].plan
+    has_forms = plan.searches and aim.forms and not plan.gathers
+    forms = Forms(find_forms(conversions[0].device), partial(_plan_in_forms, conversions)) if has_forms else None
+    return Task(planned, aim.objective, limit=aim.limit, forms=forms)
+
+
+def solve_task(task: Task) -> Solution:
+    """Find the best placements.
+
+    Raises:
+        TooLarge, ShardingError: as `refuse_unplaced`.
+    """
+    with no_new_guards(*(program.graph for program in task.programs)):
+        found = solve(task)
+    refuse_unplaced(task, found)
+    return found
 
 
 def plan_program(own: Conversion, plan: Plan, after: After = unseen) -> PlannedProgram:

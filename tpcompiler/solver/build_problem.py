@@ -27,7 +27,7 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.solver.batch_dims import Part, find_samples
 from tpcompiler.solver.domain import Domain, combine_domains, find_domain, shardings_of_pin
 from tpcompiler.solver.leaves import Leaf, add_layers, add_leaf, find_groups, find_leaves, price_use
-from tpcompiler.solver.minimize import check_size
+from tpcompiler.solver.minimize import find_order
 from tpcompiler.solver.problem import NEVER, Choices, Gathers, Problem, Values
 from tpcompiler.solver.resharding_cost import UNIT, find_common, in_units, price_changes
 from tpcompiler.solver.strategies import Strategies
@@ -80,8 +80,16 @@ def build_problem(
             raise UnsupportedError("a layer is cut over one axis at a time", help="solve one axis at a time")
     for domain in problem.domains:
         _state(problem, domain)
+    scopes = [over for over, _ in (*problem.tables.factors, *problem.storage.factors)]
+    scopes += [
+        tuple({v.variable for v in (source, to) if v.variable is not None}) for _, source, to, *_ in problem.changes
+    ]
+    try:
+        problem.tables.order = find_order(problem.tables.sizes, scopes)
+    except UnsupportedError:  # over one axis there are other ways to solve it
+        if turn.parts:
+            raise
     if turn.parts:
-        check_size(problem.tables, [(source.variable, to.variable) for _, source, to, *_ in problem.changes])
         _check_changes(problem)
     for change in counted(problem.changes, "pricing changes", "values"):
         _price_changes(problem, *change)

@@ -18,6 +18,7 @@ from tpcompiler.ir.backward import is_backward
 from tpcompiler.ir.constraints import Dims, Exactly, Over
 from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.leaf_values import computed_from_leaves
+from tpcompiler.ir.local import key
 from tpcompiler.ir.program import PIN, PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.rules.infer import Option, is_one
@@ -90,7 +91,8 @@ def _find_all_strategies(domain: Domain) -> None:
     are cut along tokens it may follow, unless it multiplies with weights: these would be whole.
     """
     turn, tokens = domain.turn, find_tokens(domain)
-    pieces = find_pieces(domain.operands, domain.rules, MOST_CHOICES)
+    known = "pieces", domain.program.graph
+    pieces = turn.read.once(known, lambda: find_pieces(domain.operands, domain.rules, MOST_CHOICES))
     for node, rule in domain.rules.items():
         if rule is not None:
             is_product = is_attention(node) or factors_of_product(node, rule) is not None
@@ -98,9 +100,9 @@ def _find_all_strategies(domain: Domain) -> None:
             own = _limits_without_plan(rule, {} if turn.gathers else tokens[node], many)
             limits = own if is_product else _limits_without_plan(rule, {}, many)
             base = turn.base(node)
-            known = "first", rule, turn.name(base), limits, own, bool(many)
+            first = "first", rule, turn.name(base), limits, own, bool(many)
             find = partial(_every_strategy, turn, rule, base, limits, own, bool(many))
-            domain.strategies[node] = turn.known.once(known, find)
+            domain.strategies[node] = turn.known.once(first, find)
     for node in counted([*domain.operands][::-1], "finding choices", "ops"):
         _make_wanted(domain, node)
         _take_operands(domain, node)
@@ -260,8 +262,12 @@ def _shardings_of_input(domain: Domain, node: fx.Node) -> tuple[Sharding, ...]:
 def shardings_of_pin(domain: Domain, node: fx.Node) -> tuple[Sharding, ...]:
     """Return the shardings of a pin: the requested one; over other axes, any sharding of its value."""
     asked, turn, (value,) = node.meta[PIN], domain.turn, domain.operands[node]
-    have = dict.fromkeys([*shardings_of(domain, value), Sharding.replicated(edit.ndim(value))])
-    return tuple(dict.fromkeys(turn.within(asked.applied(sharding), edit.fake(value)) for sharding in have))
+    have = tuple(dict.fromkeys([*shardings_of(domain, value), Sharding.replicated(edit.ndim(value))]))
+
+    def find() -> tuple[Sharding, ...]:
+        return tuple(dict.fromkeys(turn.within(asked.applied(sharding), edit.fake(value)) for sharding in have))
+
+    return turn.known.once(("pin", asked, have, key(value)), find)
 
 
 def _take_operands(domain: Domain, node: fx.Node) -> None:

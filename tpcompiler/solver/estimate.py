@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -207,12 +207,6 @@ def sends_of(found: Solution) -> Iterator[tuple[fx.Node, Sent]]:
         for step in steps:
             if step.kind not in FREE:
                 yield value, (step.kind, step.axes, step.wire_bytes)
-
-
-def sends_around(found: Solution, calls: Iterable[fx.Node]) -> Iterator[Sent]:
-    """Yield the collectives that change what some calls read, or what they make."""
-    values = {value for call in calls for value in (*edit.operands(call), *(made for made, _ in edit.results(call)))}
-    return (sent for value, sent in sends_of(found) if value in values)
 
 
 def changes_of(found: Solution) -> Iterator[tuple[fx.Node, tuple[Step, ...]]]:

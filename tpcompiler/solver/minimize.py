@@ -21,12 +21,14 @@ if TYPE_CHECKING:  # scipy takes a second to import, and few searches need it
 class Tables:
     """Variables, of which each takes one of `sizes[v]` values, and what values together cost (infinite: not allowed).
 
-    `factors`: (variables, a table with one axis for each of them). `constant`: what all assignments cost.
+    `factors`: (variables, a table with one axis for each of them). `constant`: what all assignments cost. `order`: of
+    elimination, if it is known.
     """
 
     constant: float = 0.0
     sizes: list[int] = field(default_factory=list)
     factors: list[tuple[tuple[int, ...], numpy.ndarray]] = field(default_factory=list)
+    order: Sequence[tuple[int, list[int]]] = ()
 
     def variable(self, size: int) -> int:
         self.sizes.append(size)
@@ -141,7 +143,7 @@ def eliminate(tables: Tables, most: int = MOST_CELLS) -> tuple[float, list[int]]
     Raises:
         UnsupportedError: a table with more cells than `most`.
     """
-    order = _find_order(tables, most)
+    order = tables.order or find_order(tables.sizes, [over for over, _ in tables.factors], most)
     of: list[set[int]] = [set() for _ in tables.sizes]  # the factors of each variable
     factors = dict(enumerate(tables.factors))
     for number, (variables, _) in factors.items():
@@ -175,34 +177,29 @@ def eliminate(tables: Tables, most: int = MOST_CELLS) -> tuple[float, list[int]]
     return total, values
 
 
-def check_size(tables: Tables, pairs: Sequence[tuple[int | None, int | None]]) -> None:
-    """Refuse tables, and more over these pairs of variables, of which the elimination would be slow.
-
-    Raises:
-        UnsupportedError: a table would have more than `TOO_SLOW` cells.
-    """
-    more = [(tuple({v for v in pair if v is not None}), numpy.empty(0)) for pair in pairs]
-    _find_order(Tables(0.0, tables.sizes, [*tables.factors, *more]), TOO_SLOW)
-
-
-def _find_order(tables: Tables, most: int) -> list[tuple[int, list[int]]]:
+def find_order(
+    sizes: Sequence[int], scopes: Iterable[tuple[int, ...]], most: int = TOO_SLOW
+) -> list[tuple[int, list[int]]]:
     """Every variable once, that with the smallest table next, and the others in its table: sizes alone decide.
+
+    Args:
+        scopes: the variables of each table.
 
     Raises:
         UnsupportedError: a table would have more cells than `most`.
     """
-    near = [{v} for v in range(len(tables.sizes))]  # the variables in the factors of each
-    for variables, _ in tables.factors:
+    near = [{v} for v in range(len(sizes))]  # the variables in the factors of each
+    for variables in scopes:
         for v in variables:
             near[v].update(variables)
-    queue = [(_cells(near[v], tables.sizes), v) for v in range(len(tables.sizes))]
+    queue = [(_cells(near[v], sizes), v) for v in range(len(sizes))]
     heapq.heapify(queue)
-    order, left = list[tuple[int, list[int]]](), set(range(len(tables.sizes)))
+    order, left = list[tuple[int, list[int]]](), set(range(len(sizes)))
     while queue:
         cells, v = heapq.heappop(queue)
         if v not in left:
             continue
-        if cells != (now := _cells(near[v], tables.sizes)):
+        if cells != (now := _cells(near[v], sizes)):
             heapq.heappush(queue, (now, v))
             continue
         if cells > most:
@@ -212,7 +209,7 @@ def _find_order(tables: Tables, most: int) -> list[tuple[int, list[int]]]:
         order.append((v, others))
         for u in others:
             near[u] = (near[u] | near[v]) - {v}
-            heapq.heappush(queue, (_cells(near[u], tables.sizes), u))
+            heapq.heappush(queue, (_cells(near[u], sizes), u))
     return order
 
 

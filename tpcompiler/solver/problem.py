@@ -107,7 +107,7 @@ class Problem:
         factors = [*self.tables.factors, *((over, units[id(count)]) for over, count in self.storage.factors)]
         factors += [((variable,), numpy.where(allowed, 0.0, NEVER)) for variable, allowed in fixed]
         constant = self.tables.constant + float(in_units(byte_price * self.storage.constant))
-        return Tables(constant, self.tables.sizes, factors)
+        return Tables(constant, self.tables.sizes, factors, self.tables.order)
 
     def variable(self, shardings: tuple[Sharding, ...]) -> Values:
         return Values(self.tables.variable(len(shardings)) if len(shardings) > 1 else None, shardings)

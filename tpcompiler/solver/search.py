@@ -112,7 +112,7 @@ def _search_in_turns(task: Task, turns: Turns) -> Solution:
             (part.axis, *shared)
             for part, domains in zip(turn.parts or (turn,), problem.alone, strict=True)
             for domain in domains
-            for shared in sorted(find_shared_heads(domain))
+            for shared in sorted(problem.known.once(("heads", domain), partial(find_shared_heads, domain)))
         ]
     return replace(found, turns=tuple(solved), heads=tuple(dict.fromkeys(heads)))
 
@@ -228,7 +228,8 @@ def _openings(
     for domains in problem.alone:
         axis, is_searched = domains[0].turn.axis, domains[0].turn.is_searched
         for at, (alone, domain) in enumerate(zip(domains, problem.domains, strict=True)):
-            openings = list(find_openings(alone))
+            find = partial(list[tuple[fx.Node, int, Set[Place]]], find_openings(alone))
+            openings = problem.known.once(("openings", alone), find)
             paid = _paid(problem, domain, axis, choices, found) if openings else set()
             for node, index, places in openings:
                 operand = domain.operands[node][index]
@@ -341,7 +342,10 @@ def ignore_plan(task: Task, best: Solution, again: Again) -> Solution:
     """Search without the plan for the simpler ops and the mesh that its layers may hide; then with it on these."""
     if not any(own.narrows for program in task.programs for own in program.planned.values()):
         return best
-    rest = again(replace(task, programs=[relax(program, attrgetter("narrows")) for program in task.programs]))
+    relaxed = [relax(program, attrgetter("narrows")) for program in task.programs]
+    left = ((program.graph, *program.constraints.items()) for program in relaxed)  # equal for all plans that narrow
+    known = "without the plan", task.objective[1:], task.model, *left
+    rest = task.known.once(known, lambda: again(replace(task, programs=relaxed)))
     is_far = task.limit is not None and not math.isinf(rest.seconds) and measure_memory(rest).total > task.limit
     freed = math.inf if is_far else rest.seconds
     if (rest.simpler, rest.mesh) == (best.simpler, best.mesh):

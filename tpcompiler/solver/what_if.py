@@ -48,12 +48,12 @@ class _Option(NamedTuple):
     fixed: list[tuple[int, list[bool]]]
 
 
-def price_otherwise(found: Solution, value: fx.Node, objective: Objective) -> list[Otherwise]:
+def price_otherwise(found: Solution, value: fx.Node, task: Task) -> list[Otherwise]:
     """Every choice of a call or a leaf of `found.programs`, axis by axis, each with the least total that it leaves.
 
     Exact, as the search is: the variable is fixed to each of its values in turn, and the rest is solved again. Axes are
     solved in the turns of `found`: later ones follow. Axes that run as two, and ops in simpler ones, stay as
-    they are in `found`.
+    they are in `found`, the solution of `task`, whose problems are solved again.
     """
     options: list[tuple[tuple[str, ...], _Option]] = []
     open_axes, mesh = {axis for turn in found.turns for axis in turn}, found.mesh
@@ -65,7 +65,8 @@ def price_otherwise(found: Solution, value: fx.Node, objective: Objective) -> li
         options.extend((problem.turn.axes, option) for option in each)
         yield from ()
 
-    task = Task(found.programs, objective, model=found.model, turns=turns, kept=Memo())
+    kept = Memo() if task.kept is None else task.kept
+    task = replace(task, programs=found.programs, model=found.model, turns=turns, kept=kept)
 
     def solve(fixed: Fixed) -> Solution:
         return search(replace(task, fixed=fixed))
