@@ -248,6 +248,7 @@ def test_a_degree_that_no_placement_suits() -> None:
         tpcompiler.parallelize(program, 8, "auto", inputs={"x": "S(0)"})
 
 
+@pytest.mark.slow
 def test_the_smallest_within_a_latency(tmp_path: Path) -> None:
     """And the others, as the table has them: the fastest call, and the least time of a call times its ranks."""
     found = tpcompiler.diagnose(mlp())

@@ -171,6 +171,7 @@ class Same(torch.nn.Module):
         return tuple(x * 2 for x in xs)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("mesh", "changes", "groups"),
     [

@@ -15,6 +15,7 @@ from tpcompiler.runtime.inputs import read_tensors, write_tensors
 MACHINE = "h100"
 
 
+@pytest.mark.slow
 def test_stages_are_converted_compared_and_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     program = export_mlp()

@@ -294,6 +294,7 @@ def test_outputs_that_depend_on_no_parameter(tmp_path: Path, group_of_one: None)
     torch.testing.assert_close(module.a.weight.grad, model.a.weight.grad)  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_outputs_require_a_gradient_where_the_module_s_do(tmp_path: Path, group_of_one: None) -> None:
     def forward(self: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
         h = self.a(x)
