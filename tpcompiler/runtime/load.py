@@ -31,7 +31,7 @@ from tpcompiler.runtime.runner import packaged_module, read_called
 from tpcompiler.runtime.symmetric import map_buffers
 from tpcompiler.runtime.target import COMPILED
 from tpcompiler.runtime.turns import taking_turns
-from tpcompiler.runtime.world import greet_groups, groups_here, join_world, own_rank, register_groups
+from tpcompiler.runtime.world import greet_groups, groups_here, join_world, own_rank, ranks_of_copy, register_groups
 
 # Where a process runs several ranks: reads its program, a manifest for the world of processes, and the names of the
 # tensors of each rank there.
@@ -118,7 +118,8 @@ def _join_stages(
     for whole, stages in wholes.items():
         (own,) = (name for name in stages if name in modules)
         shared = buffers.setdefault(stages[own].family, [{} for _ in range(arguments.microbatches)])
-        made[whole] = Pipeline(list(stages.values()), modules[own], arguments.timeout, shared)
+        checks = arguments.check_inputs
+        made[whole] = Pipeline(list(stages.values()), modules[own], arguments.timeout, shared, checks)
     return made
 
 
@@ -198,7 +199,7 @@ def _refuse_unlike(
 
 
 def _guarded(module: fx.GraphModule, read: _RankProgram, arguments: _Arguments) -> Callable[..., Any]:
-    """Return a forward that also checks inputs, on the first call across all ranks."""
+    """Return a forward that also checks inputs, on the first call across all ranks that run the program together."""
     unchecked = arguments.check_inputs
     indices = [row.name for row in read.manifest.inputs if row.values is not None]
     groups = groups_here(read.manifest)
@@ -206,7 +207,7 @@ def _guarded(module: fx.GraphModule, read: _RankProgram, arguments: _Arguments) 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal unchecked
         if unchecked:
-            with agreeing(arguments.timeout) as mine:
+            with agreeing(arguments.timeout, ranks_of_copy(read.manifest)) as mine:  # copies may get other inputs
                 mine.update(input_facts(named_inputs(read.program, args, kwargs), read.manifest))
             unchecked = False
         if indices and not torch.compiler.is_compiling():

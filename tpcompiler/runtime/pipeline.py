@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tpcompiler._torch import TreeSpec, tree_flatten, tree_unflatten, treespec_loads
 from tpcompiler.errors import ArtifactError, InputsError, reason
-from tpcompiler.runtime.agree import named_failures
+from tpcompiler.runtime.agree import agreeing, digest_of, named_failures
 from tpcompiler.runtime.batches import cut_inputs, join_outputs, refuse_batches
 from tpcompiler.runtime.inputs import check_fixed, keywords_of
 from tpcompiler.runtime.leave import destroy_at_exit
@@ -33,13 +33,19 @@ class Pipeline(torch.nn.Module):
     """
 
     def __init__(
-        self, stages: Sequence[Manifest], module: torch.nn.Module, timeout: timedelta, buffers: Sequence[Buffers]
+        self,
+        stages: Sequence[Manifest],
+        module: torch.nn.Module,
+        timeout: timedelta,
+        buffers: Sequence[Buffers],
+        check_inputs: bool = False,
     ) -> None:
         """Make the groups of the stages, on all ranks at the same time.
 
         Args:
             stages: the manifests of all stages, in order.
             buffers: those of each micro-batch, which programs of one model share.
+            check_inputs: in the first call, compare the inputs of all stages.
         """
         super().__init__()
         records = [manifest.stage for manifest in stages if manifest.stage is not None]
@@ -48,6 +54,7 @@ class Pipeline(torch.nn.Module):
         self.module, self.exported_program = module, module.exported_program
         self._stages, self._records, self._microbatches = stages, records, buffers
         self._takes, self._makes = map(_read_tree, (self.stage.takes, self.stage.makes))
+        self._timeout, self._unchecked = timeout, check_inputs
         refuse_batches(self.stage, len(buffers))
         self._peers = [rank % size + size * stage for stage in range(len(stages))]
         groups = [[first + size * stage for stage in range(len(stages))] for first in range(size)]
@@ -60,6 +67,10 @@ class Pipeline(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = self._named(args, kwargs)
+        if self._unchecked:  # before a stage waits for another
+            with agreeing(self._timeout, self._peers) as mine:
+                mine.update({f"input {name!r}": _fact(value) for name, value in given.items()})
+            self._unchecked = False
         rows = {row.name: row for stage in self._stages for row in stage.inputs if row.name in given}
         parts = cut_inputs(given, self.stage, [*rows.values()], len(self._microbatches))
         with torch.no_grad(), named_failures({"pp": [self._peers]}):
@@ -178,6 +189,12 @@ class Pipeline(torch.nn.Module):
     def _device(self) -> torch.device:
         kind = self._stages[0].device_type
         return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def _fact(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    return f"{value.dtype} {list(value.shape)} of content {digest_of(value)}"
 
 
 def is_plain(spec: TreeSpec) -> bool:
