@@ -111,7 +111,8 @@ class Pipeline(torch.nn.Module):
         made: dict[str, torch.Tensor] = self.module(**inputs)
         for target, row in self._wanted():
             value = _resolve(made[row.name])
-            pieces = [value] if _is_static(row) else [torch.tensor(value.shape, device=value.device), value]
+            sizes = [] if _is_static(row) else [torch.tensor(value.shape, device=value.device)]
+            pieces = [*sizes, _bytes_of(value)]
             sent += [(dist.isend(piece, self._peers[target]), piece) for piece in pieces]
         return {name: made[name] for name in self.stage.outputs}
 
@@ -129,7 +130,7 @@ class Pipeline(torch.nn.Module):
         if not _is_static(row):
             dist.recv(shape, source)
         value = torch.empty(shape.tolist(), dtype=dtype_of(row.dtype), device=device)
-        dist.recv(value, source)
+        dist.recv(_bytes_of(value), source)
         return value
 
     def _share(self, name: str, value: torch.Tensor | None) -> torch.Tensor:
@@ -145,7 +146,7 @@ class Pipeline(torch.nn.Module):
             if value is None
             else _resolve(value)
         )
-        dist.broadcast(made, self._peers[owner], group=self._group)
+        dist.broadcast(_bytes_of(made), self._peers[owner], group=self._group)
         return made
 
     def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,6 +218,11 @@ def _read_tree(text: str) -> TreeSpec:
 def _resolve(value: torch.Tensor) -> torch.Tensor:
     """Return a value whose memory has its elements: in order, conjugated and negated."""
     return value.resolve_conj().resolve_neg().contiguous()
+
+
+def _bytes_of(value: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a value in order as bytes, which backends send of every dtype."""
+    return value.reshape(-1).view(torch.uint8)
 
 
 def _is_static(row: BoundaryRecord) -> bool:
