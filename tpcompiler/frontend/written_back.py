@@ -167,7 +167,7 @@ def keep_results(program: ExportedProgram, exported: ExportedProgram) -> Exporte
 
 
 def _values(program: ExportedProgram) -> list[Any]:
-    return list(program.graph.output_node().args[0])  # type: ignore[arg-type]
+    return list(program.graph.output_node().args[0])
 
 
 def _returned_memory(program: ExportedProgram) -> list[str]:

@@ -22,6 +22,7 @@ from tpcompiler.runtime.backends import refuse_unsendable
 from tpcompiler.runtime.beside import families, largest_world, misfit_of
 from tpcompiler.runtime.in_place import write_in_place
 from tpcompiler.runtime.inputs import check_values, flatten_inputs, named_inputs, refuse_excluded, structure_check
+from tpcompiler.runtime.mode import refuse_mode
 from tpcompiler.runtime.package import Package, package_to_run
 from tpcompiler.runtime.pipeline import Buffers, Pipeline
 from tpcompiler.runtime.place import place_state
@@ -101,6 +102,8 @@ def load(
         module.forward = _guarded(module, own, arguments)
         module.register_forward_pre_hook(structure_check(own.program), prepend=True, with_kwargs=True)
         module.exported_program, module.leaf_names = own.program, own.leaf_names
+        if package is None:
+            module.train = module.eval = refuse_mode
     made: dict[str, Any] = {name: each for name, each in modules.items() if not manifests[name].stage}
     made |= _join_stages(manifests, modules, arguments)
     return made[SINGLE] if is_single(made) else made
