@@ -154,7 +154,10 @@ def keep_results(program: ExportedProgram, exported: ExportedProgram) -> Exporte
         written[owner.name] = at
         new.add(own)
     clones: dict[fx.Node, fx.Node] = {}
-    for at, shared in zip(returned, _returned_memory(exported), strict=True):
+    memory = _returned_memory(exported)
+    if len(memory) != len(returned):  # torch writes a subclass as its plain tensors
+        memory = [""] * len(returned)
+    for at, shared in zip(returned, memory, strict=True):
         value, own = _values(program)[at], written.get(shared)
         if own is not None and before[own] is before[at]:
             _return(program, at, _values(program)[own])
