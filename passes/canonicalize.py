@@ -31,7 +31,7 @@ from tpcompiler.frontend.draws_in_place import AS_DRAWN, refuse_dynamic_gaps
 from tpcompiler.frontend.layouts import allow_copies
 from tpcompiler.frontend.refused import refuse_calls, refuse_values
 from tpcompiler.frontend.spell_out import spell_out
-from tpcompiler.frontend.written_back import find_hidden_views, keep_old_values
+from tpcompiler.frontend.written_back import find_hidden_views, keep_results
 from tpcompiler.ir import edit
 from tpcompiler.ir.backward import mark_backward
 from tpcompiler.ir.control_flow import read_bodies
@@ -117,6 +117,7 @@ def _decompose(program: ExportedProgram) -> ExportedProgram:
         **LOSSES,
         **AS_DRAWN,
     }
+    exported = program
     whole_ops = {*ops_with_rules(), aten.bernoulli.default} | recurrent
     program = spell_out(program)
     try:
@@ -124,7 +125,7 @@ def _decompose(program: ExportedProgram) -> ExportedProgram:
             functional = decompose_calls(program, *tables)
     except NotSimple:
         functional = decomposed(program, whole_ops - own.keys(), own, find_hidden_views(program))
-    return keep_old_values(functional)
+    return keep_results(functional, exported)
 
 
 def _settle_sizes(graph: fx.Graph) -> None:

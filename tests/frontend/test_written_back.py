@@ -11,11 +11,13 @@ import torch
 from torch import nn
 from torch.export import export
 from torch.nn.functional import dropout
+from torch.utils._pytree import tree_flatten
 
 import tpcompiler
 from tests.zoo.case import randomise
 from tpcompiler.errors import ArtifactError, ShardingError
 from tpcompiler.frontend.written_back import find_overwritten, memory_of
+from tpcompiler.runtime.in_place import write_in_place
 
 PLAN = {"up": "colwise", "down": "rowwise"}
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
@@ -185,6 +187,82 @@ def test_torchs_functional_form_is_wrong(then: Callable[[Net, torch.Tensor], obj
         if a is not None
     ]
     assert not all(same)
+
+
+def written_and_returned(self: Net, h: torch.Tensor) -> torch.Tensor:
+    self.now.copy_(h)
+    return h
+
+
+def the_buffer(self: Net, h: torch.Tensor) -> torch.Tensor:
+    self.now.copy_(h)
+    return self.now
+
+
+def one_value_in_two(self: Net, h: torch.Tensor) -> object:
+    self.now.add_(h)
+    self.before.copy_(self.now)
+    return self.before, h
+
+
+def two_buffers_change_places(self: Net, h: torch.Tensor) -> object:
+    now = self.now.clone()
+    self.now.copy_(self.before)
+    self.before.copy_(now + h)
+    return now, self.now, self.before
+
+
+def a_parameter_and_a_buffer(self: Net, h: torch.Tensor) -> object:
+    self.now.copy_(self.kept)
+    return h, self.kept
+
+
+def one_row_and_the_cache(self: Net, h: torch.Tensor) -> object:
+    cache = self.now.index_copy(0, torch.tensor([1]), h[:1])
+    self.now.copy_(cache)
+    return h, cache.contiguous()
+
+
+KEPT = [
+    *(written_and_returned, the_buffer, one_value_in_two, two_buffers_change_places),
+    *(a_parameter_and_a_buffer, one_row_and_the_cache),
+]
+
+
+@pytest.mark.parametrize("then", KEPT)
+def test_results_that_a_caller_keeps_and_changes(then: Callable[[Net, torch.Tensor], object]) -> None:
+    """A result is the buffer only where the model returns the buffer."""
+    model = randomise(Net(then))
+    exported = export(copy.deepcopy(model), (X,))
+    assert tpcompiler.parallelize(exported, 2, PLAN).verify((X,), then=[(X + 1,)]).ok
+    single = write_in_place(tpcompiler.parallelize(exported, 1, {}).rank_program(0).module())
+    kept = []
+    with torch.no_grad():
+        for step in range(3):
+            kept.append((model(X + step), single(X + step)))
+            torch.testing.assert_close(*map(list, zip(*kept, strict=True)))
+        for results in kept[-1]:
+            for result in tree_flatten(results[1])[0]:
+                result.add_(1)
+        torch.testing.assert_close(single(X), model(X))
+    for name, value in single.state_dict().items():
+        torch.testing.assert_close(value, model.state_dict()[name])
+
+
+def test_a_returned_input_that_a_buffer_is_set_to() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("last", torch.zeros(4, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last.copy_(x)
+            return x
+
+    single = tpcompiler.parallelize(export(Net(), (X,)), 1, {}).rank_program(0).module()
+    x = X.clone()
+    assert single(x).data_ptr() == x.data_ptr()
+    assert single.last.data_ptr() != x.data_ptr()
 
 
 def test_a_rank_that_returns_what_it_writes(tmp_path: Path) -> None:

@@ -74,3 +74,32 @@ def test_the_same_answers_and_buffers(step: Step, in_place: bool) -> None:
         assert torch.equal(given[-2], given[-1])
         assert all(torch.equal(getattr(wanted, name), getattr(found, name)) for name in before)
     assert torch.equal(given[0], given[1]), "an answer changed afterwards"
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda cache, at: cache.index_copy(0, at, cache),
+        lambda cache, at: cache.index_put((at,), cache),
+        lambda cache, at: cache.scatter(0, at[:, None].expand(4, 4), cache),
+        lambda cache, at: cache.index_put((cache[:, 0].clone(),), cache.flip(0)),
+        lambda cache, at: cache.index_put((cache, cache), cache),
+    ],
+)
+def test_a_buffer_that_is_written_from_itself(step: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    """Beams change places: the rows that are written are the buffer's own."""
+
+    class Reordered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("cache", torch.tensor([[2, 1, 3, 0], [0, 3, 1, 2], [3, 2, 0, 1], [1, 0, 2, 3]]))
+
+        def forward(self, at: torch.Tensor) -> torch.Tensor:
+            self.cache.copy_(step(self.cache, at))
+            return self.cache.sum(1)
+
+    model, order = Reordered(), torch.tensor([2, 0, 3, 1])
+    module = write_in_place(export(Reordered(), (order,)).run_decompositions({}).module())
+    for at in (order, order.flip(0)):
+        assert torch.equal(module(at), model(at))
+        assert torch.equal(module.cache, model.cache)

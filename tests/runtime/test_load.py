@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from tests.runtime.models import PLAN, export_mlp, mlp_inputs
 from tpcompiler import load, parallelize
-from tpcompiler.errors import ArtifactError, LaunchError
+from tpcompiler.errors import ArtifactError, LaunchError, UnsupportedError
 from tpcompiler.judge.compare.processes import share_gpus
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.world import own_device, warn_of_machines
@@ -47,6 +47,14 @@ def test_load_in_a_world_of_one(artifacts: Path) -> None:
     torch.testing.assert_close(module(*inputs), expected)
     assert isinstance(module.exported_program, torch.export.ExportedProgram)
     torch.testing.assert_close(load(artifacts / "one", rank=0)(*inputs), expected)
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_mode_is_refused_by_name(artifacts: Path) -> None:
+    module = load(artifacts / "one")
+    for change in (module.train, module.eval, lambda: module.train(False)):
+        with pytest.raises(UnsupportedError, match="a loaded module cannot be set to train or eval"):
+            change()
 
 
 @pytest.mark.usefixtures("world_of_one")

@@ -109,6 +109,35 @@ def step_in_hooks(module: Any, batches: torch.Tensor) -> None:
     module(batches[1]).backward()
 
 
+def step_with_closure(module: Any, batches: torch.Tensor, by_name: bool) -> None:
+    """The step calls what runs the backwards, some of which were run before it."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def closure() -> torch.Tensor:
+        with no_sync(module):
+            module(batches[1]).backward()
+            module(batches[2]).backward()
+        return torch.tensor(0.0)
+
+    with no_sync(module):
+        module(batches[0]).backward()
+    _ = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+
+
+def steps_with_closure(module: Any, batches: torch.Tensor) -> None:
+    """Several evaluations of one closure, each of which begins with fresh gradients."""
+    optimizer = torch.optim.Rprop(module.parameters(), lr=0.01)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        with no_sync(module):
+            module(batches[1]).backward()
+        return torch.tensor(0.0)
+
+    for _ in range(3):
+        optimizer.step(closure)
+
+
 SEQUENCES: dict[str, Callable[[Any, torch.Tensor], None]] = {
     "accumulate": accumulate,
     "clip each": clip_each,
@@ -119,6 +148,9 @@ SEQUENCES: dict[str, Callable[[Any, torch.Tensor], None]] = {
     "ask and hook": ask_and_hook,
     "step inside": step_inside,
     "step in hooks": step_in_hooks,
+    "step with a closure": lambda module, batches: step_with_closure(module, batches, False),
+    "step with a closure by name": lambda module, batches: step_with_closure(module, batches, True),
+    "steps with a closure": steps_with_closure,
 }
 
 

@@ -23,6 +23,7 @@ from tests.training.test_steps import group_of_one as group_of_one
 from tests.training.ways import master_weights, momentum, overflowing, scaled, step
 from tpcompiler.checkpoint.distributed import _make_state
 from tpcompiler.checkpoint.training import _trained_outputs
+from tpcompiler.checkpoint.whole_optimizers import forbid_on_shares
 from tpcompiler.errors import ArtifactError, InputsError, UnsupportedError
 from tpcompiler.ir.shares import cut, row_sharding
 
@@ -267,6 +268,30 @@ def test_state_that_a_checkpoint_cannot_hold(tmp_path: Path, group_of_one: None)
             module.distributed_state(optimizer)
         after = [{key: each for key, each in group.items() if key != "params"} for group in optimizer.param_groups]
         assert after == before
+
+
+def test_optimizers_that_need_whole_parameters(tmp_path: Path) -> None:
+    """With shares, ranks of LBFGS even call their closures more or less often than others, and wait for each other."""
+    module = network()
+    forbid_on_shares(module, saved(tmp_path / "tp", {"tp": 2}).manifest())
+    whole, parameters = network(), list(module.parameters())
+    forbid_on_shares(whole, saved(tmp_path / "dp", {"dp": 2}).manifest())
+
+    def closure(module: Any = module) -> Any:
+        loss = module(batches()[0])
+        loss.backward()
+        return loss
+
+    closure()
+    closure(whole)
+    message = "LBFGS steps by products of all gradients, and each rank holds a share of 'up.weight'"
+    with pytest.raises(UnsupportedError, match=message):
+        torch.optim.LBFGS(parameters).step(closure)
+    with pytest.raises(UnsupportedError, match=r"Adafactor steps by means of rows and columns, .* 'up.weight'"):
+        torch.optim.Adafactor(parameters).step()
+    torch.optim.AdamW(parameters).step()
+    torch.optim.Adafactor([module.down.bias]).step()  # all ranks have it
+    torch.optim.LBFGS(whole.parameters()).step(lambda: closure(whole))
 
 
 def test_hooks_of_steps_see_no_step_that_makes_state() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from tpcompiler._torch import without_step_hooks
 from tpcompiler._torch.boxes import Box, BoxedTensor
@@ -21,9 +23,11 @@ from tpcompiler.ir.local import local_strides
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import row_sharding
+from tpcompiler.runtime.agree import WAIT, agreeing, digest_of
 from tpcompiler.runtime.records import Manifest, TensorRecord
 from tpcompiler.runtime.world import own_rank
 
+COPIES = "copy of the program"  # an axis of the mesh of torch's tensors; no axis of a plan has spaces
 VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -41,24 +45,41 @@ class DistributedState:
     def __call__(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, dict[str, Any]]:
         """Return `{"model": {name: tensor}, "optimizer": {"name.key": tensor}, "options": ...}`.
 
-        All ranks must call it. The options are those of the optimizer's groups, such as the learning rate: a checkpoint
-        that is read sets them. An optimizer that has made no step gets state of zeros, into which a checkpoint can be
-        read. If none is, its first step is as if it had not been asked.
+        All ranks must call it. Copies of the program in a larger world are one state. The options are those of the
+        optimizer's groups, such as the learning rate: a checkpoint that is read sets them. An optimizer that has made
+        no step gets state of zeros, into which a checkpoint can be read. If none is, its first step is as if it had
+        not been asked.
 
         Raises:
             ArtifactError: a parameter is pending, or the optimizer has state that no checkpoint can be read into.
+            LaunchError: copies of the program hold other values.
         """
         if self.mesh is None:
-            degrees = self.manifest.degrees
-            ranks = torch.arange(self.manifest.world_size).view(*degrees.values())
+            axes = {**({COPIES: self.copies} if self.copies > 1 else {}), **self.manifest.degrees}
+            ranks = torch.arange(math.prod(axes.values())).view(*axes.values())
             device = next(self.module.parameters()).device.type
-            self.mesh = DeviceMesh(device, ranks, mesh_dim_names=tuple(degrees))
+            self.mesh = DeviceMesh(device, ranks, mesh_dim_names=tuple(axes))
         state: dict[str, dict[str, Any]] = {"model": dict(self._tensors())}
         if optimizer is not None:
             names: dict[torch.Tensor, str] = {value: name for name, value in self.module.named_parameters()}
             state["optimizer"] = dict(self._of_optimizer(optimizer, names))
             state["options"] = GroupOptions(optimizer, names)
+        if self.copies > 1:
+            self._refuse_unlike_copies({**state["model"], **state.get("optimizer", {})})
         return state
+
+    @property
+    def copies(self) -> int:
+        return dist.get_world_size() // self.manifest.world_size
+
+    def _refuse_unlike_copies(self, state: Mapping[str, Any]) -> None:
+        """Raise if copies of the program were trained apart: a checkpoint would have parts of each."""
+        own, size = own_rank(self.manifest), self.manifest.world_size
+        alike = [copy * size + own for copy in range(self.copies)]
+        with agreeing(WAIT, alike, help="give all copies of the program the same batches, or load it again") as mine:
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    mine[f"the share of {name!r}"] = f"SHA-256 {digest_of(_held(value))}.."
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         named = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
@@ -101,7 +122,15 @@ class DistributedState:
             return _in_boxes(local.detach(), sharding, shape, mesh, own_rank(self.manifest))
         stride = tuple(local_strides(local, shape))
         assert self.mesh is not None
+        placements = [*[Replicate()] * (self.mesh.ndim - len(placements)), *placements]
         return DTensor.from_local(local.detach(), self.mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _held(value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's elements of a tensor."""
+    if isinstance(value, BoxedTensor):
+        return torch.cat([box.held.reshape(-1) for box in value.boxes])
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _in_boxes(local: torch.Tensor, sharding: Sharding, shape: torch.Size, mesh: Mesh, rank: int) -> BoxedTensor:

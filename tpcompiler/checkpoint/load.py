@@ -53,9 +53,10 @@ def load(
         rank: this process's rank, by default that of the process group.
         checkpoint: a directory of safetensors files, for an artifact that was converted without weights: this rank
             reads only its own shares, and writes nothing.
-        check_inputs: in the first call, all ranks compare the dtypes and shapes of their inputs, and the content of
-            those that every rank gets whole, before the first collective. Later calls are not compared: if they differ,
-            results are undefined, and ranks may hang until the process group's own timeout.
+        check_inputs: in the first call, all ranks that run a program together compare the dtypes and shapes of their
+            inputs, and the content of those that every rank gets whole, before the first collective. Later calls are
+            not compared: if they differ, results are undefined, and ranks may hang until the process group's own
+            timeout.
         timeout: how long ranks wait for each other: here, and in collectives of the groups that are made here.
         trust: also read files that need a pickle or could run code (docs/security.md).
         compiled: run the package that `tpcompiler package` wrote (True), or the uncompiled programs (False). The

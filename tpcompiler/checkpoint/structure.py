@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from tpcompiler.errors import UnsupportedError
+from tpcompiler.runtime.mode import MODE, TWO, refuse_mode
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-MODE = "the program has the mode, train or eval, in which the model was exported"
-TWO = "export the model in each mode, convert both programs together, and load them: they share parameters"
 
 
 class Structure:
@@ -60,7 +59,7 @@ class Structure:
 def forbid_copies_and_modes(module: Any) -> None:
     """Let the module, whose class is its own, refuse to be copied, pickled, and set to train or eval."""
     module.__deepcopy__ = type(module).__copy__ = type(module).__reduce_ex__ = _refuse_copy
-    module.train = module.eval = _refuse_mode
+    module.train = module.eval = refuse_mode
 
 
 def _refuse_copy(*_: Any) -> Any:
@@ -68,7 +67,3 @@ def _refuse_copy(*_: Any) -> Any:
         "a module loaded for training cannot be copied or pickled: its halves are on its own parameters",
         help="load the artifact again, and copy the values of parameters and buffers",
     )
-
-
-def _refuse_mode(*_: Any) -> Any:
-    raise UnsupportedError(f"a loaded module cannot be set to train or eval: {MODE}", help=TWO)

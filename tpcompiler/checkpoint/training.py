@@ -22,6 +22,7 @@ from tpcompiler.checkpoint.halves import Halves
 from tpcompiler.checkpoint.hosted import hosted_manifest, hosts_here, names_here
 from tpcompiler.checkpoint.structure import Structure, forbid_copies_and_modes
 from tpcompiler.checkpoint.unsummed import Unsummed, groups_of_sums
+from tpcompiler.checkpoint.whole_optimizers import forbid_on_shares
 from tpcompiler.errors import ArtifactError, InputsError, UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
@@ -65,6 +66,7 @@ def make_trainable(
         collectives.append((halves.collectives, steps.groups))
         module.forward = _differentiable(module, at, steps)
         forbid_copies_and_modes(module)
+        forbid_on_shares(module, manifest)
         module.saved_bytes, module.no_sync = halves.saved_bytes, steps.no_sync
         module.distributed_state = DistributedState(module, manifest, halves.names)
         if hosts is None:

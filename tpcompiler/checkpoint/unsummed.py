@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -30,18 +32,19 @@ class Unsummed:
     def __init__(self, manifests: Iterable[Manifest]) -> None:
         self.groups = {name: ranks for manifest in manifests for name, ranks in manifest.groups.items()}
         self.parameters: dict[tuple[torch.nn.Parameter, Group], None] = {}
-        self.hook: Any = None
+        hook = register_optimizer_step_pre_hook(functools.partial(_before_step, weakref.ref(self)))
+        weakref.finalize(self, hook.remove)
 
     def add(self, parameters: Iterable[tuple[torch.nn.Parameter, Group]]) -> None:
         """Note parameters to whose gradients a backward adds parts of sums."""
         self.parameters |= dict.fromkeys(parameters)
-        if self.hook is None and self.parameters:
-            self.hook = register_optimizer_step_pre_hook(self._before_step)
 
     @torch.no_grad()
     def sum(self, only: Collection[int] | None = None) -> None:
         """Replace the gradients by their means, in place, or those of some by their `id`; all ranks must call it."""
         chosen = [key for key in self.parameters if only is None or id(key[0]) in only]
+        if not chosen:
+            return
         buckets: dict[Any, list[torch.nn.Parameter]] = {}
         for parameter, group in chosen:
             gradient = parameter if parameter.grad is None else parameter.grad
@@ -56,13 +59,34 @@ class Unsummed:
                         parameter.grad.copy_(made)
         for key in chosen:
             del self.parameters[key]
-        if self.hook is not None and not self.parameters:
-            self.hook.remove()
-            self.hook = None
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def sum_for(self, optimizer: torch.optim.Optimizer) -> None:
         """Sum what an optimizer would use: ranks that step by their own parts have other parameters from then on."""
         self.sum({id(each) for group in optimizer.param_groups for each in group["params"]})
+
+
+def _before_step(
+    reference: weakref.ref[Unsummed], optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]] | None:
+    """Sum gradients before a step, and again behind each call of its closure, whose backwards may leave out sums."""
+    unsummed = reference()
+    if unsummed is None:
+        return None
+    unsummed.sum_for(optimizer)
+    at = next((at for at, each in enumerate(args) if at and callable(each)), None)
+    closure = kwargs.get("closure") if at is None else args[at]
+    if not callable(closure):
+        return None
+
+    @functools.wraps(closure)
+    def summing(*given: Any, **named: Any) -> Any:
+        result = closure(*given, **named)
+        unsummed.sum_for(optimizer)
+        return result
+
+    if at is None:
+        return args, {**kwargs, "closure": summing}
+    return (*args[:at], summing, *args[at + 1 :]), kwargs
 
 
 def groups_of_sums(last_sums: Mapping[str, str], manifest: Manifest) -> dict[str, Group]:

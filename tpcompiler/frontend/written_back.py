@@ -22,6 +22,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 
 from tpcompiler._torch import (
+    RETURNED_KINDS,
     WRITTEN_KINDS,
     HigherOrderOperator,
     OpOverload,
@@ -124,15 +125,74 @@ def _written(program: ExportedProgram) -> list[fx.Node | None]:
 
 def keep_old_values(program: ExportedProgram) -> ExportedProgram:
     """Clone values that would be overwritten, in the program itself."""
-    output = program.graph.output_node()
     for position, value, _ in list(find_overwritten(program)):
-        clone = edit.insert_before(output, aten.clone.default, (value,), f"old_{value.name}")
-        clone.meta["val"] = torch.clone(edit.fake(value))
-        values: Any = output.args[0]
-        output.args = ((*values[:position], clone, *values[position + 1 :]),)
-        program.graph_signature.output_specs[position].arg = TensorArgument(name=clone.name)
+        _return(program, position, _clone(program, value, f"old_{value.name}"))
     program.graph_module.recompile()
     return program
+
+
+def keep_results(program: ExportedProgram, exported: ExportedProgram) -> ExportedProgram:
+    """Clone old values, and values that are written back and returned or written back twice, in the program itself.
+
+    torch's module returns the buffer for a value that it has copied there, so the next call would change what the
+    caller keeps. A result that is the buffer in the exported program stays the buffer. And torch's signature knows one
+    buffer for each value that is written back.
+    """
+    owners, before = _written(program), _values(program)
+    keep_old_values(program)
+    returned = [at for at, spec in enumerate(program.graph_signature.output_specs) if spec.kind in RETURNED_KINDS]
+    given = {before[at] for at in returned}
+    written: dict[str, int] = {}  # where a buffer's new value is, by its placeholder's name
+    new = set[fx.Node]()
+    for at, (value, owner) in enumerate(zip(_values(program), owners, strict=True)):
+        if owner is None or value is owner:
+            continue
+        own = value
+        if value in new or (value in given and memory_of(value).op == "placeholder"):
+            own = _clone(program, value, f"{value.name}_of_{owner.name}")
+            _return(program, at, own)
+        written[owner.name] = at
+        new.add(own)
+    clones: dict[fx.Node, fx.Node] = {}
+    memory = _returned_memory(exported)
+    if len(memory) != len(returned):  # torch writes a subclass as its plain tensors
+        memory = [""] * len(returned)
+    for at, shared in zip(returned, memory, strict=True):
+        value, own = _values(program)[at], written.get(shared)
+        if own is not None and before[own] is before[at]:
+            _return(program, at, _values(program)[own])
+        elif value in new:
+            if value not in clones:
+                clones[value] = _clone(program, value, f"{value.name}_returned")
+            _return(program, at, clones[value])
+    program.graph_module.recompile()
+    return program
+
+
+def _values(program: ExportedProgram) -> list[Any]:
+    return list(program.graph.output_node().args[0])
+
+
+def _returned_memory(program: ExportedProgram) -> list[str]:
+    """Return the name of the value that owns the memory of each of the user's outputs; empty for numbers."""
+    values: Any = program.graph.output_node().args[0]
+    pairs = zip(program.graph_signature.output_specs, values, strict=True)
+    returned = [value for spec, value in pairs if spec.kind in RETURNED_KINDS]
+    return [memory_of(value).name if isinstance(value, fx.Node) else "" for value in returned]
+
+
+def _clone(program: ExportedProgram, value: fx.Node, name: str) -> fx.Node:
+    clone = edit.insert_before(program.graph.output_node(), aten.clone.default, (value,), name)
+    clone.meta["val"] = torch.clone(edit.fake(value))
+    return clone
+
+
+def _return(program: ExportedProgram, position: int, value: fx.Node) -> None:
+    """Return another value at a position of the output, the values that are written back included."""
+    output = program.graph.output_node()
+    values: Any = output.args[0]
+    output.args = ((*values[:position], value, *values[position + 1 :]),)
+    program.graph_signature.output_specs[position].arg = TensorArgument(name=value.name)
 
 
 def memory_of(value: fx.Node) -> fx.Node:

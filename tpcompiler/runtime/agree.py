@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,18 +23,27 @@ WAIT = timedelta(minutes=5)  # longer than another rank needs to read its shard,
 POLL = 0.02  # seconds between polls of the store
 RESTART = "find the first error in the logs of all ranks, and restart the job"
 
-_turns: Iterator[int] = itertools.count()
+_turns: Counter[tuple[int, ...]] = Counter()  # of each set of ranks, as the others may not take part
 
 
 @contextmanager
-def agreeing(timeout: timedelta) -> Iterator[dict[str, Any]]:
+def agreeing(
+    timeout: timedelta, among: Sequence[int] | None = None, help: str = "give all ranks the same, and restart the job"
+) -> Iterator[dict[str, Any]]:
     """Exchange the facts that the block puts in the dict; if the block fails, the other ranks receive its error.
+
+    Args:
+        among: the ranks that take part, this one included; all by default.
+        help: what to do if a rank has other facts.
 
     Raises:
         LaunchError: a rank did not arrive in time, failed, or has other facts.
     """
     mine: dict[str, Any] = {}
-    key = f"tpcompiler/{next(_turns)}"
+    ranks = tuple(among if among is not None else range(dist.get_world_size()))
+    _turns[ranks] += 1
+    of = f"all {len(ranks)}" if among is None else ",".join(map(str, ranks))
+    key = f"tpcompiler/{of}/{_turns[ranks]}"
     try:
         yield mine
     except TpCompilerError as error:
@@ -44,13 +53,13 @@ def agreeing(timeout: timedelta) -> Iterator[dict[str, Any]]:
         _publish(key, {"error": f"{type(error).__name__}: {error}"})
         raise
     _publish(key, mine)
-    for rank, theirs in enumerate(_collect_facts(key, timeout)):
+    for rank, theirs in _collect_facts(key, timeout, ranks).items():
         for name in {**mine, **theirs}:
             own, other = mine.get(name, "nothing"), theirs.get(name, "nothing")
             if own != other:
                 raise LaunchError(
                     f"{name} is {own} on rank {dist.get_rank()}, and {other} on rank {rank}",
-                    help="give all ranks the same, and restart the job",
+                    help=help,
                 )
 
 
@@ -76,11 +85,12 @@ def input_facts(named: Mapping[str, torch.Tensor], manifest: Manifest) -> dict[s
             str(size) if whole or isinstance(known, str) else str(known)
             for size, known in zip(value.shape, rows[name].shape, strict=True)
         )
-        facts[f"input {name!r}"] = f"{value.dtype} [{sizes}]" + (f" of content {_digest(value)}" if whole else "")
+        facts[f"input {name!r}"] = f"{value.dtype} [{sizes}]" + (f" of content {digest_of(value)}" if whole else "")
     return facts
 
 
-def _digest(value: torch.Tensor) -> str:
+def digest_of(value: torch.Tensor) -> str:
+    """Return the beginning of the SHA-256 of a tensor's elements."""
     content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(content.numpy().tobytes()).hexdigest()[:12]
 
@@ -89,9 +99,9 @@ def _publish(key: str, facts: Mapping[str, Any]) -> None:
     default_store().set(f"{key}/{dist.get_rank()}", json.dumps(facts))
 
 
-def _collect_facts(key: str, timeout: timedelta) -> list[dict[str, Any]]:
+def _collect_facts(key: str, timeout: timedelta, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
     """Return the facts of every rank, in order; raise the error of a failed rank as soon as it arrives."""
-    store, ranks = default_store(), range(dist.get_world_size())
+    store = default_store()
     deadline = time.monotonic() + timeout.total_seconds()
     facts: dict[int, dict[str, Any]] = {}
     try:
@@ -109,7 +119,7 @@ def _collect_facts(key: str, timeout: timedelta) -> list[dict[str, Any]]:
             time.sleep(POLL)
     except RuntimeError as error:  # includes torch's DistNetworkError
         raise _consequent_error("the process where the ranks meet has ended", help=RESTART) from error
-    return [facts[rank] for rank in ranks]
+    return {rank: facts[rank] for rank in ranks}
 
 
 def _consequent_error(message: str, *, help: str) -> LaunchError:

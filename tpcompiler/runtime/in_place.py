@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 from torch import fx
 
-from tpcompiler._torch import OpOverload, aten, calls_others, declares_view
+from tpcompiler._torch import OpOverload, aten, calls_others, declares_view, tree_flatten
 from tpcompiler.runtime.place import memory_of
 
 IN_PLACE = {
@@ -21,8 +21,8 @@ PRODUCTS = {aten.linear.default, aten.matmul.default, aten.scaled_dot_product_at
 def write_in_place(module: fx.GraphModule) -> fx.GraphModule:
     """Replace ops whose result is copied into the buffer that they read by their in-place versions.
 
-    An op is replaced only if nothing sees the old value: it is the buffer's only reader, no other buffer shares the
-    memory, and no output is a view of it.
+    An op is replaced only if nothing sees the old value: it is the buffer's only reader and reads it as one operand, no
+    other buffer shares the memory, and no output is a view of it.
     """
     graph = module.graph
     (output,) = graph.find_nodes(op="output")
@@ -37,6 +37,7 @@ def write_in_place(module: fx.GraphModule) -> fx.GraphModule:
             and write.target in IN_PLACE
             and write.args[0] is buffer
             and set(buffer.users) == {write, copy}
+            and sum(each is buffer for each in tree_flatten((write.args, write.kwargs))[0]) == 1
             and output not in (user for node in _in_its_memory(write) for user in node.users)
         ):
             write.target = IN_PLACE[write.target]

@@ -22,6 +22,7 @@ from tpcompiler.runtime.backends import refuse_unsendable
 from tpcompiler.runtime.beside import families, largest_world, misfit_of
 from tpcompiler.runtime.in_place import write_in_place
 from tpcompiler.runtime.inputs import check_values, flatten_inputs, named_inputs, refuse_excluded, structure_check
+from tpcompiler.runtime.mode import refuse_mode
 from tpcompiler.runtime.package import Package, package_to_run
 from tpcompiler.runtime.pipeline import Buffers, Pipeline
 from tpcompiler.runtime.place import place_state
@@ -31,7 +32,7 @@ from tpcompiler.runtime.runner import packaged_module, read_called
 from tpcompiler.runtime.symmetric import map_buffers
 from tpcompiler.runtime.target import COMPILED
 from tpcompiler.runtime.turns import taking_turns
-from tpcompiler.runtime.world import greet_groups, groups_here, join_world, own_rank, register_groups
+from tpcompiler.runtime.world import greet_groups, groups_here, join_world, own_rank, ranks_of_copy, register_groups
 
 # Where a process runs several ranks: reads its program, a manifest for the world of processes, and the names of the
 # tensors of each rank there.
@@ -101,6 +102,8 @@ def load(
         module.forward = _guarded(module, own, arguments)
         module.register_forward_pre_hook(structure_check(own.program), prepend=True, with_kwargs=True)
         module.exported_program, module.leaf_names = own.program, own.leaf_names
+        if package is None:
+            module.train = module.eval = refuse_mode
     made: dict[str, Any] = {name: each for name, each in modules.items() if not manifests[name].stage}
     made |= _join_stages(manifests, modules, arguments)
     return made[SINGLE] if is_single(made) else made
@@ -118,7 +121,8 @@ def _join_stages(
     for whole, stages in wholes.items():
         (own,) = (name for name in stages if name in modules)
         shared = buffers.setdefault(stages[own].family, [{} for _ in range(arguments.microbatches)])
-        made[whole] = Pipeline(list(stages.values()), modules[own], arguments.timeout, shared)
+        checks = arguments.check_inputs
+        made[whole] = Pipeline(list(stages.values()), modules[own], arguments.timeout, shared, checks)
     return made
 
 
@@ -198,7 +202,7 @@ def _refuse_unlike(
 
 
 def _guarded(module: fx.GraphModule, read: _RankProgram, arguments: _Arguments) -> Callable[..., Any]:
-    """Return a forward that also checks inputs, on the first call across all ranks."""
+    """Return a forward that also checks inputs, on the first call across all ranks that run the program together."""
     unchecked = arguments.check_inputs
     indices = [row.name for row in read.manifest.inputs if row.values is not None]
     groups = groups_here(read.manifest)
@@ -206,7 +210,7 @@ def _guarded(module: fx.GraphModule, read: _RankProgram, arguments: _Arguments) 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal unchecked
         if unchecked:
-            with agreeing(arguments.timeout) as mine:
+            with agreeing(arguments.timeout, ranks_of_copy(read.manifest)) as mine:  # copies may get other inputs
                 mine.update(input_facts(named_inputs(read.program, args, kwargs), read.manifest))
             unchecked = False
         if indices and not torch.compiler.is_compiling():

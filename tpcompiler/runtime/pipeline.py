@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tpcompiler._torch import TreeSpec, tree_flatten, tree_unflatten, treespec_loads
 from tpcompiler.errors import ArtifactError, InputsError, reason
-from tpcompiler.runtime.agree import named_failures
+from tpcompiler.runtime.agree import agreeing, digest_of, named_failures
 from tpcompiler.runtime.batches import cut_inputs, join_outputs, refuse_batches
 from tpcompiler.runtime.inputs import check_fixed, keywords_of
 from tpcompiler.runtime.leave import destroy_at_exit
@@ -33,13 +33,19 @@ class Pipeline(torch.nn.Module):
     """
 
     def __init__(
-        self, stages: Sequence[Manifest], module: torch.nn.Module, timeout: timedelta, buffers: Sequence[Buffers]
+        self,
+        stages: Sequence[Manifest],
+        module: torch.nn.Module,
+        timeout: timedelta,
+        buffers: Sequence[Buffers],
+        check_inputs: bool = False,
     ) -> None:
         """Make the groups of the stages, on all ranks at the same time.
 
         Args:
             stages: the manifests of all stages, in order.
             buffers: those of each micro-batch, which programs of one model share.
+            check_inputs: in the first call, compare the inputs of all stages.
         """
         super().__init__()
         records = [manifest.stage for manifest in stages if manifest.stage is not None]
@@ -48,6 +54,7 @@ class Pipeline(torch.nn.Module):
         self.module, self.exported_program = module, module.exported_program
         self._stages, self._records, self._microbatches = stages, records, buffers
         self._takes, self._makes = map(_read_tree, (self.stage.takes, self.stage.makes))
+        self._timeout, self._unchecked = timeout, check_inputs
         refuse_batches(self.stage, len(buffers))
         self._peers = [rank % size + size * stage for stage in range(len(stages))]
         groups = [[first + size * stage for stage in range(len(stages))] for first in range(size)]
@@ -60,6 +67,10 @@ class Pipeline(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = self._named(args, kwargs)
+        if self._unchecked:  # before a stage waits for another
+            with agreeing(self._timeout, self._peers) as mine:
+                mine.update({f"input {name!r}": _fact(value) for name, value in given.items()})
+            self._unchecked = False
         rows = {row.name: row for stage in self._stages for row in stage.inputs if row.name in given}
         parts = cut_inputs(given, self.stage, [*rows.values()], len(self._microbatches))
         with torch.no_grad(), named_failures({"pp": [self._peers]}):
@@ -100,7 +111,8 @@ class Pipeline(torch.nn.Module):
         made: dict[str, torch.Tensor] = self.module(**inputs)
         for target, row in self._wanted():
             value = _resolve(made[row.name])
-            pieces = [value] if _is_static(row) else [torch.tensor(value.shape, device=value.device), value]
+            sizes = [] if _is_static(row) else [torch.tensor(value.shape, device=value.device)]
+            pieces = [*sizes, _bytes_of(value)]
             sent += [(dist.isend(piece, self._peers[target]), piece) for piece in pieces]
         return {name: made[name] for name in self.stage.outputs}
 
@@ -118,7 +130,7 @@ class Pipeline(torch.nn.Module):
         if not _is_static(row):
             dist.recv(shape, source)
         value = torch.empty(shape.tolist(), dtype=dtype_of(row.dtype), device=device)
-        dist.recv(value, source)
+        dist.recv(_bytes_of(value), source)
         return value
 
     def _share(self, name: str, value: torch.Tensor | None) -> torch.Tensor:
@@ -134,7 +146,7 @@ class Pipeline(torch.nn.Module):
             if value is None
             else _resolve(value)
         )
-        dist.broadcast(made, self._peers[owner], group=self._group)
+        dist.broadcast(_bytes_of(made), self._peers[owner], group=self._group)
         return made
 
     def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,6 +192,12 @@ class Pipeline(torch.nn.Module):
         return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
+def _fact(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    return f"{value.dtype} {list(value.shape)} of content {digest_of(value)}"
+
+
 def is_plain(spec: TreeSpec) -> bool:
     """Return True if a pytree has only tuples, lists and dicts: other classes could run code when they are made."""
     return spec.is_leaf() or (spec.type in (tuple, list, dict) and all(map(is_plain, spec.children())))
@@ -200,6 +218,11 @@ def _read_tree(text: str) -> TreeSpec:
 def _resolve(value: torch.Tensor) -> torch.Tensor:
     """Return a value whose memory has its elements: in order, conjugated and negated."""
     return value.resolve_conj().resolve_neg().contiguous()
+
+
+def _bytes_of(value: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a value in order as bytes, which backends send of every dtype."""
+    return value.reshape(-1).view(torch.uint8)
 
 
 def _is_static(row: BoundaryRecord) -> bool:

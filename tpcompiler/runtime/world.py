@@ -152,6 +152,12 @@ def own_rank(manifest: Manifest) -> int:
     return dist.get_rank() % manifest.world_size
 
 
+def ranks_of_copy(manifest: Manifest) -> range:
+    """Return the processes that run the same copy of a program, or the same stage, as this one."""
+    first = dist.get_rank() - own_rank(manifest)
+    return range(first, first + manifest.world_size)
+
+
 def groups_here(manifest: Manifest) -> dict[str, list[list[int]]]:
     """Return a program's groups by name, with those of its copies in a larger world."""
     starts = range(0, dist.get_world_size(), manifest.world_size)
