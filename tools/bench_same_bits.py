@@ -36,7 +36,8 @@ CONFIG = LlamaConfig(
 
 def write_artifacts(directory: Path, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    model, ids = LlamaForCausalLM(CONFIG).to(dtype).eval(), torch.randint(1024, (1, 64))
+    model, ids = LlamaForCausalLM(CONFIG), torch.randint(1024, (1, 64))
+    torch.nn.Module.to(model, dtype).eval()
     program = torch.export.export(model, (), {"input_ids": ids}, strict=False)
     for ranks in {1, *RANKS}:
         tpcompiler.parallelize(program, ranks, PLAN).save(directory / str(ranks))

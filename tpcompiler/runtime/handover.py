@@ -146,7 +146,9 @@ class HandoverLink:
             ]
             self._exchange([other for other, _ in now], contents)
             for (_, parts), content in zip(now, contents, strict=True) if not sends else ():
-                for (part, dtype), own in zip(parts, content.split([_bytes(*each) for each in parts]), strict=True):
+                for (part, dtype), own in zip(
+                    parts, torch.split(content, [_bytes(*each) for each in parts]), strict=True
+                ):
                     part.copy_(own.clone().view(dtype).view(part.shape))  # a number begins at a multiple of its size
             total += sum(map(len, contents))
         return total
@@ -198,7 +200,7 @@ def _in_buckets(
     buckets, held = [list[tuple[torch.Tensor, torch.dtype]]()], 0
     for whole, dtype in parts:
         rows = max(most * len(whole) // max(_bytes(whole, dtype), 1), 1) if whole.ndim else 1
-        for part in whole.split(rows) if whole.ndim and len(whole) else [whole]:
+        for part in torch.split(whole, rows) if whole.ndim and len(whole) else [whole]:
             if buckets[-1] and held + _bytes(part, dtype) > most:
                 buckets.append([])
                 held = 0
