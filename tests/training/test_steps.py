@@ -108,7 +108,7 @@ def test_each_element_counts_once_in_a_norm(mesh: Any) -> None:
     model(x).backward()
     totals = dict.fromkeys(rows, 0.0)
     for rank in range(made.world_size):
-        blocks = _Blocks(made.manifest(), rank)
+        blocks = _Blocks(made.manifest(), rank, {})
         for name, row in rows.items():
             own = cut(model.get_parameter(name).grad, row_sharding(row, made.mesh), made.mesh, rank)  # type: ignore[arg-type]
             totals[name] += sum(float(own[place].square().sum()) / count for place, count in blocks.of(name))

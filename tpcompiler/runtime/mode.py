@@ -11,5 +11,9 @@ TWO = "export the model in each mode, convert both programs together, and load t
 
 
 def refuse_mode(*_: Any) -> Any:
-    """Raise UnsupportedError: stands in for `train` and `eval` of a loaded module."""
+    """Refuse `train` and `eval` of a loaded module.
+
+    Raises:
+        UnsupportedError: always.
+    """
     raise UnsupportedError(f"a loaded module cannot be set to train or eval: {MODE}", help=TWO)
