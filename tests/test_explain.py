@@ -231,6 +231,7 @@ R                +0.000        +0 B      +256 B
     )
 
 
+@pytest.mark.slow
 def test_names_that_tables_use(out: Path) -> None:
     """A collective's kind, with the number that its node has; a module, for its weight."""
     gathers = tpcompiler.parallelize(export_mlp(), 2, {"layers.*.up": "colwise_gather_output"})

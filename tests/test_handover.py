@@ -309,6 +309,7 @@ def moved(source: tpcompiler.ParallelProgram, target: tpcompiler.ParallelProgram
     return shares
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("source", "target", "bytes_sent"),
     [

@@ -273,6 +273,7 @@ def test_a_parameter_that_is_trained_over_other_ranks_is_refused() -> None:
     assert made.verify([("train", (x,)), ("eval", (x,))]).ok
 
 
+@pytest.mark.slow
 def test_a_parameter_that_a_program_with_another_buffer_trains_is_refused() -> None:
     """A mask of another length makes no other model; other weights do, with the same biases."""
 
@@ -313,6 +314,7 @@ def test_an_input_from_an_earlier_call_that_does_not_fit_is_refused() -> None:
         converted(2, 1).verify(calls)
 
 
+@pytest.mark.slow
 def test_a_program_that_is_listed_before_the_one_with_its_tensors(tmp_path: Path, group_of_one: None) -> None:
     names = ("prefill", "decode")
     tpcompiler.parallelize({name: exported()[name] for name in names}, 1, {}).save(tmp_path / "out")

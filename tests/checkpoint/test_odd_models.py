@@ -142,6 +142,7 @@ def test_a_pending_weight_is_compared_bit_for_bit(mlp: ExportedProgram, tmp_path
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["ranks", "shared"])
 def test_of_several_programs_each_is_proved_and_put_together(layout: Any, mlp: ExportedProgram, tmp_path: Path) -> None:
@@ -210,6 +211,7 @@ def test_a_cut_of_several_that_ends_after_the_first_goes_on(
     assert "has the weights of rank 0 already" in refused("cut", tmp_path / "out", "--checkpoint", path)
 
 
+@pytest.mark.slow
 def test_nothing_is_written_into_what_it_is_made_from(mlp: ExportedProgram, tmp_path: Path) -> None:
     out = tmp_path / "out"
     tpcompiler.parallelize(mlp, 2, PLAN).save(out, layout="shared")

@@ -88,6 +88,7 @@ def test_whatever_is_slow(kind: str) -> None:
     assert wrong(FEW, SQUARE, (5, 3), machine=slow) == []
 
 
+@pytest.mark.slow
 def test_a_few_blocks_and_parts() -> None:
     assert wrong(["[R, R]", BLOCKS[5], BLOCKS[8], PARTS[4], PARTS[6]], SQUARE, (12, 4)) == []
 

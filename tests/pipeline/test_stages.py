@@ -317,6 +317,7 @@ def test_arguments_that_are_no_tensors() -> None:
         staged.verify((x, 3, x, 5, None))
 
 
+@pytest.mark.slow
 def test_a_number_of_dynamic_size_that_bounds_a_slice(tmp_path: Path) -> None:
     """Its checks compute with it, in the stage that takes it, and the other stage has none."""
     module = Call(lambda self, x, n: self.b(torch.relu(self.a(x)))[:, :n], a=nn.Linear(8, 8), b=nn.Linear(8, 8))

@@ -208,6 +208,7 @@ class SharedHeads(nn.Module):
         return result
 
 
+@pytest.mark.slow
 def test_halves_of_an_axis_are_searched_in_turns_and_no_bound_is_claimed() -> None:
     exported = export(SharedHeads(), (torch.randn(1, 2, 64),))
     made = tpcompiler.parallelize(exported, {"dp": 2, "tp": 4}, "auto", machine="ideal", outputs=[{"dp": "S(0)"}])
@@ -218,6 +219,7 @@ def test_halves_of_an_axis_are_searched_in_turns_and_no_bound_is_claimed() -> No
     assert not any(text.startswith("over tp") for text in texts)
 
 
+@pytest.mark.slow
 def test_the_report_names_what_the_plan_fixed_and_what_freedom_was_used_for() -> None:
     layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     exported = export(layers, (torch.randn(4096, 8),))

@@ -107,6 +107,7 @@ def test_where_nothing_is_gained_the_batch_is_whole() -> None:
     assert "the batch is whole: " in str(made.report())
 
 
+@pytest.mark.slow
 def test_programs_that_share_weights() -> None:
     """One leaves its inputs to the search, the other does not."""
     programs: Any = {"one": tower(), "two": tower()}

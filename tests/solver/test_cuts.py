@@ -353,6 +353,7 @@ def test_chunks_of_chunks(world: int, tmp_path: Path) -> None:
     made.save(tmp_path / "out")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("forward", [halves_by_split, halves_by_slices, half_by_slices, halves_by_chunk])
 def test_equal_parts_that_are_cut_again(forward: Callable[..., torch.Tensor], tmp_path: Path) -> None:
     model = randomise(Call(forward, up=nn.Linear(8, 24), down=nn.Linear(10, 8)))

@@ -156,6 +156,7 @@ def seconds(found: Solution) -> float:
     return measure_step_time(found, read_machine()).total
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.sweep
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -217,6 +217,7 @@ class Mean(nn.Module):
         return x + self.p
 
 
+@pytest.mark.slow
 def test_an_average_of_three_is_what_each_holds(tmp_path: Path) -> None:
     """The third of three times a number is not always that number, so the terms are not added up to be compared."""
     torch.manual_seed(0)

@@ -93,6 +93,7 @@ def test_maxima_of_sizes(tmp_path: Path) -> None:
     assert "ops that cannot be run here" not in report.counts
 
 
+@pytest.mark.slow
 def test_sizes_that_torch_cannot_compare(tmp_path: Path) -> None:
     """A cut batch of windows: whether 32 * s * t is less than 32 * t, torch does not know of what a file says."""
     sizes = ({0: Dim.AUTO, 1: 4 * Dim("windows", min=1, max=20)},)
@@ -185,6 +186,7 @@ class Halves(nn.Module):
         return (one * other).unflatten(1, (2, -1)), y * 2
 
 
+@pytest.mark.slow
 def test_a_size_that_the_export_took_for_another() -> None:
     """A view in 2 rows of a dim that the example makes 2 of, (s + 1) // 2, is recorded with that; no rank has a share."""
     args, free = (torch.randn(3, 4, 4, 12), torch.randn(3, 4, 4, 12)), {1: Dim.AUTO}

@@ -162,6 +162,7 @@ def test_memory_by_hand(optimizer: Any) -> None:
     assert (held.weights, held.gradients, held.state) == (parameters // 2, parameters // 2, state // 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_report_and_diagnose_tell_gradients_and_the_optimizer_s_state(ranks: int) -> None:
     made, _, total = converted(ranks)

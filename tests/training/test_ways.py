@@ -182,6 +182,7 @@ def test_state_is_made_without_a_trace(name: str) -> None:
     assert torch.equal(*results)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_checkpoint_is_read_before_the_first_step(name: str, tmp_path: Path, group_of_one: None) -> None:

@@ -316,6 +316,7 @@ def test_the_critical_path_is_the_longer_branch(tmp_path: Path) -> None:
     assert rows["outside of modules"]["critical"] > 0  # attention
 
 
+@pytest.mark.slow
 def test_weights_need_not_be_cut(tmp_path: Path) -> None:
     with weightless():
         exported = torch.export.export(Tower().eval(), (ids(),))

@@ -157,6 +157,7 @@ PLANS: list[tuple[dict[str, int], dict[str, tuple[tuple[int, ...], Any]]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("axes", "plan"), PLANS)
 def test_ranks_hold_what_is_drawn(

@@ -13,7 +13,7 @@ from tests.zoo.faults import collectives_of, without_collective
 from tests.zoo.index import CASES, TESTED
 from tests.zoo.measure import Measured, alone, compared, exported, is_cut, measured
 
-PART = some(TESTED, 8)
+PART = some(TESTED, 11)
 # Every other one static on 2 ranks, the rest with dynamic sizes on 4; `make zoo` has each in both ways on both worlds.
 ON_WORLDS = [(name, dynamic, 4 if dynamic else 2) for name, dynamic in zip(PART, cycle((False, True)), strict=False)]
 assert all(CASES[name].dims for name, dynamic, _ in ON_WORLDS if dynamic)

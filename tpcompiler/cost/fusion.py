@@ -254,7 +254,7 @@ class _Fusion:
 
 
 def moves_alone(node: fx.Node) -> tuple[float, ...]:
-    """Return the share of each operand and result that a call moves as a kernel of its own; a view moves nothing."""
+    """Return the share of each operand and result that a call moves in a kernel by itself; a view has none."""
     if _is_view(node) and node.all_input_nodes:
         return ()
     return _moves(node, [1.0] * len(edit.operands(node)), [1.0] * len(edit.outputs(node)))
