@@ -43,6 +43,7 @@ def in_all_dtypes(self: Any, x: torch.Tensor) -> Any:
     return y, [(y * 9).abs().to(each) for each in DTYPES], [(h * 9).abs().to(each) for each in DTYPES], crosses
 
 
+@pytest.mark.slow
 def test_every_dtype_and_inputs_that_differ(tmp_path: Path) -> None:
     """The second stage of the layers takes no input of the program, only what the first stage sends."""
     torch.save(X, tmp_path / "x")
