@@ -52,6 +52,7 @@ def test_every_command_predicts_the_same(machine: str, optimize: Any, tmp_path: 
         assert two.seconds["model"] == step
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("machine", ["ideal", "h100"])
 def test_so_they_do_of_several_programs(machine: str, tmp_path: Path) -> None:

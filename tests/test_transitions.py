@@ -118,6 +118,7 @@ class Scores(torch.nn.Module):
         return x @ x.transpose(1, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("source", "target"), [("S(0) S(2)", "S(1) S(2)"), ("S(2) S(0)", "S(2) S(1)")])
 def test_two_dims_of_one_dynamic_size(source: str, target: str) -> None:

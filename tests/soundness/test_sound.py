@@ -47,6 +47,7 @@ def test_a_sound_artifact(name: str, tmp_path: Path) -> None:
     assert min(report.counts.values()) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
