@@ -362,3 +362,11 @@ def test_weights_of_another_model_are_refused(decode: Any) -> None:
     other = tpcompiler.parallelize(export(nn.Sequential(nn.Linear(8, 8)), (torch.randn(4, 8),)), 2, {})
     with pytest.raises(ArtifactError, match=r"holds '0\.weight'.* has none"):
         trainer.handover(other, weights=True)
+
+
+def test_weights_that_may_be_those_of_two_layers_are_refused() -> None:
+    x = torch.randn(4, 8)
+    two, one = (export(each, (x,)) for each in (nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8)))
+    source, target = (tpcompiler.parallelize(program, 2, {}) for program in (two, one))
+    with pytest.raises(ArtifactError, match=r"holds 'weight', which may be '0\.weight' or '1\.weight'"):
+        source.handover(target, weights=True)

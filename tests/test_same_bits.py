@@ -75,6 +75,13 @@ class Branching(Block):
         return torch.cond(y.sum() > 0, lambda v: v.sin(), lambda v: v.cos(), (y,))
 
 
+class Writing(Block):
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        x.mul_(2)
+        return y
+
+
 class Moved(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         return x.relu()
@@ -130,6 +137,7 @@ ROWS: Mapping[str, tuple[Callable[[], nn.Module], torch.Tensor, Any, Any, dict[s
         PLAN,
         {"inputs": [{"dp": "S(0)", "tp": "S(1)"}], "outputs": [{"dp": "S(0)", "tp": "S(1)"}]},
     ),
+    "an input that is cut and written": (Writing, X, {"dp": 2, "tp": 2}, PLAN, {"inputs": [{"dp": "S(0)"}]}),
     "buffers": (Cached, X, 4, PLAN, {}),
     "shared heads": (Attention, torch.randn(2, 8, 32), 8, QKVO, {}),
     "attention in turns": (
@@ -303,6 +311,11 @@ def test_what_cannot_be_hosted_is_refused_by_name() -> None:
     pending = converted(Block, X, 2, PLAN, inputs=["P(sum)"])
     with pytest.raises(UnsupportedError, match="input 'x' is a pending sum"):
         pending.verify((X,), same_bits=True)
+
+    other = {"two": export(randomised(Block()), (X,)), "one": export(randomised(Moved()), (X,))}
+    apart = tpcompiler.parallelize(other, 2, {}, degrees={"one": 1})
+    with pytest.raises(UnsupportedError, match="different numbers of ranks"):
+        apart.verify(same_bits=True)
 
     class Strange(Block):
         def __init__(self) -> None:

@@ -24,6 +24,7 @@ from tpcompiler.parallel.program_subject import compared_calls, on_cpu, subject_
 from tpcompiler.parallel.stages_subject import Held, subject_of_stages
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.runtime.artifact import MODEL, SINGLE, is_single
+from tpcompiler.runtime.load import DEGREES
 from tpcompiler.runtime.package import read_package
 from tpcompiler.runtime.program_files import ProgramFiles
 from tpcompiler.runtime.weightless import weightless_names
@@ -52,6 +53,8 @@ def verify_programs(
     staged = stages_by_whole(programs)
     if same_bits and staged:
         raise UnsupportedError("stages cannot be run with same_bits yet", help="leave same_bits out")
+    if same_bits and len({program.mesh for program in programs.values()}) > 1:
+        raise UnsupportedError(DEGREES, help="leave same_bits out, or convert all for one mesh")
     alone = len(programs) == 1
     own, subjects = False, dict[str, Subject]()
     held: dict[str | None, Held] = {}

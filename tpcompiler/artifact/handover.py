@@ -110,20 +110,34 @@ def _parameters(source: Programs, target: Programs) -> list[Pair]:
         raise ArtifactError(
             f"{_title(target)} has no parameter: there is nothing to hand over", help="look for buffers"
         )
-    first, pairs = next(iter(wanted)), list[Pair]()
-    more = min((n.removesuffix(first) for n in held if f".{n}".endswith(f".{first}")), default="")
-    less = min((first.removesuffix(n) for n in held if f".{first}".endswith(f".{n}")), default="") if not more else ""
-    for name, other in wanted.items():
-        row = held.get(more + name.removeprefix(less))
-        row = held.get(row.holder) if row is not None else None
-        if row is None or row.shape != other.shape:
-            lacks = "has none" if row is None else f"has it as {row.shape}"
+    first = next(iter(wanted))
+    modules = {("", "")}  # around all of the source's, and of the target's
+    modules |= {(name.removesuffix(first), "") for name in held if name.endswith(f".{first}")}
+    modules |= {("", first.removesuffix(name)) for name in held if first.endswith(f".{name}")}
+    tried = {each: _pairs(held, wanted, *each) for each in sorted(modules)}
+    if whole := [each for each in tried if len(tried[each]) == len(wanted)]:
+        if len(whole) > 1 and whole[0] != ("", ""):
+            names = " or ".join(repr(tried[each][0][0].name) for each in whole)
             raise ArtifactError(
-                f"{_title(target)} holds {name!r}, {other.dtype}{other.shape}, and {_title(source)} {lacks}",
-                help="convert both from one model",
+                f"{_title(target)} holds {first!r}, which may be {names} of {_title(source)}",
+                help="give both sides the same names",
             )
-        pairs.append((row, other))
-    return pairs
+        return tried[whole[0]]
+    nearest = max(tried, key=lambda each: len(tried[each]))
+    found = {other.name for _, other in tried[nearest]}
+    name, other = next((name, row) for name, row in wanted.items() if name not in found)
+    row = held.get(nearest[0] + name.removeprefix(nearest[1]))
+    lacks = "has none" if row is None else f"has it as {row.shape}"
+    raise ArtifactError(
+        f"{_title(target)} holds {name!r}, {other.dtype}{other.shape}, and {_title(source)} {lacks}",
+        help="convert both from one model",
+    )
+
+
+def _pairs(held: Mapping[str, TensorRecord], wanted: Mapping[str, TensorRecord], more: str, less: str) -> list[Pair]:
+    """Return the parameters that both sides have; the source's names begin with `more`, the target's with `less`."""
+    named = ((held.get(more + name.removeprefix(less)), row) for name, row in wanted.items() if name.startswith(less))
+    return [(held[own.holder], row) for own, row in named if own is not None and own.shape == row.shape]
 
 
 def _elements(held: Runs) -> list[Any]:

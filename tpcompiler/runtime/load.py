@@ -15,7 +15,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import read_failed_guard
-from tpcompiler.errors import ArtifactError
+from tpcompiler.errors import ArtifactError, UnsupportedError
 from tpcompiler.runtime.agree import WAIT, agreeing, artifact_facts, input_facts, named_failures
 from tpcompiler.runtime.artifact import SINGLE, Manifest, is_single
 from tpcompiler.runtime.backends import refuse_unsendable
@@ -34,6 +34,7 @@ from tpcompiler.runtime.target import COMPILED
 from tpcompiler.runtime.turns import taking_turns
 from tpcompiler.runtime.world import greet_groups, groups_here, join_world, own_rank, ranks_of_copy, register_groups
 
+DEGREES = "programs over different numbers of ranks cannot be run with same_bits"
 # Where a process runs several ranks: reads its program, a manifest for the world of processes, and the names of the
 # tensors of each rank there.
 Host = Callable[[ProgramFiles, Weights | None], tuple[ExportedProgram, Manifest, list[dict[str, str]]]]
@@ -79,6 +80,8 @@ def load(
     if is_single(files):
         _refuse_alone(files[SINGLE])
     world = largest_world(manifests)
+    if host is not None and len({each.world_size for each in manifests.values()}) > 1:
+        raise UnsupportedError(DEGREES, help="leave same_bits out, or convert all for one mesh")
     device = join_world(next(iter(manifests.values())), world, timeout, backend, rank, may_host=host is not None)
     with agreeing(timeout) as mine:
         package = package_to_run(directory, compiled, trust)

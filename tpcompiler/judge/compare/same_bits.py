@@ -119,7 +119,7 @@ def _differing(
     """Return the outputs and written values of other bits, each with its largest difference."""
     specs = [spec for spec in subject.programs[0].graph_signature.output_specs if spec.kind in RETURNED_KINDS]
     shardings = subject.layout.shardings
-    leaves = [name for name in shardings if not name.startswith("output ")]
+    leaves = [name for name in shardings if not name.startswith("output ") and name not in subject.input_names]
     found = dict[str, float]()
     for process, got in enumerate(results):
         own = [first[rank] for rank in hosts.ranks(process)]
@@ -137,8 +137,12 @@ def _differing(
                 ]
             elif isinstance(value := next(made), torch.Tensor):
                 pairs.append((f"output {name}", join_tensors(values, shardings[f"output {name}"], hosts), value))
-        for each, held in zip(own, names, strict=True):
-            pairs += [(name, value, got.mutated.get(held.get(name, name))) for name, value in each.mutated.items()]
+        for name in own[0].mutated:
+            values = [each.mutated[name] for each in own]
+            if name in names[0]:
+                pairs += [(name, v, got.mutated.get(held[name])) for v, held in zip(values, names, strict=True)]
+            else:
+                pairs.append((name, join_tensors(values, shardings[name], hosts), got.mutated.get(name)))
         for name, want, value in pairs:
             if value is None or not same_bits(want, value):
                 apart = float("inf") if value is None or want.shape != value.shape else _apart(want, value)
