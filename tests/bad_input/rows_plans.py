@@ -7,7 +7,7 @@ from torch.distributed.tensor import Shard
 from tests.bad_input.row import Row, content, text
 from tests.runtime.models import PLAN
 from tpcompiler import parallelize
-from tpcompiler.errors import MeshError, PlanError
+from tpcompiler.errors import InputsError, MeshError, PlanError
 
 CONVERT = "tpcompiler convert model.pt2 --plan plan.yaml -o new"
 CONVERT_HELP = "tpcompiler convert --help lists the options"
@@ -282,11 +282,24 @@ BOUNDARIES = [
         Row(
             f"`inputs={given!r}`",
             lambda program, given=given: parallelize(program, 2, PLAN, inputs=given),
-            f"inputs={given!r} is neither a mapping nor a list",
+            f"inputs={given!r} is neither a mapping of names nor a list",
             'write {name: placement} or [placement, ...], such as ["S(0)"]',
             code=PlanError,
         )
-        for given in ("S(0)", Shard(0), 3)
+        for given in ("S(0)", Shard(0), 3, {0: "R"})
+    ),
+    *(
+        Row(
+            f"`{name}={given!r}`",
+            lambda program, name=name, given=given: parallelize(program, 2, PLAN, **{name: given}),
+            f"{name}: {what}",
+            "see the arguments of parallelize",
+            code=InputsError,
+        )
+        for name, given, what in (
+            ("collectives", "mpi", "Invalid enum value 'mpi'"),
+            ("check_indices", "no", "Expected `bool`, got `str`"),
+        )
     ),
     Row(
         '`outputs=[{"tp": 3}]`',

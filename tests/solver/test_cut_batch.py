@@ -125,7 +125,7 @@ def test_stages_are_placed_by_hand() -> None:
         tpcompiler.diagnose(tower(), inputs="auto")
     with pytest.raises(PlanError, match="inputs='auto' where meshes are compared"):
         tpcompiler.diagnose({"one": tower(), "two": tower()}, inputs={"one": "auto"})
-    with pytest.raises(PlanError, match="outputs='auto' is neither a mapping nor a list"):
+    with pytest.raises(PlanError, match="outputs='auto' is neither a mapping of names nor a list"):
         tpcompiler.parallelize(tower(), 2, outputs="auto")
 
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 import torch.distributed as dist
+from msgspec import structs
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.export import ExportedProgram
@@ -23,12 +25,11 @@ from tpcompiler.cost.amounts import read_memory
 from tpcompiler.cost.collective import Collectives
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import read_machine
-from tpcompiler.errors import MeshError, PlanError, ProgramError, UnsupportedError, option
+from tpcompiler.errors import InputsError, MeshError, PlanError, ProgramError, UnsupportedError, option
 from tpcompiler.ir.gc_pause import collector_rests
 from tpcompiler.ir.mesh import PIPELINE, Mesh, MeshLike
 from tpcompiler.ir.optimizer import read_optimizer
-from tpcompiler.ir.placements import PlacementSpec, parse_placement
-from tpcompiler.parallel.conversion import Conversion, share_conversions
+from tpcompiler.parallel.conversion import Conversion, boundary_data, read_boundary, share_conversions
 from tpcompiler.parallel.converted_program import ConvertedProgram
 from tpcompiler.parallel.cut_batch import cut_batch
 from tpcompiler.parallel.model_families import find_families
@@ -41,7 +42,7 @@ from tpcompiler.plan.share import join_plans
 from tpcompiler.runtime.artifact import SINGLE, is_single
 from tpcompiler.runtime.beside import families
 from tpcompiler.runtime.place import place_state
-from tpcompiler.runtime.records import Optimizer
+from tpcompiler.runtime.records import Asked, Optimizer, PlacedBoundary
 from tpcompiler.solver.task import Aim, Goal
 
 SEVERAL = (Mapping, list, tuple)  # types that hold several programs
@@ -49,6 +50,7 @@ DEGREES = '{"draft": 1}'
 WEIGHTS = '{"prefill": 1, "decode": 256}'
 Given = Mapping[str, Any] | Sequence[Any] | None  # or "auto", for inputs
 AUTO = "auto"
+BY_DEFAULT = Asked(inputs=None, outputs=None)
 Programs = Mapping[str, ExportedProgram] | Sequence[tuple[str, ExportedProgram]]
 
 
@@ -117,23 +119,14 @@ def parallelize(
         dump: a directory for a numbered text of the program after every pass.
 
     Raises:
-        PlanError, MeshError, MachineError, ShardingError, ProgramError, UnsupportedError: each with its cause,
-            place, numbers and one action.
+        PlanError, MeshError, MachineError, InputsError, ShardingError, ProgramError, UnsupportedError: each with its
+            cause, place, numbers and one action.
     """
     read, limit = read_plan(plan), None if memory is None else read_memory(memory)
+    asked = _read_asked(collectives=collectives, check_indices=check_indices, keep_repeats=keep_repeats)
+    cutting = Cutting(read_machine(machine), limit, weights or {})
     conversions = conversions_of(
-        exported_program,
-        mesh,
-        read,
-        inputs,
-        outputs,
-        device_type,
-        dump,
-        collectives,
-        check_indices,
-        keep_repeats,
-        degrees,
-        Cutting(read_machine(machine), limit, weights or {}),
+        exported_program, mesh, read, inputs, outputs, asked, device_type, dump=dump, degrees=degrees, cutting=cutting
     )
     calls = _calls_of(weights, conversions)
     made = dict[str, ConvertedProgram]()
@@ -188,77 +181,62 @@ def conversions_of(
     plan: Plan,
     inputs: Given = None,
     outputs: Given = None,
+    asked: Asked = BY_DEFAULT,
     device_type: str | None = None,
+    *,
     dump: str | os.PathLike[str] | None = None,
-    collectives: Collectives = "nccl",
-    check_indices: bool = True,
-    keep_repeats: bool = False,
     degrees: Mapping[str, int] | None = None,
     cutting: Cutting | None = None,
 ) -> dict[str, Conversion]:
-    """Turn the arguments of `parallelize` into conversions by program; without `cutting`, nobody cuts a batch."""
+    """Turn the arguments of `parallelize` into conversions by program; without `cutting`, nobody cuts a batch.
+
+    Args:
+        asked: arguments that all programs have in common.
+    """
     mesh = Mesh.of(mesh)
     by_program = inputs.values() if isinstance(inputs, Mapping) and isinstance(exported_program, SEVERAL) else ()
     if cutting is None and AUTO in (inputs, *by_program):
         raise PlanError(f"inputs={AUTO!r} where meshes are compared", help="place the batch by hand")
     several = _named(exported_program) if isinstance(exported_program, SEVERAL) else {}
     meshes = _meshes(mesh, degrees or {}, several)
+
+    def convert(name: str, program: Any, mesh: Mesh, inputs: Given, outputs: Given) -> Conversion:
+        own = structs.replace(asked, inputs=_placed(inputs, "input"), outputs=_placed(outputs, "output"))
+        folder = dump and (Path(dump) if name == SINGLE else Path(dump) / name)
+        return replace(Conversion.of(program, mesh, plan, own, device_type, folder), cuts_batch=inputs == AUTO)
+
     if PIPELINE in dict(mesh.axes):
         cutting = cutting or Cutting(read_machine())
         stages = stage_programs(several or {SINGLE: exported_program}, mesh, *cutting)  # type: ignore[dict-item]
-        return share_conversions(
-            find_families(
-                {
-                    name: replace(
-                        Conversion.of(
-                            stage.program,
-                            mesh_of_stage(mesh),
-                            plan,
-                            (_of_stage(inputs, stage, several, "input"), _of_stage(outputs, stage, several, "output")),
-                            device_type,
-                            dump and Path(dump) / name,
-                            collectives,
-                            check_indices,
-                            keep_repeats,
-                        ),
-                        stage=stage.record,
-                        whole=stage.whole,
-                    )
-                    for name, stage in stages.items()
-                }
+        conversions = {
+            name: replace(
+                convert(
+                    name,
+                    stage.program,
+                    mesh_of_stage(mesh),
+                    _of_stage(inputs, stage, several, "input"),
+                    _of_stage(outputs, stage, several, "output"),
+                ),
+                stage=stage.record,
+                whole=stage.whole,
             )
-        )
-    if not isinstance(exported_program, SEVERAL):
-        boundary = _specs(inputs, "input"), _specs(outputs, "output")
-        one: Any = exported_program  # the first pass rejects anything that is not a program
-        ways = collectives, check_indices, keep_repeats
-        own = Conversion.of(one, mesh, plan, boundary, device_type, dump, *ways)
-        return {SINGLE: replace(own, cuts_batch=inputs == AUTO)}
-    conversions = {
-        name: replace(
-            Conversion.of(
-                program,
-                meshes[name],
-                plan,
-                (_specs(_of(inputs, name), "input"), _specs(_of(outputs, name), "output")),
-                device_type,
-                dump and Path(dump) / name,
-                collectives,
-                check_indices,
-                keep_repeats,
-            ),
-            cuts_batch=_of(inputs, name) == AUTO,
-        )
-        for name, program in several.items()
-    }
+            for name, stage in stages.items()
+        }
+    elif several:
+        conversions = {
+            name: convert(name, program, meshes[name], _of(inputs, name), _of(outputs, name))
+            for name, program in several.items()
+        }
+    else:  # the first pass rejects anything that is not a program
+        return {SINGLE: convert(SINGLE, exported_program, mesh, inputs, outputs)}
     return share_conversions(find_families(conversions))
 
 
-def _of_stage(given: Given, stage: StageProgram, several: Collection[str], what: str) -> dict[str, PlacementSpec]:
+def _of_stage(given: Given, stage: StageProgram, several: Collection[str], what: str) -> dict[str, Any]:
     """Return the placements of the inputs or outputs that a stage has, by name."""
     if AUTO in (given, _of(given, stage.record.of) if several else given):
         raise PlanError(f"{what}s={AUTO!r} on a mesh with the axis {PIPELINE}", help="place the batch by hand")
-    specs = _specs(_of(given, stage.record.of) if several else given, what)
+    specs = _placed(_of(given, stage.record.of) if several else given, what)
     names = stage.record.inputs if what == "input" else stage.record.returns
     named = specs if isinstance(specs, dict) else dict(zip(names, specs or [], strict=False))
     own = {spec.arg.name for spec in user_inputs(stage.program)} if what == "input" else {*stage.record.outputs}
@@ -395,35 +373,27 @@ def tensor_parallel_transformation(
     return program
 
 
-def _specs(given: Given, what: str) -> dict[str, PlacementSpec] | list[PlacementSpec | None] | None:
-    asked_by = option(f"--{what}", f"{what}s=")
-    if given is None or (given == AUTO and what == "input"):
-        return None
-    if isinstance(given, Mapping):
-        return {name: read_placement(spec, asked_by) for name, spec in given.items() if spec is not None}
-    if isinstance(given, str | Placement) or not isinstance(given, Sequence):
-        raise PlanError(
-            f"{what}s={given!r} is neither a mapping nor a list",
-            help='write {name: placement} or [placement, ...], such as ["S(0)"]',
-        )
-    return [None if spec is None else read_placement(spec, asked_by) for spec in given]
-
-
-def read_placement(spec: Any, asked_by: str) -> PlacementSpec:
-    """Read the placements of one tensor, by axis or for the only axis.
+def _read_asked(**given: object) -> Asked:
+    """Return the arguments that all programs have in common.
 
     Raises:
-        PlanError: no placement.
+        InputsError: one has another type, or a value that it cannot have.
     """
-    if isinstance(spec, Mapping):
-        return {axis: _placement(placement, asked_by) for axis, placement in spec.items()}
-    return _placement(spec, asked_by)
-
-
-def _placement(placement: Any, asked_by: str) -> Placement:
-    if isinstance(placement, Placement):
-        return placement
     try:
-        return parse_placement(placement if isinstance(placement, str) else repr(placement))
-    except PlanError as error:
-        raise PlanError(error.message, help=error.help, asked_by=asked_by) from None
+        return msgspec.convert(structs.asdict(BY_DEFAULT) | given, Asked)
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).partition(" - at `$.")
+        raise InputsError(f"{where.rstrip('`')}: {what}", help="see the arguments of parallelize") from None
+
+
+def _placed(given: Given, what: str) -> PlacedBoundary:
+    """Return the placements of inputs or outputs as plain data; none if they are left to the search."""
+    if given is None or (given == AUTO and what == "input"):
+        return None
+    is_known = isinstance(given, Mapping | Sequence) and not isinstance(given, str | Placement)
+    if not is_known or (isinstance(given, Mapping) and not all(isinstance(name, str) for name in given)):
+        raise PlanError(
+            f"{what}s={given!r} is neither a mapping of names nor a list",
+            help='write {name: placement} or [placement, ...], such as ["S(0)"]',
+        )
+    return boundary_data(read_boundary(given, option(f"--{what}", f"{what}s=")))

@@ -25,7 +25,7 @@ from tpcompiler.frontend.refused import refuse_hollow
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import same_bits
 from tpcompiler.judge.sound.check import read_proved_model
-from tpcompiler.parallel.conversion import Conversion, asked_boundary, share_conversions
+from tpcompiler.parallel.conversion import Conversion, share_conversions
 from tpcompiler.parallel.converted_program import ConvertedProgram
 from tpcompiler.parallel.pipeline import convert_programs
 from tpcompiler.parallel.program_subject import on_cpu
@@ -75,12 +75,8 @@ def reshard(
             originals[name],
             mesh if manifest.world_size == world else Mesh.of(manifest.mesh),
             plan,
-            (asked_boundary(manifest, "inputs"), asked_boundary(manifest, "outputs")),
+            manifest.asked,
             first.device_type,
-            None,
-            first.asked.collectives,
-            first.asked.check_indices,
-            first.asked.keep_repeats,
         )
         for name, manifest in manifests.items()
     }

@@ -12,10 +12,10 @@ from torch.distributed.tensor import Placement, Replicate
 from torch.export import export
 
 from tpcompiler._torch import FakeTensorMode
-from tpcompiler.api import parallelize, read_placement
+from tpcompiler.api import parallelize
 from tpcompiler.errors import ShardingError, UnsupportedError
 from tpcompiler.ir.mesh import Mesh, MeshLike
-from tpcompiler.ir.placements import PlacementSpec
+from tpcompiler.ir.placements import PlacementSpec, read_spec
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.runtime.agree import WAIT, agreeing
 from tpcompiler.runtime.world import join_world, register_groups
@@ -59,7 +59,7 @@ def redistribute(
             changes, or of tensors of different shapes.
     """
     axes = Mesh.of(mesh)
-    specs = [read_placement(source, "source="), read_placement(target, "target=")]
+    specs = [read_spec(source, "source="), read_spec(target, "target=")]
     here, there = (Sharding.of(spec, axes, x.ndim, "x") for spec in specs)
     if shape is None and axes.is_unequal(here.cut_axes):
         raise ShardingError(f"the parts of x in {here.text(axes)} are unequal on {axes}", help="give the whole shape=")
@@ -81,7 +81,7 @@ def redistribute(
     if not x.requires_grad:
         return forth(x)
     arrives, leaves = gradient or (_gradient_of(specs[1]), _gradient_of(specs[0]))
-    back = [_frozen(read_placement(given, "gradient=")) for given in (arrives, leaves)]
+    back = [_frozen(read_spec(given, "gradient=")) for given in (arrives, leaves)]
     backward = _change(tuple(shape), x.dtype, x.device.type, axes, *back)
     changed: torch.Tensor = _Redistribute.apply(x, forth, backward)  # type: ignore[no-untyped-call]
     return changed

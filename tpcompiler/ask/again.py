@@ -26,7 +26,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import layer_of
 from tpcompiler.ir.program import PlannedProgram, relax
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.parallel.conversion import Conversion, asked_boundary
+from tpcompiler.parallel.conversion import Conversion
 from tpcompiler.parallel.converted_program import ConvertedProgram
 from tpcompiler.parallel.pipeline import convert_programs, find_placements, make_task, solve_task
 from tpcompiler.parallel.unplanned_weights import MOST_WHOLE
@@ -225,11 +225,8 @@ def _conversions(program: ArtifactProgram) -> tuple[list[Conversion], int, dict[
             forms = [entry for entry in plan.forms.as_found().entries if entry.pattern not in named]
             taken |= {entry.where: entry.style.name for entry in forms}
             plan = replace(found, entries=(*found.entries, *forms), gathers=gathers)
-        boundary = asked_boundary(manifest, "inputs"), asked_boundary(manifest, "outputs")
         mesh = Mesh.of(manifest.mesh)
-        asked = manifest.asked
-        ways = asked.collectives, asked.check_indices, asked.keep_repeats
-        conversions.append(Conversion.of(each.original(), mesh, plan, boundary, manifest.device_type, None, *ways))
+        conversions.append(Conversion.of(each.original(), mesh, plan, manifest.asked, manifest.device_type))
     return conversions, together.index(program), taken
 
 

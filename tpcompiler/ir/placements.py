@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
@@ -64,6 +64,34 @@ def parse_placement(text: str) -> Placement:
         f"{text!r} is not a placement",
         help=f"write R, S(dim) such as S(0) or S(-1), or P(op) with op one of {', '.join(REDUCE_OPS)}",
     )
+
+
+def read_placement(value: object, asked_by: str) -> Placement:
+    """Read a placement of torch, or its text; torch prints its placements as this project does.
+
+    Raises:
+        PlanError: anything else.
+    """
+    try:
+        return parse_placement(str(value))
+    except PlanError as error:
+        raise PlanError(error.message, help=error.help, asked_by=asked_by) from None
+
+
+def read_spec(value: Any, asked_by: str) -> PlacementSpec:
+    """Read the placements of one tensor, by axis or for the only axis.
+
+    Raises:
+        PlanError: no placement, or an axis that is no name.
+    """
+    if not isinstance(value, Mapping):
+        return read_placement(value, asked_by)
+    for axis in value:
+        if not isinstance(axis, str):
+            raise PlanError(
+                f"mesh axis {axis!r} is not a name", help='write a name such as {"tp": "S(0)"}', asked_by=asked_by
+            )
+    return {axis: read_placement(placement, asked_by) for axis, placement in value.items()}
 
 
 def _pieces(words: str, text: str) -> tuple[Piece, ...]:

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from os.path import basename
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from msgspec import structs
 from torch.export import ExportedProgram
 
-from tpcompiler.cost.collective import Collectives
 from tpcompiler.frontend.plain_weights import drop_replaced, unwrap_subclasses
 from tpcompiler.ir.devices import device_type_for
 from tpcompiler.ir.invariants import check_invariants
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.placements import format_spec, parse_placement
+from tpcompiler.ir.placements import format_spec, read_spec
 from tpcompiler.ir.program import CanonicalProgram, Note, Program
 from tpcompiler.ir.symm_mem import refuse_symm_mem
 from tpcompiler.ir.text import program_text
@@ -24,8 +24,7 @@ from tpcompiler.passes.apply_plan import Boundary, names_of
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.plan.plan import Plan
 from tpcompiler.plan.share import share_plan
-from tpcompiler.runtime.artifact import Manifest
-from tpcompiler.runtime.records import Asked, StageRecord
+from tpcompiler.runtime.records import Asked, PlacedBoundary, StageRecord
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.task import Aim
 
@@ -47,20 +46,18 @@ def unseen(program: P, name: str) -> P:
 class Conversion:
     """An exported program in canonical form, and how it is to be converted.
 
-    `family`: the name of the first of several programs that share their tensors by name. `stage`: which part of the
-    program `whole` it is. `cuts_batch`: the search places the inputs, and outputs that the boundary does not.
+    `asked`: the caller's other arguments; those of the search are in its `Aim`. `family`: the name of the first of
+    several programs that share their tensors by name. `stage`: which part of the program `whole` it is. `cuts_batch`:
+    the search places the inputs, and outputs that the boundary does not.
     """
 
     exported: ExportedProgram
     program: CanonicalProgram
     mesh: Mesh
     plan: Plan
-    boundary: tuple[Boundary, Boundary]
+    asked: Asked
     device: str
     after: After
-    collectives: Collectives
-    check_indices: bool = True
-    keep_repeats: bool = False
     dropped: tuple[Note, ...] = ()
     family: str = ""
     stage: StageRecord | None = None
@@ -73,21 +70,26 @@ class Conversion:
         exported: ExportedProgram,
         mesh: Mesh,
         plan: Plan,
-        boundary: tuple[Boundary, Boundary],
-        device_type: str | None,
-        dump: str | os.PathLike[str] | None,
-        collectives: Collectives,
-        check_indices: bool = True,
-        keep_repeats: bool = False,
+        asked: Asked,
+        device_type: str | None = None,
+        dump: str | os.PathLike[str] | None = None,
     ) -> Conversion:
         after = Dump(dump)
         exported, dropped = drop_replaced(unwrap_subclasses(exported))
         program = after(canonicalize(exported), "canonicalize")
         device, plan = device_type_for(program, device_type), plan.fitted(names_of(program))
-        if collectives != "nccl":
+        if asked.collectives != "nccl":
             refuse_symm_mem(device)
-        ways = collectives, check_indices, keep_repeats
-        return cls(exported, program, mesh, plan, boundary, device, after, *ways, dropped)
+        return cls(exported, program, mesh, plan, asked, device, after, dropped)
+
+    @property
+    def boundary(self) -> tuple[Boundary, Boundary]:
+        """The placements of inputs and of outputs that the caller gave."""
+        return read_boundary(self.asked.inputs), read_boundary(self.asked.outputs)
+
+    def with_boundary(self, inputs: Boundary, outputs: Boundary) -> Conversion:
+        asked = structs.replace(self.asked, inputs=boundary_data(inputs), outputs=boundary_data(outputs))
+        return replace(self, asked=asked)
 
     def with_styles(self, *each: Mapping[str, str]) -> Conversion:
         """Return it with these styles for the names that its plan does not name, one mapping after the other."""
@@ -103,18 +105,13 @@ class Conversion:
             return Plan()
         return self.plan.completed(found.styles, names_of(self.program)) if self.plan.searches else self.plan
 
-    def asked(self, plan: Plan, aim: Aim) -> Asked:
-        """Return the caller's other arguments, as `Manifest.asked`; `plan`: completed."""
-        inputs, outputs = map(_said, self.boundary)
+    def asked_of(self, plan: Plan, aim: Aim) -> Asked:
+        """Return the caller's arguments as the manifest keeps them; `plan`: completed."""
         is_partial = self.plan.searches and len(self.plan.entries) > 1 and self.plan.to_data() != plan.to_data()
-        return Asked(
-            inputs=inputs,
-            outputs=outputs,
+        return structs.replace(
+            self.asked,
             machine=basename(aim.machine.name),
-            collectives=self.collectives,
             optimizer=aim.optimizer,
-            check_indices=self.check_indices,
-            keep_repeats=self.keep_repeats,
             plan="auto:free" if self.plan.gathers else self.plan.to_data() if is_partial else None,
         )
 
@@ -131,27 +128,24 @@ def share_conversions(conversions: Mapping[str, Conversion]) -> dict[str, Conver
     return {name: replace(own, plan=plan) for (name, own), plan in zip(conversions.items(), plans, strict=True)}
 
 
-def _said(boundary: Boundary) -> Any:
-    """The placements that a caller gave, as plain data."""
+def boundary_data(boundary: Boundary) -> PlacedBoundary:
+    """Return placements as plain data."""
     if boundary is None:
         return None
     if isinstance(boundary, Mapping):
         return {name: format_spec(spec) for name, spec in boundary.items()}
-    return [spec and format_spec(spec) for spec in boundary]
+    return [None if spec is None else format_spec(spec) for spec in boundary]
 
 
-def asked_boundary(manifest: Manifest, at: Literal["inputs", "outputs"]) -> Any:
-    """The placements of inputs or outputs that an artifact was asked for, as `parallelize` takes them."""
-    said = manifest.asked.inputs if at == "inputs" else manifest.asked.outputs
-    if isinstance(said, dict):
-        return {name: _spec(spec) for name, spec in said.items()}
-    return said and [spec and _spec(spec) for spec in said]
+def read_boundary(given: Any, asked_by: str = "") -> Boundary:
+    """Read placements by name, or in order.
 
-
-def _spec(said: Any) -> Any:
-    if isinstance(said, dict):
-        return {axis: parse_placement(each) for axis, each in said.items()}
-    return parse_placement(said)
+    Raises:
+        PlanError: a value that is no placement.
+    """
+    if isinstance(given, Mapping):
+        return {name: read_spec(spec, asked_by) for name, spec in given.items() if spec is not None}
+    return given and [None if spec is None else read_spec(spec, asked_by) for spec in given]
 
 
 class Dump:

@@ -61,7 +61,7 @@ def _cut(conversions: Mapping[str, Conversion], axes: Sequence[str]) -> dict[str
             outputs = own.boundary[1]
             ours = {name: node for name, node in results_of(own.program).items() if edit.is_tensor(node)}
             named = _placements(inputs, first, axes), _placements(ours, first, axes) if outputs is None else outputs
-            own = replace(own, boundary=named)
+            own = own.with_boundary(*named)
         placed[name] = replace(own, cuts_batch=False)
     return placed
 

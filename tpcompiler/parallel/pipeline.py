@@ -118,7 +118,7 @@ def plan_program(own: Conversion, plan: Plan, after: After = unseen) -> PlannedP
         divided = after(divide_sizes(spread, own.device), "divide_sizes")
         dispatched = after(dispatch_experts(divided), "dispatch_experts")
         in_turns = after(attend_in_turns(dispatched, own.device), "attend_in_turns")
-        return in_turns if own.keep_repeats else after(group_queries(in_turns, own.device), "group_queries")
+        return in_turns if own.asked.keep_repeats else after(group_queries(in_turns, own.device), "group_queries")
 
 
 def _plan_programs(conversions: Sequence[Conversion], plans: Sequence[Plan]) -> list[PlannedProgram]:
@@ -141,7 +141,7 @@ def _plan_in_forms(conversions: Sequence[Conversion], forms: Sequence[Styles]) -
 def _place_programs(conversions: Sequence[Conversion], found: Solution) -> list[PlacedProgram]:
     with no_new_guards(*(program.graph for program in found.programs)):
         return [
-            own.after(place(program, found, check_indices=own.check_indices), "place")
+            own.after(place(program, found, check_indices=own.asked.check_indices), "place")
             for own, program in zip(conversions, found.programs, strict=True)
         ]
 
@@ -163,14 +163,14 @@ def _finish(
         routed = own.after(choose_paths(folded, aim.machine), "choose_paths")
     plan = own.with_styles(*found.forms).completed(found)
     limit = None if aim.limit is None else aim.limit - sum(measure_leaves(found).values()) - measure_state(found)
-    partition = Partition(routed, own.device, own.collectives, aim.machine, limit)
+    partition = Partition(routed, own.device, own.asked.collectives, aim.machine, limit)
 
     def advise(value: str) -> str:
         return "" if plan.searches else adviser.advise_gather(value, placed)
 
     searches = count_searches(found.searches) if plan.searches else ""
     own.after(partition.local_program(0), "lowered_rank_0")
-    asked = own.asked(plan, aim)
+    asked = own.asked_of(plan, aim)
     return ConvertedProgram(
         name,
         own.exported,

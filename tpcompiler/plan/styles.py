@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tpcompiler.errors import PlanError, UnsupportedError
-from tpcompiler.ir.placements import PlacementSpec, format_spec, parse_placement
+from tpcompiler.ir.placements import PlacementSpec, format_spec, read_spec
 
 Layouts = tuple[PlacementSpec | None, ...]
 
@@ -205,24 +205,10 @@ def _unsupported(name: str, instead: str, where: str) -> UnsupportedError:
     return UnsupportedError(f"style {name!r} is recognised but not supported yet", help=instead, asked_by=where)
 
 
-def _read_placement(value: object, where: str) -> Placement:
-    try:
-        return parse_placement(str(value))  # torch prints its placements as this project does
-    except PlanError as error:
-        raise PlanError(error.message, help=error.help, asked_by=where) from None
-
-
 def _read_spec(value: object, where: str) -> PlacementSpec:
-    if not isinstance(value, Mapping):
-        return _read_placement(value, where)
-    for axis in value:
-        if not isinstance(axis, str):
-            raise PlanError(
-                f"mesh axis {axis!r} is not a name", help='write a name such as {"tp": "S(0)"}', asked_by=where
-            )
-    if not value:
+    if value == {}:
         raise PlanError("{} places nothing", help='name a mesh axis, such as {"tp": "S(0)"}', asked_by=where)
-    return {axis: _read_placement(placement, where) for axis, placement in value.items()}
+    return read_spec(value, where)
 
 
 def _read_layouts(value: object, where: str) -> Layouts:
