@@ -1,6 +1,6 @@
 """One process: run the ranks that it hosts, and write what came out.
 
-With `train`, three steps of AdamW on this process's samples; else three calls.
+With `train`, three steps of AdamW on this process's samples; else three calls, with `compiled` of the package.
 """
 
 import sys
@@ -12,7 +12,7 @@ import torch.distributed as dist
 import tpcompiler
 
 directory, how = Path(sys.argv[1]), sys.argv[2]
-module = tpcompiler.load(directory, same_bits=True, training=how == "train")
+module = tpcompiler.load(directory, same_bits=True, training=how == "train", compiled=how == "compiled")
 process = dist.get_rank()
 calls = torch.load(directory.parent / f"{dist.get_world_size()}.calls")[process]
 results = []

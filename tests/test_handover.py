@@ -21,7 +21,7 @@ import tpcompiler
 from tests.launch import ROOT, fork_ranks
 from tests.runtime.commands import call as command
 from tests.trust.small import Decode
-from tpcompiler import ArtifactError, LaunchError
+from tpcompiler import ArtifactError, LaunchError, UnsupportedError
 from tpcompiler.artifact import handover
 from tpcompiler.runtime.handover import HandoverLink, Move, _in_buckets, read_handover
 
@@ -370,3 +370,45 @@ def test_weights_that_may_be_those_of_two_layers_are_refused() -> None:
     source, target = (tpcompiler.parallelize(program, 2, {}) for program in (two, one))
     with pytest.raises(ArtifactError, match=r"holds 'weight', which may be '0\.weight' or '1\.weight'"):
         source.handover(target, weights=True)
+
+
+class Normed(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.a, self.norm = nn.Linear(8, 16), nn.BatchNorm1d(16)
+        generator = torch.Generator().manual_seed(seed)
+        for value in self.state_dict().values():
+            value.copy_(torch.rand(value.shape, generator=generator) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = self.norm(self.a(x))
+        return normed
+
+
+def test_running_statistics_go_with_the_weights() -> None:
+    x = torch.randn(4, 8)
+    trainer = tpcompiler.parallelize(
+        tpcompiler.export_training(Normed(1), (x,), loss=lambda y: y.square().mean()), 2, {"**a": "colwise"}
+    )
+    service = tpcompiler.parallelize(export(Normed(2).eval(), (x,)), 4, {"a": "colwise"})
+    shares = moved(trainer, service)
+    assert shares.keys() >= {"norm.running_mean", "norm.running_var", "norm.weight", "a.weight"}
+    again = tpcompiler.parallelize(export(Normed(1).eval(), (x,)), 4, {"a": "colwise"})
+    for name, own in shares.items():
+        for rank, share in enumerate(own):
+            assert torch.equal(share, again.only.share(name, rank)), (name, rank)
+
+
+def test_sides_whose_programs_run_over_different_ranks_are_refused() -> None:
+    x = torch.randn(4, 8)
+    source = tpcompiler.parallelize(export(Normed(1).eval(), (x,)), 2, {})
+    both = {name: export(Normed(2).eval(), (x,)) for name in ("go", "score")}
+    for target in (
+        tpcompiler.parallelize(both, 4, {}, degrees={"score": 2}),
+        tpcompiler.parallelize(both["go"], {"pp": 2, "tp": 2}, {}),
+    ):
+        for weights in (True, False):
+            with pytest.raises(UnsupportedError, match="run over different ranks"):
+                source.handover(target, weights=weights)
+            with pytest.raises(UnsupportedError, match="run over different ranks"):
+                target.handover(source, weights=weights)

@@ -10,17 +10,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import Partial
 from torch.export import Dim, ExportedProgram, export
 
 import tpcompiler
 from tests.launch import fork_ranks
 from tpcompiler import ParallelProgram
-from tpcompiler.errors import LaunchError, MeshError, UnsupportedError
+from tpcompiler.errors import ArtifactError, LaunchError, MeshError, UnsupportedError
 from tpcompiler.ir import hosting
 from tpcompiler.ir.hosting import Hosts
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.shares import same_bits
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.shares import join, same_bits
 from tpcompiler.judge.compare.compare import VerifyReport
+from tpcompiler.runtime.package import package_to_run
 
 WORKER = Path(__file__).parent / "same_bits_worker.py"
 PLAN = {"a": "colwise", "b": "rowwise"}
@@ -257,6 +260,39 @@ def test_processes_give_the_same_bits_from_files(tmp_path: Path) -> None:
         torch.testing.assert_close(got, model(*args))
 
 
+@pytest.mark.slow
+def test_packages_of_any_number_of_processes_give_the_same_bits(tmp_path: Path) -> None:
+    make, *rest = ROWS["buffers"][:4]
+    converted(lambda: make().bfloat16(), rest[0].bfloat16(), *rest[1:]).save(tmp_path / "out")
+    calls = [(X.bfloat16(),), ((X + 1).bfloat16(),)]
+    found = []
+    for processes in (2, 1):
+        made, report = tpcompiler.open(tmp_path / "out").package(processes=processes)
+        assert report is not None
+        assert report.ok, report
+        assert made.models == {"model": {"model_0": [*range(processes)]}}
+        found += run(tmp_path, processes, [calls] * processes, "compiled")
+    for results in found[1:]:
+        assert all(same_bits(got, want) for got, want in zip(results, found[0], strict=True))
+    with pytest.raises(ArtifactError, match="for 1 processes with the same bits, and this is a process for each rank"):
+        package_to_run(tmp_path / "out", True, False)
+    assert package_to_run(tmp_path / "out", None, True, processes=2) is None
+
+
+@pytest.mark.parametrize("op", ["sum", "product", "max"])
+def test_a_pending_output_is_one_term_of_its_process(op: str) -> None:
+    mesh = Mesh.of({"tp": 4})
+    hosts, sharding = Hosts(mesh, 2), Sharding.of(Partial(op), mesh, 2, "y")
+    terms = torch.randn(2, 3, 4)
+    parts = [
+        part
+        for process, term in enumerate(terms)
+        for part in hosting.split_tensor(term, sharding, hosts, process, term.shape)
+    ]
+    whole = {"sum": terms.sum(0), "product": terms.prod(0), "max": terms.amax(0)}[op]
+    torch.testing.assert_close(join(parts, sharding, mesh, (3, 4))[0], whole)
+
+
 @pytest.mark.parametrize("axis", [pytest.param(None, marks=pytest.mark.slow), "dp"])
 def test_steps_of_training_have_the_same_bits(axis: str | None, tmp_path: Path) -> None:
     mesh = {"dp": 2, "tp": 2} if axis else {"tp": 4}
@@ -303,8 +339,6 @@ def test_a_world_that_divides_no_ranks_is_refused(tmp_path: Path, monkeypatch: p
         with pytest.raises(LaunchError, match=f"for 4 ranks, this world has {world}.*") as refusal:
             tpcompiler.load(tmp_path / "out", same_bits=hosts)
         assert told in str(refusal.value)
-    with pytest.raises(UnsupportedError, match="a package cannot be loaded with same_bits"):
-        tpcompiler.load(tmp_path / "out", same_bits=True, compiled=True)
 
 
 def test_what_cannot_be_hosted_is_refused_by_name() -> None:

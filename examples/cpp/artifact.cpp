@@ -125,6 +125,9 @@ Artifact::Artifact(const Path& directory) : directory_(directory) {
 }
 
 void Artifact::refuse_elsewhere() const {
+  if (compiled_.value("processes", 0) != 0) {
+    throw std::runtime_error("the package is for processes that run several ranks each: package without --processes");
+  }
   const auto torch = compiled_.at("torch").get<std::string>();
   if (torch.substr(0, torch.find('+')) != TORCH_VERSION) {
     throw std::runtime_error("the package is of torch " + torch + ", this is " TORCH_VERSION);

@@ -53,7 +53,7 @@ def without_compiler(patch: pytest.MonkeyPatch) -> None:
 
 
 def copying_compiler(patch: pytest.MonkeyPatch) -> None:
-    def build(*_: object) -> list[str]:
+    def build(*_: object, **__: object) -> list[str]:
         library = Path(tempfile.mkdtemp(dir=".."), "model.so")
         library.write_bytes(b"std::locale and no name of another library")
         return [str(library)]

@@ -84,14 +84,14 @@ def test_a_package_that_is_wrong_is_deleted(tmp_path: Path, monkeypatch: pytest.
     """Negative control: a reduction is left out of what is compiled."""
     compile_module = inductor.compile_module
 
-    def without_reductions(module: torch.fx.GraphModule, args: Any, threads: int) -> list[Any]:
+    def without_reductions(module: torch.fx.GraphModule, args: Any, threads: int, **asked: Any) -> list[Any]:
         for node in module.graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_reduce.default):
             (waited,) = node.users
             waited.replace_all_uses_with(node.args[0])
             module.graph.erase_node(waited)
             module.graph.erase_node(node)
         module.recompile()
-        return compile_module(module, args, threads)
+        return compile_module(module, args, threads, **asked)
 
     packages.write_changes(tmp_path / "out")
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}

@@ -63,7 +63,9 @@ def test_adamw_on_two_by_two_ranks(rest: dict[str, str], tmp_path: Path) -> None
     ranks = [torch.load(tmp_path / f"{rank}.made") for rank in range(4)]
     for own_losses, own_norms, _, again in ranks:
         torch.testing.assert_close([own_losses, own_norms], [losses, norms], rtol=1e-12, atol=1e-12)
-        assert again == "this loss had its backward before, which frees what it needs: call the module again"
+        assert (
+            again == "this loss had its backward before, which frees what it needs, even with retain_graph: call again"
+        )
     whole = dict(model.named_parameters())
     rows = [row for row in made.manifest().tensors if row.name in whole]
     assert len(rows) == len(whole)

@@ -16,10 +16,16 @@ from torch._inductor.package.package import package_aoti
 from tpcompiler._torch import archive_stream
 
 
-def compile_module(module: fx.GraphModule, args: Sequence[torch.Tensor], threads: int) -> list[Any]:
+def compile_module(
+    module: fx.GraphModule, args: Sequence[torch.Tensor], threads: int, *, rounds: bool = False
+) -> list[Any]:
     """Return one model's files for `write_package`: code without weights.
 
     No value is read: every tensor of the module is passed by name when the model is loaded.
+
+    Args:
+        rounds: round every value to its dtype, as kernels of one op do, so that bits do not depend on which ops share
+            a kernel.
     """
     options = {
         "aot_inductor.package": True,
@@ -27,6 +33,7 @@ def compile_module(module: fx.GraphModule, args: Sequence[torch.Tensor], threads
         "always_keep_tensor_constants": True,  # else small ones are written into the code
         "joint_graph_constant_folding": False,
         "cpp.threads": threads,  # by default, those of this process
+        "emulate_precision_casts": rounds,
     }
     files = torch._inductor.aot_compile(module, tuple(args), options=options)
     assert isinstance(files, list)

@@ -18,8 +18,10 @@ from torch.export import ExportedProgram
 
 from tpcompiler._torch import aten, fake_group, group_is_registered, module_inputs, sym_hint, tree_flatten, with_graph
 from tpcompiler.api.verify import verify_package
+from tpcompiler.checkpoint.hosted import hosted_manifest, hosts_of, read_process
 from tpcompiler.errors import ArtifactError, UnsupportedError, reason
 from tpcompiler.ir import edit
+from tpcompiler.ir.hosting import text_of
 from tpcompiler.judge.compare.compare import VerifyReport
 from tpcompiler.runtime.artifact import Manifest, lacks_weights, program_file, sha256
 from tpcompiler.runtime.package import Package, called_file, drop_package, find_capability, record_package
@@ -41,6 +43,7 @@ def package_programs(
     threads: int = 1,
     check: bool = True,
     checkpoint: str | os.PathLike[str] | None = None,
+    processes: int = 0,
 ) -> tuple[Package, VerifyReport | None]:
     """Compile every program of an artifact into one package next to it (`ParallelProgram.package`).
 
@@ -48,6 +51,7 @@ def package_programs(
         ArtifactError: the package cannot be written.
         UnsupportedError: no compiler fits torch, or AOTInductor rejects a program.
         LaunchError, InputsError: as `verify_package`.
+        MeshError: as `Hosts`, for `processes`.
     """
     device_type = programs[0].manifest.device_type
     for each in programs if check and checkpoint is None else ():
@@ -65,15 +69,15 @@ def package_programs(
     strides: dict[str, list[int]] = {}
     called: dict[str, ExportedProgram] = {}
     models: dict[str, dict[str, list[int]]] = {}
-    work = [(own, *each) for own in programs for each in enumerate(own.manifest.programs.values())]
-    for own, index, ranks in counted(work, "compiling", "models"):
+    work = [(own, *each) for own in programs for each in enumerate(_compiled(own, processes))]
+    for own, index, (program, manifest, ranks) in counted(work, "compiling", "models"):
         model = f"{own.name}_{index}"
         models.setdefault(own.name, {})[model] = ranks
-        program = read_graph(own, ranks[0])
         strides |= _strides(program)
-        called[model] = _without_ops(program)
+        if not processes:
+            called[model] = _without_ops(program)
         path = own.folder / program_file(own.manifest, ranks[0])
-        files[model] = _compile(program, path, own.manifest, ranks[0], threads)
+        files[model] = _compile(program, path, manifest, ranks[0], threads, rounds=bool(processes))
         for file in files[model]:
             if Path(file).suffix == ".so":
                 refuse_static(Path(file), compiler)
@@ -87,6 +91,7 @@ def package_programs(
         result = Package(
             files={path.name: sha256(path) for path in sorted(temporary.iterdir())},
             models=models,
+            processes=processes,
             device_type=device_type,
             torch=str(torch.__version__),
             compiler=_version(compiler),
@@ -98,11 +103,27 @@ def package_programs(
     report = None
     try:
         again = [each.reopened() for each in programs]  # the manifest names the package now
-        report = verify_package(again, folder, checkpoint=checkpoint) if check else None
+        report = verify_package(again, folder, checkpoint=checkpoint, processes=processes) if check else None
         return result, report
     finally:
         if check and not (report and report.ok):
             drop_package(folder)
+
+
+def _compiled(files: ProgramFiles, processes: int) -> Iterator[tuple[ExportedProgram, Manifest, list[int]]]:
+    """Yield each graph that ranks run, or processes, with those that run it, and their groups as in a manifest."""
+    manifest = files.manifest
+    if not processes:
+        for ranks in manifest.programs.values():
+            yield read_graph(files, ranks[0]), manifest, ranks
+        return
+    hosts = hosts_of(manifest, processes)
+    found = dict[Any, tuple[ExportedProgram, Manifest, list[int]]]()
+    for process in range(processes):
+        program = read_process(files, hosts, process, lambda own, rank: own)
+        own = found.setdefault(text_of(program), (program, hosted_manifest(manifest, hosts, process), []))
+        own[2].append(process)
+    yield from found.values()
 
 
 def _strides(program: ExportedProgram) -> dict[str, list[int]]:
@@ -132,7 +153,9 @@ def _without_ops(program: ExportedProgram) -> ExportedProgram:
     return hollow_program
 
 
-def _compile(program: ExportedProgram, path: Path, manifest: Manifest, rank: int, threads: int) -> list[Any]:
+def _compile(
+    program: ExportedProgram, path: Path, manifest: Manifest, rank: int, threads: int, *, rounds: bool
+) -> list[Any]:
     """Compile the model of a rank and of all ranks with the same graph; return its files."""
     from tpcompiler._torch import inductor
 
@@ -151,7 +174,7 @@ def _compile(program: ExportedProgram, path: Path, manifest: Manifest, rank: int
         stack.enter_context(torch.no_grad())
         stack.enter_context(inductor.quiet_inductor())
         try:
-            return inductor.compile_module(module, args, threads)
+            return inductor.compile_module(module, args, threads, rounds=rounds)
         except Exception as error:  # whatever Inductor, or the compiler that it calls, raises
             raise UnsupportedError(
                 f"AOTInductor does not compile {path}: {reason(error)}",

@@ -281,7 +281,12 @@ class ParallelProgram(Programs["ParallelProgram"]):
         self._reopen()
 
     def package(
-        self, *, threads: int = 1, check: bool = True, checkpoint: str | os.PathLike[str] | None = None
+        self,
+        *,
+        threads: int = 1,
+        check: bool = True,
+        checkpoint: str | os.PathLike[str] | None = None,
+        processes: int = 0,
     ) -> tuple[Package, VerifyReport | None]:
         """Compile every program into one package `compiled.pt2` next to its files, once for all equal ranks.
 
@@ -293,6 +298,7 @@ class ParallelProgram(Programs["ParallelProgram"]):
             threads: threads of a rank's process on the CPU; torchrun sets one.
             check: False skips the check.
             checkpoint: weights for the check, if none are cut yet.
+            processes: how many run it with the same bits (docs/same-bits.md); 0: one for each rank.
 
         Returns:
             The package, and its comparison with the model.
@@ -302,12 +308,15 @@ class ParallelProgram(Programs["ParallelProgram"]):
             UnsupportedError: no compiler fits torch, or AOTInductor rejects a program.
             InputsError: the model was saved without example inputs.
             LaunchError: a rank fails, or does not end in time.
+            MeshError: so many processes cannot run as many whole ranks each.
         """
         files, directory = self._files(), self._stored_in()
         if stages_by_whole(self._programs):
             raise UnsupportedError("a package runs no stages", help="run the programs uncompiled")
         try:
-            return package_programs(files, directory, threads=threads, check=check, checkpoint=checkpoint)
+            return package_programs(
+                files, directory, threads=threads, check=check, checkpoint=checkpoint, processes=processes
+            )
         finally:
             self._reopen()
 

@@ -15,9 +15,12 @@ from torch.export import ExportedProgram
 from tpcompiler.artifact.apart import find_state_apart
 from tpcompiler.artifact.program import ArtifactProgram, stages_by_whole
 from tpcompiler.artifact.stored import StoredProgram
+from tpcompiler.checkpoint.hosted import hosts_of
 from tpcompiler.errors import ArtifactError, InputsError, UnsupportedError, option
 from tpcompiler.judge.compare.compare import Call, VerifyReport, compare_calls, read_call
 from tpcompiler.judge.compare.processes import answers_of_ranks
+from tpcompiler.judge.compare.same_bits import join_shares_of, split_results
+from tpcompiler.judge.compare.simulate import RankResult
 from tpcompiler.judge.compare.subject import Run, Subject, shares_of
 from tpcompiler.judge.sound.check import read_proved_model
 from tpcompiler.parallel.program_subject import compared_calls, on_cpu, subject_of
@@ -112,10 +115,14 @@ def verify_package(
     directory: Path,
     *,
     checkpoint: str | os.PathLike[str] | None = None,
+    processes: int = 0,
 ) -> VerifyReport:
     """Compare a package with the model, both on the example inputs, by all ranks in separate processes.
 
     Several programs are called once each, in order, on the buffers (a cache) that earlier ones have written.
+
+    Args:
+        processes: their number, if each runs several ranks.
 
     Raises:
         ArtifactError: the package is missing, damaged or for another machine, or there are no weights for it.
@@ -130,8 +137,18 @@ def verify_package(
         calls.append((each.name, *examples_of(original, program.title, without)))
         subjects[each.name] = subject_of(program, original, checkpoint)
     shares = [(name, shares_of(subjects[name], args, kwargs)) for name, args, kwargs in calls]
+    manifests = {each.name: each.manifest for each in files}
+    hosts = {name: hosts_of(each, processes) for name, each in manifests.items() if processes}
+    given = [(name, join_shares_of(subjects[name], hosts[name], own) if hosts else own) for name, own in shares]
     package = read_package(directory)
     threads = package.threads if package else 1
-    answers = iter(answers_of_ranks(directory, shares, checkpoint, files[0].trust, threads))
-    run: Run = lambda _: next(answers)  # noqa: E731  (called in the order of the calls)
-    return compare_calls({name: replace(each, run=run) for name, each in subjects.items()}, calls)
+    answers = iter(answers_of_ranks(directory, given, checkpoint, files[0].trust, threads, bool(hosts)))
+
+    def run_on(name: str) -> Run:
+        def run(_: Any) -> Sequence[RankResult]:  # called in the order of the calls
+            results = next(answers)
+            return split_results(subjects[name], manifests[name], hosts[name], results) if hosts else results
+
+        return run
+
+    return compare_calls({name: replace(each, run=run_on(name)) for name, each in subjects.items()}, calls)

@@ -12,7 +12,7 @@ import numpy
 
 from tpcompiler._torch import WRITTEN_KINDS
 from tpcompiler.artifact.program import ArtifactProgram
-from tpcompiler.errors import ArtifactError, InternalError
+from tpcompiler.errors import ArtifactError, InternalError, UnsupportedError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import row_sharding
 from tpcompiler.runtime.handover import HandedTensor, Handover, Move
@@ -34,14 +34,16 @@ def find_handover(source: Programs, target: Programs, *, weights: bool = False) 
     to another are one message, which counts as `MESSAGE` bytes more.
 
     Args:
-        weights: of the target's parameters instead, in the target's dtype. One side may have them in a module more, as
-            a model with its loss: `model.lm_head.weight` for `lm_head.weight`.
+        weights: of the target's parameters instead, and of its persistent buffers that the source writes, such as
+            running statistics, in the target's dtype. One side may have them in a module more, as a model with its
+            loss: `model.lm_head.weight` for `lm_head.weight`.
 
     Raises:
         ArtifactError: the source writes no buffer, or one side lacks a tensor or has it with another shape or dtype.
+        UnsupportedError: the programs of a side run over different ranks, as stages do.
     """
-    pairs = _parameters(source, target) if weights else _caches(source, target)
     meshes = [_mesh(programs) for programs in (source, target)]
+    pairs = _weights(source, target) if weights else _caches(source, target)
     tensors: dict[str, HandedTensor] = {}
     sides: list[tuple[TensorRecord, list[Runs], list[Runs]]] = []
     for row, other in pairs:
@@ -66,7 +68,7 @@ def find_handover(source: Programs, target: Programs, *, weights: bool = False) 
 def find_wrong_move(handover: Handover, source: Programs, target: Programs) -> str:
     """Return what is wrong with a handover, or "": each element of each target share must come once, from its place."""
     rows = _rows(target, "parameter")
-    pairs = _parameters(source, target) if handover.tensors.keys() & rows.keys() else _caches(source, target)
+    pairs = _weights(source, target) if handover.tensors.keys() & rows.keys() else _caches(source, target)
     arriving: dict[tuple[str, int], list[Move]] = {}
     for move in handover.moves:
         arriving.setdefault((move.tensor, move.target), []).append(move)
@@ -103,7 +105,7 @@ def _caches(source: Programs, target: Programs) -> list[Pair]:
     return [(row, held[name]) for name, row in written.items()]
 
 
-def _parameters(source: Programs, target: Programs) -> list[Pair]:
+def _weights(source: Programs, target: Programs) -> list[Pair]:
     held = {row.name: row for program in source.values() for row in program.manifest.tensors}
     wanted = {name: row for name, row in _rows(target, "parameter").items() if row.tied_to is None}
     if not wanted:
@@ -122,7 +124,7 @@ def _parameters(source: Programs, target: Programs) -> list[Pair]:
                 f"{_title(target)} holds {first!r}, which may be {names} of {_title(source)}",
                 help="give both sides the same names",
             )
-        return tried[whole[0]]
+        return [*tried[whole[0]], *_statistics(source, target, *whole[0])]
     nearest = max(tried, key=lambda each: len(tried[each]))
     found = {other.name for _, other in tried[nearest]}
     name, other = next((name, row) for name, row in wanted.items() if name not in found)
@@ -138,6 +140,24 @@ def _pairs(held: Mapping[str, TensorRecord], wanted: Mapping[str, TensorRecord],
     """Return the parameters that both sides have; the source's names begin with `more`, the target's with `less`."""
     named = ((held.get(more + name.removeprefix(less)), row) for name, row in wanted.items() if name.startswith(less))
     return [(held[own.holder], row) for own, row in named if own is not None and own.shape == row.shape]
+
+
+def _statistics(source: Programs, target: Programs, more: str, less: str) -> list[Pair]:
+    """Return the persistent buffers that the source writes and the target has, named as in `_pairs`.
+
+    Raises:
+        ArtifactError: one has another shape there.
+    """
+    written, held = _written_buffers(source, persistent=True), _rows(target, "buffer")
+    named = {less + name.removeprefix(more): row for name, row in written.items() if name.startswith(more)}
+    for name in sorted(named.keys() & held.keys()):
+        if (own := named[name]).shape != (other := held[name]).shape:
+            raise ArtifactError(
+                f"{_title(source)} writes {own.name!r}, {own.dtype}{own.shape}, and {_title(target)} has it as "
+                f"{other.shape}",
+                help="convert both from one model",
+            )
+    return [(row, held[name]) for name, row in named.items() if name in held]
 
 
 def _elements(held: Runs) -> list[Any]:
@@ -204,13 +224,11 @@ def _runs(row: TensorRecord, mesh: Mesh) -> list[Runs]:
     ]
 
 
-def _written_buffers(programs: Programs) -> dict[str, TensorRecord]:
-    names = {
-        str(spec.target)
-        for program in programs.values()
-        for spec in program.graph(0).graph_signature.output_specs
-        if spec.kind in WRITTEN_KINDS
-    }
+def _written_buffers(programs: Programs, *, persistent: bool = False) -> dict[str, TensorRecord]:
+    signatures = [program.graph(0).graph_signature for program in programs.values()]
+    names = {str(spec.target) for own in signatures for spec in own.output_specs if spec.kind in WRITTEN_KINDS}
+    if persistent:
+        names = names.difference(*(own.non_persistent_buffers for own in signatures))
     return {name: row for name, row in _rows(programs, "buffer").items() if name in names}
 
 
@@ -220,8 +238,13 @@ def _rows(programs: Programs, kind: str) -> dict[str, TensorRecord]:
 
 
 def _mesh(programs: Programs) -> Mesh:
-    manifest = next(iter(programs.values())).manifest
-    return Mesh.of(manifest.mesh, manifest.factors)
+    first, *others = (program.manifest for program in programs.values())
+    if first.stage is not None or any((each.mesh, each.factors) != (first.mesh, first.factors) for each in others):
+        raise UnsupportedError(
+            f"the programs of {_title(programs)} run over different ranks",
+            help="hand over between artifacts whose programs all run over all ranks",
+        )
+    return Mesh.of(first.mesh, first.factors)
 
 
 def _title(programs: Programs) -> str:

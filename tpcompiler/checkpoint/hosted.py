@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 from msgspec import structs
@@ -16,58 +16,67 @@ from tpcompiler.ir.shares import row_sharding
 from tpcompiler.ir.symm_mem import expand_collectives
 from tpcompiler.runtime.artifact import Manifest, program_file
 from tpcompiler.runtime.program_files import ProgramFiles
-from tpcompiler.runtime.rank_file import Weights, fill_rank, read_rank
+from tpcompiler.runtime.rank_file import Weights, fill_rank, read_graph
 
 
-def read_hosted(
-    files: ProgramFiles, weights: Weights | None = None
-) -> tuple[ExportedProgram, Manifest, list[dict[str, str]]]:
-    """Return this process's program, what the manifest says for the world of processes, and `names_here`.
+def read_hosted(files: ProgramFiles, weights: Weights | None = None) -> tuple[ExportedProgram, Manifest]:
+    """Return this process's program, and what the manifest says for the world of processes.
 
     Raises:
         ArtifactError: as `read_rank`.
         MeshError: as `Hosts`, for the processes of this world.
+        UnsupportedError: as `read_process`.
+    """
+    manifest, process = files.manifest, dist.get_rank()
+    hosts = hosts_of(manifest, dist.get_world_size())
+    program = read_process(files, hosts, process, lambda own, rank: fill_rank(own, files, rank, files.folder, weights))
+    return program, hosted_manifest(manifest, hosts, process)
+
+
+def read_process(
+    files: ProgramFiles, hosts: Hosts, process: int, fill: Callable[[ExportedProgram, int], ExportedProgram]
+) -> ExportedProgram:
+    """Return the program of a process; `fill` puts a rank's weights into its program.
+
+    Raises:
+        ArtifactError: as `read_rank`.
         UnsupportedError: as `host_ranks`; or the program is a stage.
     """
-    manifest = files.manifest
+    manifest, ranks = files.manifest, []
     if manifest.stage is not None:
         raise UnsupportedError(f"{files.folder} is a stage of a program", help="load it without same_bits")
-    hosts, process = hosts_here(manifest), dist.get_rank()
-    first, ranks = dict[str, ExportedProgram](), []
+    graphs = dict[str, ExportedProgram]()  # of ranks alike, one
     for rank in hosts.ranks(process):
         name = program_file(manifest, rank)
-        if name not in first:
-            program = first[name] = read_rank(files, rank, weights)
-        else:  # the graph of ranks alike is read once
-            alike = first[name]
-            state, constants = dict(alike.state_dict), dict(alike.constants)
-            program = with_state(alike, state, constants, alike.module_call_graph, None)
-            fill_rank(program, files, rank, files.folder / name, weights)
+        alike = graphs[name] = graphs.get(name) or read_graph(files, rank)
+        state, constants = dict(alike.state_dict), dict(alike.constants)
+        program = fill(with_state(alike, state, constants, alike.module_call_graph, None), rank)
         program = expand_collectives(program)
         ranks.append((program, {**program.constants, **program.state_dict}))
     shardings = {name: row_sharding(row, hosts.mesh) for name, row in manifest.placed()}
-    program = host_ranks(ranks, hosts, process, shardings)
-    return program, hosted_manifest(manifest, hosts, process), names_here(manifest, hosts, process)
+    return host_ranks(ranks, hosts, process, shardings)
 
 
-def hosts_here(manifest: Manifest) -> Hosts:
-    """Return which ranks each process of this world runs.
+def hosts_of(manifest: Manifest, processes: int) -> Hosts:
+    """Return which ranks each of some processes runs.
 
     Raises:
         MeshError: as `Hosts`.
     """
-    return Hosts(Mesh.of(manifest.mesh, manifest.factors), dist.get_world_size())
+    return Hosts(Mesh.of(manifest.mesh, manifest.factors), processes)
 
 
-def names_here(manifest: Manifest, hosts: Hosts, process: int) -> list[dict[str, str]]:
+def names_in(manifest: Manifest, processes: int, process: int) -> list[dict[str, str]]:
     """Return the name of each tensor of each rank of a process (`name_leaves`)."""
+    hosts = hosts_of(manifest, processes)
     shardings = {row.name: row_sharding(row, hosts.mesh) for row in manifest.tensors}
-    return name_leaves(hosts, process, shardings, shardings)
+    return name_leaves(hosts, process, [*shardings, *manifest.rank_numbers], shardings)
 
 
 def hosted_manifest(manifest: Manifest, hosts: Hosts, process: int) -> Manifest:
     """Return what a manifest says for the world of processes, and its tensors under the names of this process."""
-    rows: Mapping[str, str] = {name: leaf for own in names_here(manifest, hosts, process) for leaf, name in own.items()}
+    named = names_in(manifest, hosts.processes, process)
+    rows: Mapping[str, str] = {name: leaf for own in named for leaf, name in own.items()}
     tensors = {row.name: row for row in manifest.tensors}
     return structs.replace(
         manifest,
@@ -77,7 +86,9 @@ def hosted_manifest(manifest: Manifest, hosts: Hosts, process: int) -> Manifest:
             hosted_group(name, hosts.processes): [[*own] for own in hosted_groups(groups, hosts.each)]
             for name, groups in manifest.groups.items()
         },
-        tensors=[structs.replace(tensors[leaf], name=name, tied_to=None) for name, leaf in rows.items()],
+        tensors=[
+            structs.replace(tensors[leaf], name=name, tied_to=None) for name, leaf in rows.items() if leaf in tensors
+        ],
         programs={},
         rank_numbers={},
         symm_mem={},

@@ -93,7 +93,7 @@ def load(
             reach each other.
         InputsError: an unknown `recompute`.
         UnsupportedError: the backend lacks a collective for its dtype; training in `torch.inference_mode()`, or of a
-            package; or `same_bits` of a package or of stages.
+            package; or `same_bits` of stages.
         MeshError: `same_bits` on a number of processes that cannot run as many whole ranks each.
     """
     if recompute not in get_args(Recompute):
@@ -104,13 +104,11 @@ def load(
         raise UnsupportedError(
             "torch.inference_mode() is on, in which parameters cannot be trained later", help="load outside of it"
         )
-    if same_bits and compiled:
-        raise UnsupportedError("a package cannot be loaded with same_bits", help="load it with compiled=False")
     host: Host | None = None
     if same_bits:
-        from tpcompiler.checkpoint.hosted import read_hosted  # most deployments do not need it
+        from tpcompiler.checkpoint.hosted import names_in, read_hosted  # most deployments do not need them
 
-        host = read_hosted
+        host = Host(read_hosted, names_in)
     weights = None
     if checkpoint is not None:
         from tpcompiler.checkpoint.cut import read_shares  # a deployment with weights does not need it
@@ -122,7 +120,7 @@ def load(
         check_inputs=check_inputs,
         timeout=timeout,
         trust=trust,
-        compiled=False if training or same_bits else compiled,
+        compiled=False if training else compiled,
         backend=backend,
         weights=weights,
         microbatches=microbatches,

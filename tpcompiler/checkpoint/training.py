@@ -19,7 +19,7 @@ from torch.export.graph_signature import OutputKind
 from tpcompiler._torch import RETURNED_KINDS, Recompute, has_gradient, tree_map, tree_names, tree_unflatten
 from tpcompiler.checkpoint.distributed import DistributedState
 from tpcompiler.checkpoint.halves import Halves
-from tpcompiler.checkpoint.hosted import hosted_manifest, hosts_here, names_here
+from tpcompiler.checkpoint.hosted import hosted_manifest, hosts_of
 from tpcompiler.checkpoint.structure import Structure, forbid_copies_and_modes
 from tpcompiler.checkpoint.unsummed import Unsummed, groups_of_sums
 from tpcompiler.checkpoint.whole_optimizers import forbid_on_shares
@@ -58,7 +58,7 @@ def make_trainable(
     collectives, unsummed = list[Any](), Unsummed(manifests.values())
     for name, at in found.items():
         module, manifest = modules[name], manifests[name]
-        hosts, process = hosts_here(manifest) if same_bits else None, dist.get_rank()
+        hosts, process = hosts_of(manifest, dist.get_world_size()) if same_bits else None, dist.get_rank()
         halves = Halves(module.exported_program, recompute)
         type(module).forward = halves.run_forward  # what `load` calls after its checks
         own = manifest if hosts is None else hosted_manifest(manifest, hosts, process)
@@ -73,8 +73,8 @@ def make_trainable(
             blocks = [_Blocks(manifest, own_rank(manifest), {name: name for name, _ in module.named_parameters()})]
         else:
             module.no_sync, module.distributed_state = _refuse("no_sync"), _refuse("distributed_state")
-            names = names_here(manifest, hosts, process)
-            blocks = [_Blocks(manifest, *each) for each in zip(hosts.ranks(process), names, strict=True)]
+            named = zip(hosts.ranks(process), module.leaf_names, strict=True)
+            blocks = [_Blocks(manifest, *each) for each in named]
         module.clip_grad_norm_ = MethodType(
             functools.partial(_clip_grad_norm, blocks=blocks, unsummed=unsummed), module
         )
@@ -250,7 +250,9 @@ class _Loss(torch.autograd.Function):
                 "create_graph=True"
             )
         if ctx.saved is None:
-            raise RuntimeError("this loss had its backward before, which frees what it needs: call the module again")
+            raise RuntimeError(
+                "this loss had its backward before, which frees what it needs, even with retain_graph: call again"
+            )
         if _find_changed(ctx.versions) is not None:
             raise RuntimeError("parameters have changed since this loss was computed: call its backward before a step")
         if (at := _find_changed(ctx.versions_saved)) is not None:

@@ -24,6 +24,10 @@ def package_artifact(
     ] = 1,
     checkpoint: Checkpoint = None,
     no_check: Annotated[bool, typer.Option("--no-check", help="Do not compare it with the model.")] = False,
+    processes: Annotated[
+        int,
+        typer.Option("--processes", metavar="N", help="For N processes with --same-bits. 0: one for each rank.", min=0),
+    ] = 0,
     imports: Imports = None,
     trust: Trust = False,
     json: Json = False,
@@ -47,7 +51,9 @@ def package_artifact(
 
         import_modules(imports or ())
         status.update("compiling and checking")
-        made, comparison = open(directory, trust).package(threads=threads, check=not no_check, checkpoint=checkpoint)
+        made, comparison = open(directory, trust).package(
+            threads=threads, check=not no_check, checkpoint=checkpoint, processes=processes
+        )
     is_right = comparison is None or comparison.ok
     file = directory / "compiled.pt2"
     models, on = sum(map(len, made.models.values())), made.device_type
@@ -112,8 +118,8 @@ def run(
     """
     if count and compiled:
         raise typer.BadParameter("a package is machine code, whose calls are not seen", param_hint="--count")
-    if same_bits and (compiled or count):
-        raise typer.BadParameter("leave --compiled and --count out", param_hint="--same-bits")
+    if same_bits and count:
+        raise typer.BadParameter("it counts the collectives of ranks: leave --count out", param_hint="--same-bits")
     if count and tokens is not None:
         raise typer.BadParameter("it is for one call: leave --tokens out", param_hint="--count")
     others = os.environ.get("RANK", "0") != "0"  # one of the ranks shows progress

@@ -44,6 +44,7 @@ from tpcompiler.ir.exported import copy_signature, rebuilt
 from tpcompiler.ir.local import fake_mode_of, no_new_guards
 from tpcompiler.ir.mesh import Mesh, groups_named, hosted_group
 from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.shares import NEUTRAL
 
 T = TypeVar("T")
 Shape = Sequence[Any]  # sizes, which may be symbolic
@@ -169,7 +170,7 @@ def host_ranks(ranks: Ranks, hosts: Hosts, process: int, shardings: Mapping[str,
 class _Hosted:
     def __init__(self, ranks: Ranks, hosts: Hosts, process: int, shardings: Mapping[str, Sharding]) -> None:
         graphs = dict[Any, ExportedProgram]()  # of ranks alike, one: their fake values are of one mode
-        self.ranks = [(graphs.setdefault(_text_of(program), program), tensors) for program, tensors in ranks]
+        self.ranks = [(graphs.setdefault(text_of(program), program), tensors) for program, tensors in ranks]
         self.hosts, self.shardings = hosts, shardings
         self.numbers = hosts.ranks(process)
         self.first = ranks[0][0]
@@ -244,7 +245,7 @@ class _Hosted:
                 like, shape = edit.fake(whole), join_shapes(shapes, sharding, self.hosts.box)
                 with self.mode:
                     edit.record(whole, torch.empty(tuple(shape), dtype=like.dtype, device=like.device))
-            parts = split_shares(whole, sharding, self.hosts.box, shapes, self._split)
+            parts = split_shares(whole, sharding, self.hosts.box, shapes, self._split, lambda part, op: part)
         for part in parts:
             yield part if part is whole else self._call(aten.contiguous.default, part)
 
@@ -512,7 +513,10 @@ def join_tensors(values: Sequence[torch.Tensor], sharding: Sharding, hosts: Host
 def split_tensor(
     value: torch.Tensor, sharding: Sharding, hosts: Hosts, process: int, shape: Shape
 ) -> list[torch.Tensor]:
-    """Return each rank's part of what a process returns of a tensor of this whole shape; dynamic sizes are even."""
+    """Return each rank's part of what a process returns of a tensor of this whole shape; dynamic sizes are even.
+
+    The value of a pending reduction is the first rank's term, as `ir.shares.cut` deals it.
+    """
     mesh, counts = hosts.mesh, dict(hosts.box)
     here = [mesh.coordinate(rank) for rank in hosts.ranks(process)]
     dims = list(zip(sharding.dims, shape, value.shape, strict=True))
@@ -524,7 +528,12 @@ def split_tensor(
         ]
         for at in here
     ]
-    return split_shares(value, sharding, hosts.box, shapes, lambda part, dim, sizes: torch.split(part, [*sizes], dim))
+
+    def term(part: torch.Tensor, op: str) -> torch.Tensor:
+        return torch.full_like(part, NEUTRAL[op]) if op in NEUTRAL else part
+
+    cut = lambda part, dim, sizes: torch.split(part, [*sizes], dim)  # noqa: E731
+    return split_shares(value, sharding, hosts.box, shapes, cut, term)
 
 
 def in_pairs(values: Sequence[T], combine: Callable[[T, T], T]) -> T:
@@ -544,14 +553,23 @@ def join_shapes(shapes: Sequence[Shape], sharding: Sharding, box: Box) -> Shape:
 
 
 def split_shares(
-    value: T, sharding: Sharding, box: Box, shapes: Sequence[Shape], split: Callable[[T, int, Shape], Sequence[T]]
+    value: T,
+    sharding: Sharding,
+    box: Box,
+    shapes: Sequence[Shape],
+    split: Callable[[T, int, Shape], Sequence[T]],
+    term: Callable[[T, str], T],
 ) -> list[T]:
-    """Return each rank's part of what `join_shares` made of shares of these shapes."""
-    parts = [(value, shapes)]
+    """Return each rank's part of what `join_shares` made of shares of these shapes.
+
+    `term`: what ranks after the first hold of a pending reduction.
+    """
+    parts, pending = [(value, shapes)], dict(sharding.partial)
     for index, (axis, count) in enumerate(box):
         dims, cut = sharding.dims_cut_by(axis), list[tuple[T, Sequence[Shape]]]()
         for part, own in parts:
-            rows, pieces = _in_rows(own, len(own) // count), [part] * count
+            other = term(part, pending[axis]) if axis in pending else part
+            rows, pieces = _in_rows(own, len(own) // count), [part] + [other] * (count - 1)
             if count > 1 and dims:
                 sizes = [join_shapes(row, sharding, box[index + 1 :])[dims[0]] for row in rows]
                 pieces = [*split(part, dims[0], sizes)]
@@ -564,7 +582,7 @@ def _in_rows(values: Sequence[T], length: int) -> list[Sequence[T]]:
     return [values[start : start + length] for start in range(0, len(values), length)]
 
 
-def _text_of(program: ExportedProgram) -> tuple[Any, ...]:
+def text_of(program: ExportedProgram) -> tuple[Any, ...]:
     """Return a text that programs have in common whose graphs are the same, their sizes and bodies included."""
     bodies = [program.graph_module.get_submodule(str(n.target)) for n in program.graph.find_nodes(op="get_attr")]
     shapes = [str(getattr(value, "shape", value)) for value in input_values(program).values()]

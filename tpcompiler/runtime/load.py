@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,9 +35,17 @@ from tpcompiler.runtime.turns import taking_turns
 from tpcompiler.runtime.world import greet_groups, groups_here, join_world, own_rank, ranks_of_copy, register_groups
 
 DEGREES = "programs over different numbers of ranks cannot be run with same_bits"
-# Where a process runs several ranks: reads its program, a manifest for the world of processes, and the names of the
-# tensors of each rank there.
-Host = Callable[[ProgramFiles, Weights | None], tuple[ExportedProgram, Manifest, list[dict[str, str]]]]
+
+
+class Host(NamedTuple):
+    """Two functions for a process that runs several ranks.
+
+    `read` returns its program, and a manifest for the world of processes; `names` each rank's name of every tensor in
+    a process, given the artifact's manifest and the number of processes.
+    """
+
+    read: Callable[[ProgramFiles, Weights | None], tuple[ExportedProgram, Manifest]]
+    names: Callable[[Manifest, int, int], list[dict[str, str]]]
 
 
 class _Arguments(NamedTuple):
@@ -84,7 +92,7 @@ def load(
         raise UnsupportedError(DEGREES, help="leave same_bits out, or convert all for one mesh")
     device = join_world(next(iter(manifests.values())), world, timeout, backend, rank, may_host=host is not None)
     with agreeing(timeout) as mine:
-        package = package_to_run(directory, compiled, trust)
+        package = package_to_run(directory, compiled, trust, 0 if host is None else dist.get_world_size())
         mine["the package"] = f"SHA-256 {package.files.get(COMPILED, '')[:12]}.." if package else "not run"
     read: dict[str, _RankProgram] = {}  # without those of other stages
     for family in families(files, lambda each: each.manifest.family):
@@ -94,7 +102,14 @@ def load(
             read |= {name: own} if own is not None else {}
     with agreeing(timeout):
         modules = {
-            name: packaged_module(directory, package, name, own_rank(read[name].manifest), read[name].program)
+            name: packaged_module(
+                directory,
+                package,
+                name,
+                own_rank(read[name].manifest),
+                read[name].program,
+                _renamed(package, name, files[name].manifest, read[name].leaf_names, host),
+            )
             if package
             else write_in_place(read[name].program.module())
             for name in files
@@ -110,6 +125,18 @@ def load(
     made: dict[str, Any] = {name: each for name, each in modules.items() if not manifests[name].stage}
     made |= _join_stages(manifests, modules, arguments)
     return made[SINGLE] if is_single(made) else made
+
+
+def _renamed(
+    package: Package, name: str, manifest: Manifest, leaf_names: Sequence[Mapping[str, str]], host: Host | None
+) -> dict[str, str]:
+    """Return this process's name of each tensor by that in the process that the model was compiled for."""
+    if host is None:
+        return {}
+    process, models = dist.get_rank(), package.models.get(name, {}).values()
+    first = next((each[0] for each in models if process in each), process)
+    theirs = host.names(manifest, package.processes, first)
+    return {one[leaf]: own[leaf] for one, own in zip(theirs, leaf_names, strict=True) for leaf in own}
 
 
 def _join_stages(
@@ -158,7 +185,8 @@ def _read(
         if not is_own:
             exported = None
         elif arguments.host is not None:
-            exported, manifest, leaf_names = arguments.host(files, arguments.weights)
+            exported, manifest = arguments.host.read(files, arguments.weights)
+            leaf_names = arguments.host.names(files.manifest, dist.get_world_size(), dist.get_rank())
             left_out = {row.name: row.stored_in for row in manifest.tensors if row.stored_in is not None}
             refuse_unsendable(exported, dist.get_backend())
         elif package is not None:

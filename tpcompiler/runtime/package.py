@@ -115,14 +115,17 @@ def refuse_elsewhere(directory: str | os.PathLike[str], package: Package) -> Non
         )
 
 
-def package_to_run(directory: str | os.PathLike[str], compiled: bool | None, trust: bool) -> Package | None:
+def package_to_run(
+    directory: str | os.PathLike[str], compiled: bool | None, trust: bool, processes: int = 0
+) -> Package | None:
     """Return the package of an artifact if it should run instead of the programs.
 
     Args:
         compiled: True or False decides; None runs a package only in a trusted artifact, because it is machine code.
+        processes: their number, if each runs several ranks.
 
     Raises:
-        ArtifactError: `compiled` is set and there is no package; as `refuse_elsewhere`.
+        ArtifactError: `compiled` is set and there is no package, or one for other processes; as `refuse_elsewhere`.
     """
     package = read_package(directory) if compiled is not False else None
     if package is None:
@@ -131,6 +134,15 @@ def package_to_run(directory: str | os.PathLike[str], compiled: bool | None, tru
                 f"{os.fspath(directory)} has no package", help=f"make one: tpcompiler package {os.fspath(directory)}"
             )
         return None
+    if package.processes != processes:
+        if not compiled:
+            return None
+        own, here = (
+            f"{each} processes with the same bits" if each else "a process for each rank"
+            for each in (package.processes, processes)
+        )
+        again = AGAIN.format(os.fspath(directory)) + (f" --processes {processes}" if processes else "")
+        raise ArtifactError(f"the package in {os.fspath(directory)} is for {own}, and this is {here}", help=again)
     if not (compiled or trust):
         warnings.warn(
             f"{os.fspath(directory)} has a package, which is machine code and runs only on request: pass "

@@ -203,8 +203,9 @@ class Package(Record, frozen=True, kw_only=True):
     # file name -> SHA-256 (hex), of the package, of the library that runs it from Python, and of programs that say how
     # each model is called (`called_file`)
     files: dict[PackageFile, Sha256]
-    # program -> model in the package -> the ranks that run it.
+    # program -> model in the package -> the ranks, or processes, that run it.
     models: dict[ProgramName, dict[str, list[Count]]]
+    processes: Count = 0  # their number, if each runs several ranks, with the same bits; 0: one for each rank
     device_type: DeviceType  # `cpu` or `cuda`
     torch: str  # the version that compiled it, and runs it
     compiler: str  # the C++ compiler, as it names itself

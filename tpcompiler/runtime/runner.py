@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import operator
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -56,9 +58,17 @@ def _model_of(directory: str | os.PathLike[str], package: Package, name: str, ra
 
 
 def packaged_module(
-    directory: str | os.PathLike[str], package: Package, name: str, rank: int, program: ExportedProgram
+    directory: str | os.PathLike[str],
+    package: Package,
+    name: str,
+    rank: int,
+    program: ExportedProgram,
+    renamed: Mapping[str, str] = MappingProxyType({}),
 ) -> fx.GraphModule:
     """Return one of a package's models, bound to the tensors of the rank's program.
+
+    Args:
+        renamed: the names of tensors in the program by those in the model, where they differ.
 
     Raises:
         ArtifactError: a file is missing or changed, or has another model or other tensors.
@@ -71,14 +81,15 @@ def packaged_module(
     tensors = {**program.constants, **program.state_dict}
     try:
         model = torch.classes.tpcompiler.Model(str(path), _model_of(directory, package, name, rank), device)
-        lacks = [each for each in model.constants() if each not in tensors]
+        names = {each: renamed.get(each, each) for each in model.constants()}
+        lacks = [own for own in names.values() if own not in tensors]
     except RuntimeError as error:
         raise ArtifactError(f"{path} cannot be loaded: {reason(error)}", help=AGAIN.format(directory)) from error
     if lacks:
         raise ArtifactError(
             f"{path} takes the tensor {lacks[0]!r}, which its program does not", help=AGAIN.format(directory)
         )
-    model.load({each: tensors[each].detach() for each in model.constants()})
+    model.load({each: tensors[own].detach() for each, own in names.items()})
     return _call_model(program, model)
 
 

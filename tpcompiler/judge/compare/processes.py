@@ -27,12 +27,14 @@ def answers_of_ranks(
     checkpoint: str | os.PathLike[str] | None = None,
     trust: bool = False,
     threads: int = 1,
+    same_bits: bool = False,
 ) -> list[list[RankResult]]:
     """Run each call on all ranks with the artifact's package, and return the results.
 
     Args:
-        calls: (program, the flat inputs of every rank).
+        calls: (program, the flat inputs of every rank, or of every process).
         threads: threads of each process.
+        same_bits: each process runs several ranks.
 
     Raises:
         LaunchError: a rank fails, or does not end in time.
@@ -48,6 +50,7 @@ def answers_of_ranks(
             os.fspath(directory),
             folder,
             "trust" if trust else "",
+            "same_bits" if same_bits else "",
         ]
         command += [os.fspath(checkpoint)] if checkpoint is not None else []
         help = "run it by itself for all of it: torchrun ... tpcompiler run --compiled"

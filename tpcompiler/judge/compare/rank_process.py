@@ -17,9 +17,9 @@ from tpcompiler.checkpoint.load import load
 from tpcompiler.judge.compare.processes import share_gpus
 
 
-def main(directory: str, folder: str, trust: str, checkpoint: str | None = None) -> None:
+def main(directory: str, folder: str, trust: str, same_bits: str, checkpoint: str | None = None) -> None:
     share_gpus()
-    loaded = load(directory, compiled=True, trust=bool(trust), checkpoint=checkpoint)
+    loaded = load(directory, compiled=True, trust=bool(trust), checkpoint=checkpoint, same_bits=bool(same_bits))
     rank = dist.get_rank()
     answers = []
     for name, flat in torch.load(Path(folder) / f"{rank}.calls", weights_only=True):

@@ -14,13 +14,14 @@ from torch.export.graph_signature import OutputKind
 from tpcompiler._torch import RETURNED_KINDS
 from tpcompiler.errors import InputsError, MeshError
 from tpcompiler.ir import edit
-from tpcompiler.ir.hosting import Hosts, host_ranks, join_tensors, name_leaves
+from tpcompiler.ir.hosting import Hosts, host_ranks, join_tensors, name_leaves, split_tensor
 from tpcompiler.ir.mesh import groups_named
 from tpcompiler.ir.shares import same_bits
 from tpcompiler.judge.compare.compare import Call
 from tpcompiler.judge.compare.judge import Difference
 from tpcompiler.judge.compare.simulate import RankResult, simulate
 from tpcompiler.judge.compare.subject import Subject, shares_of
+from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.terminal.printed import format_bytes
 
 Shares = Sequence[Sequence[Any]]  # every rank's flat inputs
@@ -69,6 +70,35 @@ def compare_bits(subjects: Mapping[str, Subject], calls: Sequence[Call]) -> tupl
     return found, f"a process does, {'; '.join(does)}"
 
 
+def join_shares_of(subject: Subject, hosts: Hosts, shares: Shares) -> list[list[Any]]:
+    """Return the flat inputs of every process, for those of every rank."""
+    return [_inputs(subject, hosts, [shares[rank] for rank in hosts.ranks(at)]) for at in range(hosts.processes)]
+
+
+def split_results(
+    subject: Subject, manifest: Manifest, hosts: Hosts, results: Sequence[RankResult]
+) -> list[RankResult]:
+    """Return what every rank would return, for what processes return of a program without gradients."""
+    shapes, split = {name: row.shape for name, row in manifest.placed()}, list[RankResult]()
+    leaves = [row.name for row in manifest.tensors]
+    for process, got in enumerate(results):
+
+        def parts_of(name: str, value: Any, process: int = process) -> Sequence[Any]:
+            sharding = subject.layout.shardings.get(name)
+            if sharding is None or not isinstance(value, torch.Tensor):
+                return [value] * hosts.each
+            return split_tensor(value, sharding, hosts, process, shapes[name])
+
+        outputs = [
+            parts_of(f"output {name}", value) for name, value in zip(subject.output_names, got.outputs, strict=True)
+        ]
+        written = {name: parts_of(name, got.mutated[name]) for name in subject.input_names if name in got.mutated}
+        for at, names in enumerate(name_leaves(hosts, process, leaves, subject.layout.shardings)):
+            own = {leaf: got.mutated[name] for leaf, name in names.items() if name in got.mutated}
+            split.append(RankResult([parts[at] for parts in outputs], own | {n: v[at] for n, v in written.items()}))
+    return split
+
+
 def _shares(subject: Subject, args: Any, kwargs: Mapping[str, Any]) -> Shares:
     if callable(args):
         raise InputsError("same_bits takes the inputs of each call, not a function", help="give tensors")
@@ -94,8 +124,7 @@ def _run(
     for name, shares in calls:
         subject, own = subjects[name], hosts[name]
         held = state.setdefault(subject.family, [{} for _ in range(own.processes)])
-        inputs = [_inputs(subject, own, [shares[rank] for rank in own.ranks(at)]) for at in range(own.processes)]
-        results.append(simulate(programs[name], inputs, state=held, seen=count))
+        results.append(simulate(programs[name], join_shares_of(subject, own, shares), state=held, seen=count))
         for each, result in zip(held, results[-1], strict=True):
             each.update(result.mutated)
     return results, ops, sent
