@@ -52,23 +52,29 @@ def called_file(model: str) -> str:
 
 def drop_package(directory: Path) -> None:
     """Delete a package and its entry in the listing; deleting first makes room on a full disk."""
-    package = read_package(directory)
-    for name in package.files if package else ():
+    for name in _files_of(directory):
         (directory / name).unlink(missing_ok=True)
     record_package(directory, None)
 
 
 def record_package(directory: Path, package: Package | None, files: Sequence[Path] = ()) -> None:
-    """Record a package, or None, in the directory's listing, and move its files there.
+    """Record a package, or None, in the directory's listing, and move its files there in place of an earlier one's.
 
     Raises:
         OSError: the listing cannot be written; no file was moved.
     """
-    listed = read_programs(directory)
+    listed, earlier = read_programs(directory), _files_of(directory)
     with replacing(directory / (SET if listed else MANIFEST)) as path:
         write_record(path, msgspec.structs.replace(listed or read_manifest(directory), compiled=package))
         for file in files:
             os.replace(file, directory / file.name)
+        for name in earlier.difference(package.files if package else ()):
+            (directory / name).unlink(missing_ok=True)
+
+
+def _files_of(directory: Path) -> set[str]:
+    package = read_package(directory)
+    return set(package.files) if package else set()
 
 
 def find_capability(device_type: str) -> list[str]:
