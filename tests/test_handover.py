@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from collections import Counter
@@ -24,6 +25,7 @@ from tests.trust.small import Decode
 from tpcompiler import ArtifactError, LaunchError, UnsupportedError
 from tpcompiler.artifact import handover
 from tpcompiler.runtime.handover import HandoverLink, Move, _in_buckets, read_handover
+from tpcompiler.runtime.turns import taking_turns
 
 BATCH, HEADS, STEPS, FEATURES = 2, 2, 64, 16
 CACHE = BATCH * HEADS * STEPS * FEATURES * 4  # bytes of the keys, and of the values
@@ -253,14 +255,28 @@ class Closed:
         raise RuntimeError("connection closed by peer")
 
 
-def test_the_other_side_is_gone(decode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_side_is_gone_or_another_thread_calls(decode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     own = converted(decode, 2, "S(1)")
     module: Any = own.rank_program(0).module()
-    module.exported_program, module.leaf_names = own.rank_program(0), []
+    module.exported_program, module.leaf_names, module.group_names = own.rank_program(0), [], ["the group"]
     link = HandoverLink(own.handover(own).handover, "source", Closed(), (1, 1))
     with pytest.raises(LaunchError, match="the other side of the handover failed: connection closed by peer"):
         link.transfer(module)
+    calls, ends = threading.Event(), threading.Event()
+
+    def call() -> None:
+        with contextlib.suppress(LaunchError), taking_turns(["the group"]):
+            calls.set()
+            ends.wait(60)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert calls.wait(60)
+    with pytest.raises(LaunchError, match="a second thread calls a program of the group 'the group'"):
+        link.transfer(module)  # a call would have some of the tensors
+    ends.set()
+    thread.join()
 
 
 class Layers(nn.Module):

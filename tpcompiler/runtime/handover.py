@@ -20,6 +20,7 @@ from tpcompiler._torch import group_over, meet_ranks
 from tpcompiler.errors import ArtifactError, LaunchError, reason
 from tpcompiler.runtime.agree import RESTART, WAIT
 from tpcompiler.runtime.records import MOST_DIMS, Count, Degree, DtypeText, Record, Shape, read_record
+from tpcompiler.runtime.turns import taking_turns
 from tpcompiler.runtime.weights import dtype_of
 
 Side = Literal["source", "target"]
@@ -119,7 +120,8 @@ class HandoverLink:
         """Send this process's tensors, or receive them: all of both sides call it once for each handover.
 
         Tensors are written in place, between two calls of the programs: the next call has all of them. Call it from the
-        thread that calls the programs.
+        thread that calls the programs, after the same call on all ranks: during a call of another thread it raises, as
+        a second caller would, so that no call has some of the tensors.
 
         Args:
             programs: the result of `tpcompiler.load`: a module, or several by name.
@@ -129,8 +131,12 @@ class HandoverLink:
 
         Raises:
             ArtifactError: the programs have other tensors than the handover.
-            LaunchError: another rank failed, or did not arrive in time.
+            LaunchError: another rank failed, or did not arrive in time; or another thread calls a program.
         """
+        with taking_turns({name for module in _modules(programs) for name in module.group_names}):
+            return self._transfer(programs)
+
+    def _transfer(self, programs: Any) -> int:
         tensors, sends, total = _find_tensors(programs), self.side == "source", 0
         messages = [
             (other, _in_buckets([self._part(tensors, move) for move in moves], self._most))
@@ -278,11 +284,14 @@ def _side_of(place: int, ranks: Sequence[int]) -> str:
     return f"rank {place - ranks[0] * is_target} of the {'target' if is_target else 'source'}"
 
 
+def _modules(programs: Any) -> list[Any]:
+    return [*programs.values()] if isinstance(programs, Mapping) else [programs]
+
+
 def _find_tensors(programs: Any) -> list[dict[str, torch.Tensor]]:
     """Return the tensors of loaded programs by name, for each rank that this process runs."""
-    modules = programs.values() if isinstance(programs, Mapping) else [programs]
     found = list[dict[str, torch.Tensor]]()
-    for module in modules:
+    for module in _modules(programs):
         exported = module.exported_program
         held = {**exported.constants, **exported.state_dict, **dict(module.named_buffers())}
         held |= dict(module.named_parameters())

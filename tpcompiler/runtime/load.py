@@ -120,6 +120,7 @@ def load(
         module.forward = _guarded(module, own, arguments)
         module.register_forward_pre_hook(structure_check(own.program), prepend=True, with_kwargs=True)
         module.exported_program, module.leaf_names = own.program, own.leaf_names
+        module.group_names = [*groups_here(own.manifest)]
         if package is None:
             module.train = module.eval = refuse_mode
     made: dict[str, Any] = {name: each for name, each in modules.items() if not manifests[name].stage}

@@ -16,11 +16,13 @@ class RankModule(torch.nn.Module):
     Attributes:
         exported_program: the rank's program.
         leaf_names: of each rank of a process that runs several, the names of the rank's tensors here.
+        group_names: the process groups whose ranks call it together.
         saved_bytes: with `training`, what the forward leaves to the backward.
     """
 
     exported_program: ExportedProgram
     leaf_names: list[dict[str, str]]
+    group_names: list[str]
     saved_bytes: int
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
