@@ -21,7 +21,7 @@ from tpcompiler.api.diagnose import Diagnosis
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.timeline import StepTime
 from tpcompiler.errors import MeshError, ShardingError, UnsupportedError
-from tpcompiler.parallel.pipeline import convert_programs
+from tpcompiler.parallel.converted_program import convert_programs
 from tpcompiler.solver.estimate import measure_memory
 from tpcompiler.solver.report import find_obstacles
 from tpcompiler.solver.task import Aim

@@ -13,6 +13,7 @@ from tpcompiler.api import conversions_of, read_plan
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.timeline import duration
 from tpcompiler.parallel.pipeline import find_placements
+from tpcompiler.runtime.records import Asked
 from tpcompiler.solver.estimate import StepTime, measure_step_time, sent_by
 from tpcompiler.solver.task import Aim
 
@@ -29,10 +30,11 @@ MACHINE = Machine(
 )
 
 
-def step(model: nn.Module, *inputs: torch.Tensor, **how: Any) -> StepTime:
+def step(model: nn.Module, *inputs: torch.Tensor, keep_repeats: bool = False) -> StepTime:
     """One call on one rank."""
     exported = torch.export.export(model, inputs)
-    found = find_placements([*conversions_of(exported, 1, read_plan({}), **how).values()], Aim(MACHINE))
+    asked = Asked(inputs=None, outputs=None, keep_repeats=keep_repeats)
+    found = find_placements([*conversions_of(exported, 1, read_plan({}), asked=asked).values()], Aim(MACHINE))
     assert not list(sent_by(found))
     return measure_step_time(found, MACHINE)
 

@@ -20,7 +20,7 @@ from tpcompiler.errors import MachineError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import parse_placement
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.parallel.pipeline import convert_programs
+from tpcompiler.parallel.converted_program import convert_programs
 from tpcompiler.solver.estimate import changes_of, measure_step_time
 from tpcompiler.solver.task import Aim
 

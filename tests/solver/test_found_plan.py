@@ -17,7 +17,7 @@ from tests.zoo.index import CASES
 from tpcompiler import Plan
 from tpcompiler.api import conversions_of
 from tpcompiler.errors import PlanError
-from tpcompiler.parallel.pipeline import convert_programs
+from tpcompiler.parallel.converted_program import convert_programs
 from tpcompiler.solver.estimate import measure_memory
 from tpcompiler.solver.task import Aim
 

@@ -16,7 +16,7 @@ from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.objective import Objective
 from tpcompiler.errors import BudgetError, ShardingError
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.parallel.pipeline import convert_programs
+from tpcompiler.parallel.converted_program import convert_programs
 from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.plan.plan import Plan

@@ -30,10 +30,10 @@ from tpcompiler.ir.gc_pause import collector_rests
 from tpcompiler.ir.mesh import PIPELINE, Mesh, MeshLike
 from tpcompiler.ir.optimizer import read_optimizer
 from tpcompiler.parallel.conversion import Conversion, boundary_data, read_boundary, share_conversions
-from tpcompiler.parallel.converted_program import ConvertedProgram
+from tpcompiler.parallel.converted_program import ConvertedProgram, convert_programs
 from tpcompiler.parallel.cut_batch import cut_batch
 from tpcompiler.parallel.model_families import find_families
-from tpcompiler.parallel.pipeline import convert_programs, find_placements
+from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.parallel.stages import StageProgram, mesh_of_stage, stage_programs
 from tpcompiler.passes.apply_plan import names_of
 from tpcompiler.plan.file import SEARCHES

@@ -26,8 +26,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import same_bits
 from tpcompiler.judge.sound.check import read_proved_model
 from tpcompiler.parallel.conversion import Conversion, share_conversions
-from tpcompiler.parallel.converted_program import ConvertedProgram
-from tpcompiler.parallel.pipeline import convert_programs
+from tpcompiler.parallel.converted_program import ConvertedProgram, convert_programs
 from tpcompiler.parallel.program_subject import on_cpu
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.plan.plan import Plan

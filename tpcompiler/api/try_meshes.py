@@ -19,8 +19,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import fold_layers
 from tpcompiler.ir.program import tied
 from tpcompiler.parallel.conversion import Conversion
-from tpcompiler.parallel.converted_program import ConvertedProgram
-from tpcompiler.parallel.pipeline import convert_programs
+from tpcompiler.parallel.converted_program import ConvertedProgram, convert_programs
 from tpcompiler.runtime.records import Record, mesh_text
 from tpcompiler.solver.estimate import Memory, measure_memory
 from tpcompiler.solver.report import Obstacle, TooLarge, find_obstacles

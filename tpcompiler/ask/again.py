@@ -27,8 +27,8 @@ from tpcompiler.ir.names import layer_of
 from tpcompiler.ir.program import PlannedProgram, relax
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.parallel.conversion import Conversion
-from tpcompiler.parallel.converted_program import ConvertedProgram
-from tpcompiler.parallel.pipeline import convert_programs, find_placements, make_task, solve_task
+from tpcompiler.parallel.converted_program import ConvertedProgram, convert_programs
+from tpcompiler.parallel.pipeline import find_placements, make_task, solve_task
 from tpcompiler.parallel.unplanned_weights import MOST_WHOLE
 from tpcompiler.passes._placements import refuse_misfits
 from tpcompiler.passes.regions.attend_in_turns import ATTENTION, axis_of_turns

@@ -1,9 +1,10 @@
-"""A program of an artifact that `parallelize` has converted, in memory."""
+"""Programs that `parallelize` has converted together, in memory."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from os.path import basename
 from pathlib import Path
@@ -20,18 +21,74 @@ from tpcompiler.checkpoint.fill import fill_weights, refuse_needless
 from tpcompiler.checkpoint.ranks import open_source
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.timeline import Times, duration, predict_times
+from tpcompiler.errors import ShardingError
 from tpcompiler.ir import edit
 from tpcompiler.ir.node_placement import reshard_of
-from tpcompiler.ir.program import Note, PlacedProgram, reshard
+from tpcompiler.ir.program import Note, PlacedProgram, PlannedProgram, reshard
+from tpcompiler.parallel.advice import Adviser
+from tpcompiler.parallel.conversion import Conversion
 from tpcompiler.parallel.manifest import manifest_of
 from tpcompiler.parallel.partition import Partition
+from tpcompiler.parallel.pipeline import find_placements, partition_program, place_programs, plan_programs
+from tpcompiler.parallel.shared_leaves import refuse_cut_shared
+from tpcompiler.parallel.unplanned_weights import find_searched_plan
 from tpcompiler.parallel.writing import writer_of
 from tpcompiler.plan.plan import Plan
 from tpcompiler.runtime.artifact import SINGLE, Manifest, write_program
 from tpcompiler.runtime.rank_file import Weights, put_state
-from tpcompiler.runtime.records import Asked, StageRecord
 from tpcompiler.runtime.weightless import weightless_names
+from tpcompiler.solver.report import Remarks, count_searches
+from tpcompiler.solver.solution import Solution
+from tpcompiler.solver.task import Aim
 from tpcompiler.terminal.printed import format_bytes
+
+
+@dataclass(frozen=True)
+class Family:
+    """Programs that were converted together, and the search for them."""
+
+    conversions: Sequence[Conversion]
+    found: Solution
+    aim: Aim
+    advisers: Sequence[Adviser]
+    programs: dict[str, ConvertedProgram] = field(default_factory=dict)
+
+    @cached_property
+    def remarks(self) -> Remarks:
+        return Remarks(self.found, self.aim)
+
+    @cached_property
+    def searched_plan(self) -> SearchedPlan | None:
+        """The plan of the search, if the given one leaves much whole; found once."""
+        return find_searched_plan(self.conversions, self.found, self.aim)
+
+
+def convert_programs(conversions: Mapping[str, Conversion], aim: Aim) -> tuple[Solution, dict[str, ConvertedProgram]]:
+    """Convert programs, with every leaf that several have placed alike.
+
+    Raises:
+        ShardingError: no placement suits all programs.
+    """
+    each = [*conversions.values()]
+    advisers = [Adviser(own.plan, partial(_plan_with, each, at), at, Aim(aim.machine)) for at, own in enumerate(each)]
+    try:
+        found = find_placements(each, aim)
+        placed = place_programs(each, found)
+        for program in placed:
+            refuse_cut_shared(program)
+    except ShardingError as error:
+        advised = () if each[0].plan.searches else (adviser.advise_error(error) for adviser in advisers)
+        raise next((other for other in advised if other is not error), error) from None
+    family = Family(each, found, aim, advisers)
+    for at, name in enumerate(conversions):
+        partition = partition_program(each[at], placed[at], found, aim)
+        family.programs[name] = ConvertedProgram(name, at, family, partition, placed[at])
+    return found, family.programs
+
+
+def _plan_with(conversions: Sequence[Conversion], at: int, plan: Plan) -> Sequence[PlannedProgram]:
+    """Plan programs, one of them by another plan."""
+    return plan_programs(conversions, [plan if at == other else own.plan for other, own in enumerate(conversions)])
 
 
 class ConvertedProgram(ArtifactProgram):
@@ -40,45 +97,24 @@ class ConvertedProgram(ArtifactProgram):
     Attributes:
         plan: with the styles that the search found.
         asked: the caller's other arguments.
-        siblings: the programs that share tensors with it, by name, itself included.
-        searches: their number in words; empty if a plan names all layers.
         stage: which part of the program `whole` it is; None if it was not cut into stages.
     """
 
     title = "the program"
 
-    def __init__(
-        self,
-        name: str,
-        original: ExportedProgram,
-        partition: Partition,
-        plan: Plan,
-        asked: Asked,
-        siblings: Mapping[str, ConvertedProgram],
-        advice: Callable[[str], str],
-        remarks: Callable[[ConvertedProgram], Iterable[Note]],
-        search_plan: Callable[[], SearchedPlan | None],
-        searches: str = "",
-        stage: StageRecord | None = None,
-        whole: ExportedProgram | None = None,
-    ) -> None:
-        """`advice` names the change of the plan that leaves out the gathers of a value, or nothing.
+    def __init__(self, name: str, at: int, family: Family, partition: Partition, placed: PlacedProgram) -> None:
+        """`placed`: as the search placed it, before changes of sharding were joined."""
+        own = family.conversions[at]
+        self.name, self.partition = name, partition
+        self.plan = own.with_styles(*family.found.forms).completed(family.found)
+        self.asked = own.asked_of(self.plan, family.aim)
+        self.stage, self.whole = own.stage, own.whole
+        self._at, self._family, self._placed, self._original = at, family, placed, own.exported
 
-        `remarks` makes the notes that take a search or the finished program. `search_plan` finds what the search would
-        hold, if the plan leaves much whole.
-        """
-        self.name = name
-        self.partition = partition
-        self.plan = plan
-        self.asked = asked
-        self.searches = searches
-        self.stage = stage
-        self.whole = whole
-        self._original = original
-        self._siblings = siblings
-        self._advice = advice
-        self._remarks = remarks
-        self._search_plan = search_plan
+    @property
+    def searches(self) -> str:
+        """The number of searches in words; empty if a plan names all layers."""
+        return count_searches(self._family.found.searches) if self.plan.searches else ""
 
     @property
     def resharded(self) -> PlacedProgram:
@@ -88,7 +124,10 @@ class ConvertedProgram(ArtifactProgram):
     @cached_property
     def notes(self) -> tuple[Note, ...]:
         """The requests that the compiler declined or could not use, and its deviations from the default."""
-        notes = (*self._remarks(self), *self.resharded.notes, *self.partition.local_program(0).notes)
+        notes = (*self.resharded.notes, *self.partition.local_program(0).notes)
+        if self.plan.searches:
+            step = self.predict(self._family.aim.machine).total
+            notes = (*self._family.remarks.notes(self._at, step), *notes)
         if self.stage is not None and self.stage.index:
             notes = (*notes, self._received())
         if self.partition.fitted == "nccl":
@@ -128,21 +167,24 @@ class ConvertedProgram(ArtifactProgram):
 
     def advice(self) -> dict[str, str]:
         """Search for the change of the plan that avoids each fallback; return it by the name of its reshard."""
+        adviser = self._family.advisers[self._at]
         return {
-            reshard_of(node).name: self._advice(edit.operands(node)[0].name)
+            reshard_of(node).name: ""
+            if self.plan.searches
+            else adviser.advise_gather(edit.operands(node)[0].name, self._placed)
             for node in edit.calls(self.resharded.graph)
             if node.target is reshard and reshard_of(node).why == "fallback"
         }
 
     def searched_plan(self) -> SearchedPlan | None:
         """Search for a plan for all programs if theirs leaves much whole without naming it, or return None."""
-        return self._search_plan()
+        return self._family.searched_plan
 
     def together(self) -> Sequence[ConvertedProgram]:
-        return list(self._siblings.values())
+        return list(self._family.programs.values())
 
     def beside(self) -> dict[str, Manifest]:
-        return {name: each.manifest for name, each in self._siblings.items() if name != self.name}
+        return {name: each.manifest for name, each in self._family.programs.items() if name != self.name}
 
     def original(self) -> ExportedProgram:
         return self._original

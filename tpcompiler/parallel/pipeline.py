@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
-from tpcompiler.artifact.summary import SearchedPlan
-from tpcompiler.errors import ShardingError
 from tpcompiler.ir.local import no_new_guards
-from tpcompiler.ir.program import Note, PlacedProgram, PlannedProgram
-from tpcompiler.parallel.advice import Adviser
+from tpcompiler.ir.program import PlacedProgram, PlannedProgram
 from tpcompiler.parallel.conversion import After, Conversion, unseen
-from tpcompiler.parallel.converted_program import ConvertedProgram
 from tpcompiler.parallel.partition import Partition
-from tpcompiler.parallel.shared_leaves import refuse_cut_shared
-from tpcompiler.parallel.unplanned_weights import find_searched_plan
 from tpcompiler.passes._rewrite_candidates import find_forms, note_forms
 from tpcompiler.passes.apply_plan import apply_plan, names_of
 from tpcompiler.passes.choose_paths import choose_paths
@@ -31,39 +25,10 @@ from tpcompiler.passes.regions.join_branches import join_branches
 from tpcompiler.passes.regions.spread_experts import spread_experts
 from tpcompiler.plan.plan import Plan
 from tpcompiler.solver.estimate import measure_leaves, measure_state
-from tpcompiler.solver.report import Remarks, count_searches, note_search, refuse_unplaced, with_notes
+from tpcompiler.solver.report import note_search, refuse_unplaced, with_notes
 from tpcompiler.solver.search import solve
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.task import Aim, Forms, Styles, Task
-
-
-def convert_programs(conversions: Mapping[str, Conversion], aim: Aim) -> tuple[Solution, dict[str, ConvertedProgram]]:
-    """Convert programs, with every leaf that several have placed alike.
-
-    Raises:
-        ShardingError: no placement suits all programs.
-    """
-    each = [*conversions.values()]
-    advisers = [Adviser(own.plan, partial(_plan_with, each, at), at, Aim(aim.machine)) for at, own in enumerate(each)]
-    try:
-        found = find_placements(each, aim)
-        placed = _place_programs(each, found)
-        for program in placed:
-            refuse_cut_shared(program)
-    except ShardingError as error:
-        advised = () if each[0].plan.searches else (adviser.advise_error(error) for adviser in advisers)
-        raise next((other for other in advised if other is not error), error) from None
-    remarks = Remarks(found, aim)
-
-    def remarks_on(at: int, program: ConvertedProgram) -> Iterable[Note]:
-        return remarks.notes(at, program.predict(aim.machine).total) if program.plan.searches else ()
-
-    search_plan = cache(partial(find_searched_plan, each, found, aim, find_placements))
-    made = dict[str, ConvertedProgram]()
-    for at, (name, own) in enumerate(conversions.items()):
-        remarks_on_own = partial(remarks_on, at)
-        made[name] = _finish(name, own, placed[at], found, made, advisers[at], aim, remarks_on_own, search_plan)
-    return found, made
 
 
 def find_placements(conversions: Sequence[Conversion], aim: Aim) -> Solution:
@@ -79,7 +44,7 @@ def find_placements(conversions: Sequence[Conversion], aim: Aim) -> Solution:
     if task.forms is not None:
         formed = [own.with_styles(*found.forms) for own in conversions]
         plans, names = [own.completed(found) for own in formed], [names_of(own.program) for own in formed]
-        notes += note_forms(task, found, plans, names, partial(_plan_programs, conversions))
+        notes += note_forms(task, found, plans, names, partial(plan_programs, conversions))
     return replace(found, programs=[with_notes(program, notes) for program in found.programs])
 
 
@@ -121,13 +86,9 @@ def plan_program(own: Conversion, plan: Plan, after: After = unseen) -> PlannedP
         return in_turns if own.asked.keep_repeats else after(group_queries(in_turns, own.device), "group_queries")
 
 
-def _plan_programs(conversions: Sequence[Conversion], plans: Sequence[Plan]) -> list[PlannedProgram]:
+def plan_programs(conversions: Sequence[Conversion], plans: Sequence[Plan]) -> list[PlannedProgram]:
+    """Plan programs, each by another plan."""
     return [plan_program(own, plan) for own, plan in zip(conversions, plans, strict=True)]
-
-
-def _plan_with(conversions: Sequence[Conversion], at: int, plan: Plan) -> list[PlannedProgram]:
-    """Plan programs, one of them by another plan."""
-    return _plan_programs(conversions, [plan if at == other else own.plan for other, own in enumerate(conversions)])
 
 
 def _plan_in_forms(conversions: Sequence[Conversion], forms: Sequence[Styles]) -> list[PlannedProgram]:
@@ -138,7 +99,8 @@ def _plan_in_forms(conversions: Sequence[Conversion], forms: Sequence[Styles]) -
     return [plan_program(own, own.plan, own.after) for own in formed]
 
 
-def _place_programs(conversions: Sequence[Conversion], found: Solution) -> list[PlacedProgram]:
+def place_programs(conversions: Sequence[Conversion], found: Solution) -> list[PlacedProgram]:
+    """Put the placements and the changes of sharding into the programs."""
     with no_new_guards(*(program.graph for program in found.programs)):
         return [
             own.after(place(program, found, check_indices=own.asked.check_indices), "place")
@@ -146,42 +108,12 @@ def _place_programs(conversions: Sequence[Conversion], found: Solution) -> list[
         ]
 
 
-def _finish(
-    name: str,
-    own: Conversion,
-    placed: PlacedProgram,
-    found: Solution,
-    together: Mapping[str, ConvertedProgram],
-    adviser: Adviser,
-    aim: Aim,
-    remarks: Callable[[ConvertedProgram], Iterable[Note]],
-    search_plan: Callable[[], SearchedPlan | None],
-) -> ConvertedProgram:
+def partition_program(own: Conversion, placed: PlacedProgram, found: Solution, aim: Aim) -> Partition:
     """Run the passes after the search, up to the program for all ranks (`partition.py` runs those for each rank)."""
     with no_new_guards(placed.graph):
         folded = own.after(fold_reshards(placed), "fold_reshards")
         routed = own.after(choose_paths(folded, aim.machine), "choose_paths")
-    plan = own.with_styles(*found.forms).completed(found)
     limit = None if aim.limit is None else aim.limit - sum(measure_leaves(found).values()) - measure_state(found)
     partition = Partition(routed, own.device, own.asked.collectives, aim.machine, limit)
-
-    def advise(value: str) -> str:
-        return "" if plan.searches else adviser.advise_gather(value, placed)
-
-    searches = count_searches(found.searches) if plan.searches else ""
     own.after(partition.local_program(0), "lowered_rank_0")
-    asked = own.asked_of(plan, aim)
-    return ConvertedProgram(
-        name,
-        own.exported,
-        partition,
-        plan,
-        asked,
-        together,
-        advise,
-        remarks,
-        search_plan,
-        searches,
-        own.stage,
-        own.whole,
-    )
+    return partition

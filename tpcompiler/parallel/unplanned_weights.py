@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -15,6 +15,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.names import modules_around
 from tpcompiler.ir.program import PlannedProgram, tied
 from tpcompiler.parallel.conversion import Conversion, unseen
+from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.plan.plan import Plan
 from tpcompiler.solver.estimate import measure_leaves, measure_step_time
 from tpcompiler.solver.solution import Solution
@@ -24,12 +25,7 @@ MOST_WHOLE = 0.25  # of all bytes, that a plan may leave whole without naming th
 LEAST_SAVED = 0.1  # of all bytes, that a rank holds less by a plan worth mentioning
 
 
-def find_searched_plan(
-    conversions: Sequence[Conversion],
-    found: Solution,
-    aim: Aim,
-    search: Callable[[Sequence[Conversion], Aim], Solution],
-) -> SearchedPlan | None:
+def find_searched_plan(conversions: Sequence[Conversion], found: Solution, aim: Aim) -> SearchedPlan | None:
     """Search for a plan if the given one leaves much whole; return what it holds if that is clearly less.
 
     For the caller's goal, and if the fastest call needs nearly as many bytes, for the fewest bytes.
@@ -54,7 +50,7 @@ def find_searched_plan(
     goals: Sequence[Goal] = (aim.optimize, "memory") if _could_be_faster(found) else ("memory",)
     for goal in dict.fromkeys(goals):
         with contextlib.suppress(TpCompilerError):
-            other = search(free, replace(aim, limit=limit, optimize=goal))
+            other = find_placements(free, replace(aim, limit=limit, optimize=goal))
             searched = sum(measure_leaves(other).values())
             if held - searched >= LEAST_SAVED * total:
                 return SearchedPlan(
