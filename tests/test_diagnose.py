@@ -122,11 +122,6 @@ def test_no_degree_is_enough() -> None:
         tpcompiler.diagnose(mlp(512), memory=limit)
 
 
-def test_an_uneven_cut_is_named() -> None:
-    remarks = tpcompiler.diagnose(mlp(100)).meshes["tp=8"].remarks
-    assert "up.weight: the largest share is 1.04 times an even one" in remarks
-
-
 @pytest.mark.slow
 def test_heads_that_ranks_share_are_named() -> None:
     """Four heads for eight ranks: both ranks of a pair hold a head's values; its keys are cut once more, and gathered."""

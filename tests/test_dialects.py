@@ -14,6 +14,7 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 
 import tpcompiler
+from tests.passes.models import Tied
 from tests.zoo.case import randomise
 from tests.zoo.decoders import LLAMA
 
@@ -81,16 +82,6 @@ class InTraining(nn.Module):
         return y * self.calls
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 20, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embed(ids))
-
-
 BATCH, STEPS = Dim("batch"), Dim("steps")
 HEADS = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise", "up": "colwise", "down": "rowwise"}
 
@@ -120,7 +111,7 @@ MODELS: dict[
         ["all_reduce"],
     ),
     "tied vocabulary": (
-        Tied,
+        lambda: Tied(20),
         lambda batch, steps: torch.randint(0, 20, (batch, steps)),
         {0: BATCH, 1: STEPS},
         {"embed": "embedding_rowwise"},

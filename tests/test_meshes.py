@@ -141,24 +141,6 @@ def test_uneven_and_empty_shards(inputs: dict[str, str], sizes: tuple[int, ...])
     assert report.ok, str(report)
 
 
-@pytest.mark.slow
-def test_the_command_line_takes_several_axes(tmp_path: Path) -> None:
-    torch.export.save(exported(), tmp_path / "model.pt2")
-    (tmp_path / "plan.yaml").write_text("".join(f"{name}: {style}\n" for name, style in PLAN.items()))
-    said = right(
-        "convert",
-        tmp_path / "model.pt2",
-        "--mesh",
-        "dp=2,tp=2",
-        "--plan",
-        tmp_path / "plan.yaml",
-        "-o",
-        tmp_path / "out",
-    )
-    assert "mesh dp=2,tp=2, 4 ranks" in said
-    assert right("verify", tmp_path / "out", "--against", tmp_path / "model.pt2")
-
-
 def test_the_command_line_takes_placements_of_the_boundary(tmp_path: Path) -> None:
     torch.export.save(exported(), tmp_path / "model.pt2")
     (tmp_path / "plan.yaml").write_text("".join(f"{name}: {style}\n" for name, style in PLAN.items()))

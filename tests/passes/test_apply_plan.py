@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import nn
 
+from tests.passes.models import Tied
 from tests.passes.stages import Call, canonical, planned
 from tpcompiler.errors import PlanError, TpCompilerError
 from tpcompiler.ir import edit
@@ -45,27 +46,6 @@ class Conv1D(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.addmm(self.bias, x, self.weight)
-
-
-def test_nothing_asked() -> None:
-    """Only the boundary is pinned."""
-    program = planned(Mlp(), (X,))
-    assert_expected_inline(
-        program_text(program),
-        """\
-p_up_weight = up.weight f32[6, 4]
-p_up_bias = up.bias f32[6]
-p_down_weight = down.weight f32[4, 6]
-p_down_bias = down.bias f32[4]
-x = input f32[2, 4]
-linear = linear(x, p_up_weight, p_up_bias)
-relu = relu(linear)
-linear_1 = linear(relu, p_down_weight, p_down_bias)
-pin: R = pin(linear_1)
-return pin
-""",
-    )
-    assert [note.text for note in program.notes] == ["up", "down"]
 
 
 def test_colwise_gather_output() -> None:
@@ -159,24 +139,13 @@ def test_constraints(module: nn.Module, plan: Mapping[str, Any], expected: dict[
     assert cuts(planned(module, (X,), plan)) == expected
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(8, 4)
-        self.head = nn.Linear(4, 8, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embed(x.long()))
-
-
 def test_a_constraint_on_one_tied_leaf_is_on_all() -> None:
-    assert cuts(planned(Tied(), (X,), {"embed": "rowwise"})) == {"embed.weight": "S(0)", "head.weight": "S(0)"}
-    assert cuts(planned(Tied(), (X,), {"head": "rowwise"})) == {"head.weight": "S(1)", "embed.weight": "S(1)"}
+    assert cuts(planned(Tied(), (X.long(),), {"embed": "rowwise"})) == {"embed.weight": "S(0)", "head.weight": "S(0)"}
+    assert cuts(planned(Tied(), (X.long(),), {"head": "rowwise"})) == {"head.weight": "S(1)", "embed.weight": "S(1)"}
 
 
 def test_a_tied_leaf_that_a_strict_export_names_once() -> None:
-    exported = torch.export.export(Tied(), (X,), strict=True)
+    exported = torch.export.export(Tied(), (X.long(),), strict=True)
     for name, cut in (("embed", "S(0)"), ("head", "S(1)")):
         program = apply_plan(canonicalize(exported), Plan.of({name: "rowwise"}), MESH)
         assert cuts(program) == {"embed.weight": cut}
@@ -203,8 +172,8 @@ def test_a_buffer_that_is_written_is_no_weight() -> None:
 
 
 def test_a_tied_leaf_is_touched_by_an_entry_for_its_other_name() -> None:
-    assert planned(Tied(), (X,), {"embed": "rowwise"}).notes == ()
-    assert [note.text for note in planned(Tied(), (X,)).notes] == ["embed", "head"]
+    assert planned(Tied(), (X.long(),), {"embed": "rowwise"}).notes == ()
+    assert [note.text for note in planned(Tied(), (X.long(),)).notes] == ["embed", "head"]
 
 
 def test_pins_on_a_layer_called_twice() -> None:

@@ -104,26 +104,6 @@ return mul, add_1
     assert list(program.mutations()) == [(0, "total")]
 
 
-def test_batch_norm_in_training() -> None:
-    assert_expected_inline(
-        text(canonical(nn.BatchNorm1d(3), (torch.randn(4, 3),))),
-        """\
-p_weight = weight f32[3]
-p_bias = bias f32[3]
-b_running_mean = running_mean f32[3]
-b_running_var = running_var f32[3]
-b_num_batches_tracked = num_batches_tracked i64[]
-input = input f32[4, 3]
-add = add(b_num_batches_tracked, 1)
-_native_batch_norm_legit_functional = _native_batch_norm_legit_functional(input, p_weight, p_bias, b_running_mean, b_running_var, True, 0.1, 1e-05)
-getitem = getitem(_native_batch_norm_legit_functional, 0)
-getitem_3 = getitem(_native_batch_norm_legit_functional, 3)
-getitem_4 = getitem(_native_batch_norm_legit_functional, 4)
-return getitem_3, getitem_4, add, getitem
-""",
-    )
-
-
 def test_what_nobody_uses_goes_but_runtime_assertions_stay() -> None:
     def checked(self: Any, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         x.exp()

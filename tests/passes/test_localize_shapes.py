@@ -140,18 +140,6 @@ return add
     )
 
 
-def test_an_unflatten() -> None:
-    module = Call(lambda self, x: torch.unflatten(x, 1, (2, -1)))
-    assert_expected_inline(
-        text(module, (X,), inputs=["S(1)"], outputs=["S(1)"]),
-        """\
-x: S(1) = input f32[2, 2]
-view: S(1) = view(x, [2, 1, 2])
-return view
-""",
-    )
-
-
 def test_a_vocabulary_in_parts() -> None:
     """Rank 1 looks up the rows 4 to 8; the others are zeros, so that the sum over ranks is the look-up."""
     module = Call(lambda self, ids: self.embed(ids), embed=nn.Embedding(8, 4))
@@ -266,20 +254,6 @@ def test_a_padded_value_keeps_its_symbols() -> None:
     (shape,) = (node.meta["val"].shape for node in program.graph.nodes if "pad" in node.name)
     assert isinstance(shape[0], torch.SymInt)
     assert shape[1:] == (4, 3)
-
-
-def test_every_value_has_its_local_shape() -> None:
-    program = local(Attention(), (torch.randn(2, 3, 8),), HEADS)
-    shapes = {node.name: list(node.meta["val"].shape) for node in program.graph.nodes if "val" in node.meta}
-    assert [shapes[name] for name in ("p_q_weight", "x", "linear", "view", "transpose", "view_3", "linear_3")] == [
-        [4, 8],
-        [2, 3, 8],
-        [2, 3, 4],
-        [2, 3, 2, 2],
-        [2, 2, 3, 2],
-        [2, 3, 4],
-        [2, 3, 8],
-    ]
 
 
 @pytest.mark.parametrize("forward", [lambda y: y.split([8, 4], -1)[0], lambda y: y[:, :8]], ids=["split", "slice"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch.export import Dim, export
+from torch.export import export
 
 from tests.passes.stages import Call, routed
 from tpcompiler import parallelize
@@ -107,26 +107,6 @@ permute = permute(wait_tensor, [1, 0, 2])
 clone = clone(permute, memory_format=torch.contiguous_format)
 view: R = view(clone, [4, 6])
 return view
-""",
-    )
-
-
-def test_uneven_shards_are_padded() -> None:
-    assert_expected_inline(
-        text((4, 5), "S(1)", "R", rank=1),
-        """\
-x: S(1) = input f32[4, 2]
-new_zeros = new_zeros(x, [4, 1], pin_memory=False)
-cat = cat([x, new_zeros], 1)
-unsqueeze = unsqueeze(cat, 0)
-all_gather_into_tensor = all_gather_into_tensor(unsqueeze, 2, 'tp=2:tp')
-wait_tensor = wait_tensor(all_gather_into_tensor)
-permute = permute(wait_tensor, [1, 0, 2])
-clone = clone(permute, memory_format=torch.contiguous_format)
-view = view(clone, [4, 6])
-slice_1 = slice(view, 1, 0, 5)
-clone_1: R = clone(slice_1, memory_format=torch.contiguous_format)
-return clone_1
 """,
     )
 
@@ -242,24 +222,6 @@ all_gather_into_tensor = all_gather_into_tensor(x, 2, 'tp=2:tp')
 wait_tensor = wait_tensor(all_gather_into_tensor)
 div: P(sum) = div(wait_tensor, 2)
 return div
-""",
-    )
-
-
-def test_a_dynamic_dim_beside_the_change() -> None:
-    dynamic = {"x": {0: Dim("batch", min=2)}}
-    assert_expected_inline(
-        text((4, 6), "S(1)", "R", dynamic_shapes=dynamic),
-        """\
-x: S(1) = input f32[s77, 3]
-unsqueeze = unsqueeze(x, 0)
-sym_size_int = sym_size(x, 0)
-all_gather_into_tensor = all_gather_into_tensor(unsqueeze, 2, 'tp=2:tp')
-wait_tensor = wait_tensor(all_gather_into_tensor)
-permute = permute(wait_tensor, [1, 0, 2])
-clone = clone(permute, memory_format=torch.contiguous_format)
-view: R = view(clone, [sym_size_int, 6])
-return view
 """,
     )
 

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import nn
-from torch.export import Dim
 
 from tests.opaque import opaque
 from tests.passes.models import Mlp
@@ -65,40 +64,6 @@ softmax: R = softmax(reshard_4, 0)
 return mul, relu, add, softmax
 """,
     )
-
-
-def test_a_pin_on_a_pending_sum_says_what_becomes_of_it() -> None:
-    module = Call(lambda self, x: self.down(x), down=nn.Linear(4, 6))
-    assert_expected_inline(
-        text(module, (X,), {"down": "rowwise"}, outputs=["S(0)"]),
-        """\
-p_down_weight: S(1) = down.weight f32[6, 4]
-p_down_bias: P(sum) = down.bias f32[6]
-x: R = input f32[2, 4]
-reshard: S(1) = reshard(x)
-linear: P(sum) = linear(reshard, p_down_weight, p_down_bias)
-reshard_1: S(0) = reshard(linear)
-return reshard_1
-""",
-    )
-
-
-def test_a_mean_over_a_cut_dim() -> None:
-    module = Call(lambda self, x: self.up(x).mean(-1), up=nn.Linear(4, 5))
-    program = placed(module, (X,), {"up": "colwise"})
-    assert_expected_inline(
-        program_text(program),
-        """\
-p_up_weight: S(0) = up.weight f32[5, 4]
-p_up_bias: S(0) = up.bias f32[5]
-x: R = input f32[2, 4]
-linear: S(1) = linear(x, p_up_weight, p_up_bias)
-mean: P(sum) = mean(linear, [-1])
-reshard: R = reshard(mean)
-return reshard
-""",
-    )
-    assert [n.name for n in program.graph.nodes if placement_of(n).local is not None] == ["mean"]
 
 
 def test_what_an_op_cannot_keep_cut_is_gathered() -> None:
@@ -167,28 +132,6 @@ reshard: S(1) = reshard(x)
 add: S(1) = add(reshard, y)
 reshard_1: R = reshard(add)
 return reshard_1
-""",
-    )
-
-
-def test_sizes_keep_their_global_meaning() -> None:
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        h = self.up(x)
-        return h.view(x.shape[0], 2, 3) / x.shape[0]
-
-    dynamic = {"x": {0: Dim("batch", min=2)}}
-    assert_expected_inline(
-        text(Call(forward, up=nn.Linear(4, 6)), (X,), {"up": "colwise"}, dynamic_shapes=dynamic),
-        """\
-p_up_weight: S(0) = up.weight f32[6, 4]
-p_up_bias: S(0) = up.bias f32[6]
-x: R = input f32[s77, 4]
-sym_size_int_1 = sym_size(x, 0)
-linear: S(1) = linear(x, p_up_weight, p_up_bias)
-view: S(1) = view(linear, [sym_size_int_1, 2, 3])
-div: S(1) = div(view, sym_size_int_1)
-reshard: R = reshard(div)
-return reshard
 """,
     )
 

@@ -8,10 +8,8 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
-from tests.passes.models import HEADS, MEGATRON, Attention, Mlp, Tied
+from tests.passes.models import Tied
 from tests.passes.stages import Call, placed
-from tpcompiler.ir.dim_sharding import DimSharding
-from tpcompiler.ir.node_placement import placement_of
 from tpcompiler.ir.text import program_text
 
 X, Y = torch.randn(2, 4), torch.randn(2, 4)
@@ -20,76 +18,6 @@ IDS = torch.tensor([[1, 5, 7], [0, 2, 2]])
 
 def text(*args: Any, **kwargs: Any) -> str:
     return program_text(placed(*args, **kwargs))
-
-
-def test_an_mlp_with_biases_and_a_residual() -> None:
-    """The second bias is an addend: it is pending as the product is, so that it counts once."""
-    assert_expected_inline(
-        text(Mlp(), (X,), MEGATRON),
-        """\
-p_up_weight: S(0) = up.weight f32[6, 4]
-p_up_bias: S(0) = up.bias f32[6]
-p_down_weight: S(1) = down.weight f32[4, 6]
-p_down_bias: P(sum) = down.bias f32[4]
-x: R = input f32[2, 4]
-linear: S(1) = linear(x, p_up_weight, p_up_bias)
-relu: S(1) = relu(linear)
-linear_1: P(sum) = linear(relu, p_down_weight, p_down_bias)
-reshard: R = reshard(linear_1)
-add: R = add(x, reshard)
-return add
-""",
-    )
-
-
-def test_a_gathered_output() -> None:
-    assert_expected_inline(
-        text(Mlp(), (X,), {"up": "colwise_gather_output"}),
-        """\
-p_up_weight: S(0) = up.weight f32[6, 4]
-p_up_bias: S(0) = up.bias f32[6]
-p_down_weight: R = down.weight f32[4, 6]
-p_down_bias: R = down.bias f32[4]
-x: R = input f32[2, 4]
-linear: S(1) = linear(x, p_up_weight, p_up_bias)
-reshard: R = reshard(linear)
-relu: R = relu(reshard)
-linear_1: R = linear(relu, p_down_weight, p_down_bias)
-add: R = add(x, linear_1)
-return add
-""",
-    )
-
-
-def test_grouped_queries() -> None:
-    assert_expected_inline(
-        text(Attention(), (torch.randn(2, 3, 8),), HEADS),
-        """\
-p_q_weight: S(0) = q.weight f32[8, 8]
-p_q_bias: S(0) = q.bias f32[8]
-p_k_weight: S(0) = k.weight f32[4, 8]
-p_v_weight: S(0) = v.weight f32[4, 8]
-p_v_bias: S(0) = v.bias f32[4]
-p_o_weight: S(1) = o.weight f32[8, 8]
-p_o_bias: P(sum) = o.bias f32[8]
-x: R = input f32[2, 3, 8]
-linear: S(2) = linear(x, p_q_weight, p_q_bias)
-view: S(2) = view(linear, [2, 3, -1, 2])
-transpose: S(1) = transpose(view, 1, 2)
-linear_1: S(2) = linear(x, p_k_weight)
-view_1: S(2) = view(linear_1, [2, 3, -1, 2])
-transpose_1: S(1) = transpose(view_1, 1, 2)
-linear_2: S(2) = linear(x, p_v_weight, p_v_bias)
-view_2: S(2) = view(linear_2, [2, 3, -1, 2])
-transpose_2: S(1) = transpose(view_2, 1, 2)
-scaled_dot_product_attention: S(1) = scaled_dot_product_attention(transpose, transpose_1, transpose_2, None, 0.0, True, enable_gqa=True)
-transpose_3: S(2) = transpose(scaled_dot_product_attention, 1, 2)
-view_3: S(2) = view(transpose_3, [2, 3, -1])
-linear_3: P(sum) = linear(view_3, p_o_weight, p_o_bias)
-reshard: R = reshard(linear_3)
-return reshard
-""",
-    )
 
 
 def test_a_dim_that_would_be_cut_through_its_heads_is_gathered() -> None:
@@ -240,24 +168,6 @@ reshard: R = reshard(getitem)
 return getitem_3, getitem_4, add, reshard
 """,
     )
-
-
-def test_a_vocabulary_in_parts() -> None:
-    module = Call(lambda self, ids: self.embed(ids), embed=nn.Embedding(8, 4))
-    program = placed(module, (IDS,), {"embed": "embedding_rowwise"})
-    assert_expected_inline(
-        program_text(program),
-        """\
-p_embed_weight: S(0) = embed.weight f32[8, 4]
-ids: R = input i64[2, 3]
-embedding: P(sum) = embedding(p_embed_weight, ids)
-reshard: R = reshard(embedding)
-return reshard
-""",
-    )
-    (share,) = [placement_of(node).local for node in program.graph.nodes if node.name == "embedding"]
-    assert share is not None
-    assert share.cuts == ((DimSharding.by("tp"), 8),)
 
 
 def test_ops_with_several_outputs() -> None:

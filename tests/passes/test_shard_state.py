@@ -23,19 +23,18 @@ def ranks(
 
 
 def test_shares_make_the_whole() -> None:
+    """The first rank holds a pending bias. No share is a view, which would keep the whole weight in memory and files."""
     module = Mlp()
     first, second = (program.local_state for program in ranks(module, (X,), MEGATRON))
     assert list(first) == ["up.weight", "up.bias", "down.weight", "down.bias"]
     torch.testing.assert_close(torch.cat([first["up.weight"], second["up.weight"]]), module.up.weight)
     torch.testing.assert_close(torch.cat([first["up.bias"], second["up.bias"]]), module.up.bias)
     torch.testing.assert_close(torch.cat([first["down.weight"], second["down.weight"]], 1), module.down.weight)
-
-
-def test_a_pending_bias_is_held_by_the_first_rank() -> None:
-    module = Mlp()
-    first, second = (program.local_state for program in ranks(module, (X,), MEGATRON))
     torch.testing.assert_close(first["down.bias"], module.down.bias)
     assert not second["down.bias"].any()
+    for name in ("up.weight", "up.bias", "down.weight"):
+        assert first[name].untyped_storage().nbytes() == first[name].numel() * first[name].element_size()
+        assert first[name].is_contiguous()
 
 
 def test_uneven_and_empty_shards() -> None:
@@ -50,15 +49,6 @@ def test_shards_in_units() -> None:
     shares = [p.local_state["b"] for p in ranks(module, (torch.randn(2, 3, 2),), {}, inputs=["S(1)"])]
     assert [list(share.shape) for share in shares] == [[4], [2]]
     torch.testing.assert_close(torch.cat(shares), module.b)
-
-
-def test_a_shard_owns_its_memory() -> None:
-    """A view would keep the whole weight in memory, and in the file."""
-    (first, _) = ranks(Mlp(), (X,), MEGATRON)
-    for name in ("up.weight", "up.bias", "down.weight"):
-        share = first.local_state[name]
-        assert share.untyped_storage().nbytes() == share.numel() * share.element_size()
-        assert share.is_contiguous()
 
 
 def test_a_whole_leaf_is_the_original_itself() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch import nn
 from torch.export import ExportedProgram, export
 
 import tpcompiler
-from tests.runtime.commands import right
 from tests.zoo.index import CASES
 from tpcompiler import ParallelProgram
 from tpcompiler.api import conversions_of, read_plan
@@ -24,7 +22,6 @@ from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.plan.plan import Plan
-from tpcompiler.runtime.inputs import write_tensors
 from tpcompiler.solver.estimate import measure_step_time
 from tpcompiler.solver.report import refuse_unplaced
 from tpcompiler.solver.search import PLACING, solve
@@ -126,21 +123,6 @@ def test_dynamic_sizes(mesh: Any) -> None:
     auto = tpcompiler.parallelize(exported("llama", True), mesh, "auto")
     for size in (case.example, *case.others):
         assert auto.verify((), case.inputs(*size)).ok
-
-
-@pytest.mark.slow
-def test_files_and_the_plan_that_was_found(tmp_path: Path) -> None:
-    """Written, sound, and with the styles of every layer, which another conversion can take."""
-    program = mlp()
-    torch.export.save(program, tmp_path / "model.pt2")
-    write_tensors(tmp_path / "in", {"x": torch.randn(2, 8, 64)})
-    right("convert", tmp_path / "model.pt2", "--tp", "2", "--plan", "auto", "-o", tmp_path / "out")
-    assert "sound" in right("check", tmp_path / "out")
-    assert "equal" in right("verify", tmp_path / "out", "--inputs", tmp_path / "in")
-    auto = tpcompiler.parallelize(program, 2, "auto")
-    assert auto.converted.plan.to_data() == {"up": "colwise", "down": "rowwise", "**": "auto"}
-    again = tpcompiler.parallelize(program, 2, auto.converted.plan)
-    assert [c.kind for c in again.collectives()] == [c.kind for c in auto.collectives()] == ["all_reduce"]
 
 
 @pytest.mark.slow

@@ -113,30 +113,6 @@ FORWARDS = (
 )
 
 
-def test_cut_in_parts() -> None:
-    program = placed(module(by_split), (X,), PLAN)
-    assert_expected_inline(
-        program_text(program),
-        """\
-p_up_weight: S(0, parts 8 8b4) = up.weight f32[16, 8]
-p_up_bias: S(0, parts 8 8b4) = up.bias f32[16]
-p_down_weight: S(1, parts 8 4) = down.weight f32[8, 12]
-p_down_bias: P(sum) = down.bias f32[8]
-x: R = input f32[2, 3, 8]
-linear: S(2, parts 8 8b4) = linear(x, p_up_weight, p_up_bias)
-split_with_sizes: (S(2), S(2), S(2)) = split_with_sizes(linear, [8, 4, 4], -1)
-getitem: S(2) = getitem(split_with_sizes, 0)
-getitem_1: S(2) = getitem(split_with_sizes, 1)
-getitem_2: S(2) = getitem(split_with_sizes, 2)
-mul: S(2) = mul(getitem_1, getitem_2)
-cat: S(2, parts 8 4) = cat([getitem, mul], -1)
-linear_1: P(sum) = linear(cat, p_down_weight, p_down_bias)
-reshard: R = reshard(linear_1)
-return reshard
-""",
-    )
-
-
 def cuts(forward: Callable[..., torch.Tensor], degree: int = 2, plan: Mapping[str, str] | None = None) -> str:
     return lines_of(placed(module(forward), (X,), plan or plan_of(forward), degree=degree))
 

@@ -35,30 +35,6 @@ R             output  output  f32[4, 8]
 
 
 @pytest.mark.slow
-def test_equal_layers_are_told_once(tmp_path: Path) -> None:
-    assert (
-        artifact_text(saved(tmp_path / "tower", Tower(), ids(), LAYERS))
-        == """\
-mesh tp=2, rank 0 of 2
-parameters: 2.37 kB of 4 kB
-per call: 3 all_reduce; 1.15 kB on the wire
-
-R             input  ids  i64[2, 6]
-R             embed  embedding  f32[2, 6, 8]  weight R f32[10, 8]
-              layers.* x 3  each: 1 all_reduce; 384 B on the wire
-S(2)            up  linear  f32[2, 6, 8]  weight S(0) f32[16, 8], bias S(0) f32[16]
-S(2)            relu  f32[2, 6, 8]
-P(sum)          down  linear  f32[2, 6, 8]  weight S(1) f32[8, 16], bias P(sum) f32[8]
-P(sum) -> R     down  all_reduce  f32[2, 6, 8]  384 B over tp, 384 B on the wire
-R               add  f32[2, 6, 8]
-R             head  linear  f32[2, 6, 10]  weight R f32[10, 8]
-R             output  logits  f32[2, 6, 10]
-R             output  states.0, states.1, states.2  f32[2, 6, 8]
-"""
-    )
-
-
-@pytest.mark.slow
 def test_layers_that_differ_are_told_apart(tmp_path: Path) -> None:
     plan = {"layers.2.up": "colwise", "layers.2.down": "rowwise"}
     lines = artifact_text(saved(tmp_path / "tower", Tower(), ids(), plan)).splitlines()
