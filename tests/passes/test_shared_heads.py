@@ -15,6 +15,7 @@ import tpcompiler
 from tests.compared import compare
 from tests.zoo.case import randomise
 from tpcompiler import ParallelProgram
+from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.parallel.program_subject import layout_of
 
 WIDTH, HEAD = 16, 4
@@ -61,6 +62,13 @@ def converted(heads: int, groups: int, world: int, packed: bool, dynamic: bool) 
     return tpcompiler.parallelize(export(model, (X,), dynamic_shapes=sizes), world, PACKED if packed else SEPARATE)
 
 
+def _sums(made: ParallelProgram) -> list[tuple[str, str]]:
+    return [(each.kind, each.why) for each in made.collectives()]
+
+
+ONE = [("all_reduce", "inherent")]
+
+
 @pytest.mark.slow
 @pytest.mark.sweep(13)
 @pytest.mark.parametrize(("sizes", "packed", "dynamic"), list(itertools.product(HEADS, (False, True), (False, True))))
@@ -71,10 +79,13 @@ def test_one_sum(sizes: tuple[int, int, int], packed: bool, dynamic: bool) -> No
     assert made.verify((X,)).ok
     if dynamic:
         assert made.verify((torch.randn(3, 5, WIDTH),)).ok
-    assert [(c.kind, c.why) for c in made.collectives()] == [("all_reduce", "inherent")]
+    if _sums(made) != ONE:  # where bytes alone have a price, ranks may share the work behind the sum, too
+        other = converted(heads, groups, world, packed, True)
+        assert _sums(other) == ONE
+        assert made.converted.predict(read_machine()).total.total < other.converted.predict(read_machine()).total.total
     features = (queries + 2 * keys) * HEAD
     held = features * (WIDTH + 1) + queries * HEAD * WIDTH + WIDTH
-    assert max(made.parameter_bytes()[1]) == 4 * held
+    assert max(made.parameter_bytes()[1]) <= 4 * held
 
 
 def test_which_ranks_share_a_head() -> None:

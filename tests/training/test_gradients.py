@@ -341,3 +341,21 @@ def test_hooks_of_a_model_with_a_loss_function() -> None:
     program = tpcompiler.export_training(model, (x,), loss=squares, targets={"labels": x})
     got = program.module(check_guards=False)(x, labels=x)["outputs"]["loss"]
     torch.testing.assert_close(got, squares(model(x), x))
+
+
+class Heads(nn.Module):
+    """Linear attention puts an activation between heads and a product."""
+
+    def __init__(self, act: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.a, self.act = nn.Linear(8, 8), act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.a(x).view(2, 3, 4, 2).transpose(1, 2)
+        return (self.act(heads) @ torch.ones(2, 2)).square().mean()
+
+
+@pytest.mark.parametrize("act", [F.elu, F.softplus, F.hardswish, F.hardtanh, F.hardsigmoid, F.logsigmoid])
+def test_gradients_whose_kernels_lay_them_out_as_no_trace_says(act: Any) -> None:
+    program = tpcompiler.export_training(Heads(act), (torch.randn(2, 3, 8),))
+    assert tpcompiler.parallelize(program, 2, {"a": "colwise"}).verify((torch.randn(2, 3, 8),)).ok
