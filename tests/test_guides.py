@@ -26,7 +26,7 @@ NEEDS = {
     "quantised": ["torchao", "transformers"],
     "moe": ["transformers"],
     "long-context": ["transformers"],
-    "training": ["matplotlib", "transformers"],
+    "training": ["transformers"],
     "same-bits": ["transformers"],
 }
 COMMAND = "from tpcompiler.cli.commands import main\nmain()"

@@ -175,23 +175,21 @@ def groups(steps: Sequence[tuple[Row, float]]) -> Iterator[tuple[str, Sequence[t
 PAGE = Path(__file__).parents[1] / "docs" / "accuracy.md"
 HEAD = """# How good the predicted seconds are
 
-The tables compare predicted steps of decoders under tensor parallelism with published ones. The first one gives the
-median of predicted over published time, and the number of rows within 15 % and 25 %; then the same for speed-ups.
+Predicted steps of decoders under tensor parallelism next to published ones. The first table has the median of predicted
+over published time, and the number of rows within 15 % and 25 %; then the same for speed-ups.
 
 {line}
 
 Every model is built from its dimensions without weights, placed by Megatron's plan, and priced with the machine file
-of its GPU ([machines.md](machines.md)). Nothing is fitted to these rows, and no rows were held out: floors, rates and
-links come from timings of kernels and collectives, which the machine files cite. `auto` is the predicted step with the
-plan that the search finds. `exported` is what users get: the program that `tpcompiler export --prefill-decode` makes of
-transformers' model without weights, under the plan of its config.json; it is left out for models that transformers does
-not have, and for weights of one byte. An exported mixture copies the matrices of the chosen experts
-([decoding.md](decoding.md)). A speed-up is relative to the fewest ranks of the same run.
+of its GPU ([machines.md](machines.md)). Nothing is fitted to these rows, and no rows were held out. `auto` is the
+predicted step with the plan that the search finds. `exported` is what users get: the program of `tpcompiler export
+--prefill-decode` under the plan of its config.json; it is left out for models that transformers does not have, and for
+weights of one byte. An exported mixture copies the matrices of the chosen experts ([decoding.md](decoding.md)). A
+speed-up is relative to the fewest ranks of the same run.
 
 Known causes of errors:
 
-- A serving engine adds 0.5 to 2 ms a step for scheduling and sampling. The published figure includes it, the
-  prediction does not.
+- A serving engine adds 0.5 to 2 ms a step for scheduling and sampling, which the prediction does not include.
 - FasterTransformer has no CUDA graphs, and its collectives wait for the slowest rank: they take about 2.5 times as long
   as in a loop.
 - Rows with one byte a weight are int8 on A100 and fp8 elsewhere. The prediction reads fp8 weights as bytes, but
