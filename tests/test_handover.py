@@ -257,6 +257,7 @@ class Closed:
 
 def test_the_other_side_is_gone_or_another_thread_calls(decode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     own = converted(decode, 2, "S(1)")
     module: Any = own.rank_program(0).module()
     module.exported_program, module.leaf_names, module.group_names = own.rank_program(0), [], ["the group"]
