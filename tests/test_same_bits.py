@@ -15,7 +15,7 @@ from torch.export import Dim, ExportedProgram, export
 
 import tpcompiler
 from tests.launch import fork_ranks
-from tpcompiler import ParallelProgram
+from tpcompiler import ParallelProgram, TpCompilerWarning
 from tpcompiler.errors import ArtifactError, LaunchError, MeshError, UnsupportedError
 from tpcompiler.ir import hosting
 from tpcompiler.ir.hosting import Hosts
@@ -277,7 +277,14 @@ def test_packages_of_any_number_of_processes_give_the_same_bits(tmp_path: Path) 
         assert all(same_bits(got, want) for got, want in zip(results, found[0], strict=True))
     with pytest.raises(ArtifactError, match="for 1 processes with the same bits, and this is a process for each rank"):
         package_to_run(tmp_path / "out", True, False)
-    assert package_to_run(tmp_path / "out", None, True, processes=2) is None
+    with pytest.warns(TpCompilerWarning, match="for 1 processes with the same bits, .* the programs run uncompiled"):
+        assert package_to_run(tmp_path / "out", None, True, processes=2) is None
+
+
+def test_a_trainer_has_no_package_for_processes(tmp_path: Path) -> None:
+    tpcompiler.parallelize(trained(), 2, PLAN).save(tmp_path / "out")
+    with pytest.raises(UnsupportedError, match="returns gradients, and no package of processes does"):
+        tpcompiler.open(tmp_path / "out").package(processes=1)
 
 
 @pytest.mark.parametrize("op", ["sum", "product", "max"])

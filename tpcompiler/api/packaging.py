@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
 
 from tpcompiler._torch import aten, fake_group, group_is_registered, module_inputs, sym_hint, tree_flatten, with_graph
 from tpcompiler.api.verify import verify_package
@@ -121,6 +122,11 @@ def _compiled(files: ProgramFiles, processes: int) -> Iterator[tuple[ExportedPro
     found = dict[Any, tuple[ExportedProgram, Manifest, list[int]]]()
     for process in range(processes):
         program = read_process(files, hosts, process, lambda own, rank: own)
+        if any(spec.kind is OutputKind.GRADIENT_TO_PARAMETER for spec in program.graph_signature.output_specs):
+            raise UnsupportedError(
+                f"{files.folder} returns gradients, and no package of processes does",
+                help="train with load(training=True, same_bits=True), which runs it uncompiled",
+            )
         own = found.setdefault(text_of(program), (program, hosted_manifest(manifest, hosts, process), []))
         own[2].append(process)
     yield from found.values()

@@ -141,14 +141,17 @@ def package_to_run(
             )
         return None
     if package.processes != processes:
-        if not compiled:
-            return None
         own, here = (
             f"{each} processes with the same bits" if each else "a process for each rank"
             for each in (package.processes, processes)
         )
         again = AGAIN.format(os.fspath(directory)) + (f" --processes {processes}" if processes else "")
-        raise ArtifactError(f"the package in {os.fspath(directory)} is for {own}, and this is {here}", help=again)
+        said = f"the package in {os.fspath(directory)} is for {own}, and this is {here}"
+        if compiled:
+            raise ArtifactError(said, help=again)
+        if trust:
+            warnings.warn(f"{said}: the programs run uncompiled; {again}", TpCompilerWarning, stacklevel=4)
+        return None
     if not (compiled or trust):
         warnings.warn(
             f"{os.fspath(directory)} has a package, which is machine code and runs only on request: pass "
