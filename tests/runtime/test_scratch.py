@@ -114,7 +114,7 @@ def test_a_package_on_a_full_disk(tmp_path: Path, tmp_path_factory: pytest.TempP
     before = {path.name: path.read_bytes() for path in out.iterdir()}
 
     def work() -> None:
-        packaging._compile = lambda *_: [str(library)]
+        packaging._compile = lambda *_, **__: [str(library)]
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100 << 10, 100 << 10))
         tpcompiler.open(out).package(check=False)
