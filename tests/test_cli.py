@@ -280,6 +280,8 @@ import os, signal, time
 import torch
 from tpcompiler.cli import main
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run in the background, where it is ignored
+
 def press(*_, **__):
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(60)
