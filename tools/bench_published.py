@@ -206,7 +206,8 @@ def page(rows: Sequence[Sequence[str]], summary: Sequence[Sequence[str]]) -> str
     """The text of docs/accuracy.md."""
 
     def lines(titles: Sequence[str], table: Sequence[Sequence[str]]) -> str:
-        return "".join(f"| {' | '.join(row)} |\n" for row in (titles, ["---"] * len(titles), *table))
+        head, *rows = (f"| {' | '.join(row)} |\n" for row in (titles, *table))
+        return "".join((head, "|---" * len(titles), "|\n", *rows))
 
     head = HEAD.format(line=measured_line("python -m tools.bench_published --write"))
     return f"{head}{lines(SUMMARY, summary)}\n{lines(ROW, rows)}"
