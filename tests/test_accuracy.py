@@ -13,7 +13,7 @@ from tools.bench_published import HEAD, PAGE, ROW, cells_of, name_row, read_rows
 from tools.measured import LINE
 
 pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="an installed wheel has no docs beside the tests")
-AGAIN = "If not: python -m tools.bench_published --auto --write"
+AGAIN = "If not: python -m tools.bench_published --write"
 FIRST = {row.machine: row for row in reversed(read_rows())}  # a row of each machine
 
 
@@ -39,7 +39,7 @@ def test_the_page_has_every_row() -> None:
 def test_a_row_is_what_is_predicted_today(machine: str) -> None:
     row = FIRST[machine]
     exported = row.predict(None) if row.is_in_transformers else None
-    cells = list(cells_of(row, row.by_megatron(), row.predict("auto"), exported))
+    cells = list(cells_of(row, row.by_megatron(), exported))
     assert cells in lines(), AGAIN
 
 

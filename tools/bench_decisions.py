@@ -172,12 +172,12 @@ def decide_call(call: Call, ranks: Sequence[int] = RANKS, machine: str = "") -> 
 def render_table(cells: Sequence[Cell]) -> Iterator[str]:
     """Lines of Markdown: by model and call, of each number of ranks the least and the greatest over all machines."""
     ranks = sorted({cell.ranks for cell in cells})
-    yield f"| model | call | {' | '.join(f'tp={n}' for n in ranks)} | collectives of a layer |"
-    yield f"|{'---|' * (len(ranks) + 3)}"
+    yield f"| model | call | {' | '.join(f'tp={n}' for n in ranks)} |"
+    yield f"|{'---|' * (len(ranks) + 2)}"
     for call in dict.fromkeys((cell.call.model, cell.call.name) for cell in cells):
         own = [cell for cell in cells if (cell.call.model, cell.call.name) == call]
         ratios = [_span([f"{cell.ratio:.2f}" for cell in own if cell.ranks == n]) for n in ranks]
-        yield f"| {' | '.join((*call, *ratios, _span([f'{cell.sends:g}' for cell in own])))} |"
+        yield f"| {' | '.join((*call, *ratios))} |"
 
 
 def _span(values: Sequence[str]) -> str:

@@ -1,9 +1,9 @@
-"""Predicted against published steps: `python -m tools.bench_published [--auto] [--write]`.
+"""Predicted against published steps: `python -m tools.bench_published [--write]`.
 
 Every row of tools/published/steps.csv is a measured step of a decoder under tensor parallelism. Its model is built from
 its dimensions without weights, placed by Megatron's plan, and its step is predicted for the machine file of its GPU.
 Layers alike are placed alike: two and three of them are converted, and each more adds what the third does. Nothing is
-fitted to the rows. With `--auto` the search places it too. A speed-up is over the least ranks of one run.
+fitted to the rows. A speed-up is over the least ranks of one run.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import csv
 import math
+import re
 import statistics
 import sys
 import warnings
@@ -176,20 +177,20 @@ PAGE = Path(__file__).parents[1] / "docs" / "accuracy.md"
 HEAD = """# How good the predicted seconds are
 
 Predicted steps of decoders under tensor parallelism next to published ones. The first table has the median of predicted
-over published time, and the number of rows within 15 % and 25 %; then the same for speed-ups.
+over published time, and the number of rows within 15 % and 25 %; then the same for speed-ups over the fewest ranks of a
+run.
 
 {line}
 
 Every model is built from its dimensions without weights, placed by Megatron's plan, and priced with the machine file
-of its GPU ([machines.md](machines.md)). Nothing is fitted to these rows, and no rows were held out. `auto` is the
-predicted step with the plan that the search finds. `exported` is what users get: the program of `tpcompiler export
---prefill-decode` under the plan of its config.json; it is left out for models that transformers does not have, and for
-weights of one byte. An exported mixture copies the matrices of the chosen experts ([decoding.md](decoding.md)). A
-speed-up is relative to the fewest ranks of the same run.
+of its GPU ([machines.md](machines.md)). Nothing is fitted to these rows, and no rows were held out. `exported` is what
+users get: the program of `tpcompiler export --prefill-decode` under the plan of its config.json, for models that
+transformers has, in bfloat16. An exported mixture copies the matrices of the chosen experts
+([decoding.md](decoding.md)). `tools/published/steps.csv` has the full sources.
 
 Known causes of errors:
 
-- A serving engine adds 0.5 to 2 ms a step for scheduling and sampling, which the prediction does not include.
+- A serving engine adds 0.5 to 2 ms a step for scheduling and sampling.
 - FasterTransformer has no CUDA graphs, and its collectives wait for the slowest rank: they take about 2.5 times as long
   as in a loop.
 - Rows with one byte a weight are int8 on A100 and fp8 elsewhere. The prediction reads fp8 weights as bytes, but
@@ -205,16 +206,18 @@ def page(rows: Sequence[Sequence[str]], summary: Sequence[Sequence[str]]) -> str
     """The text of docs/accuracy.md."""
 
     def lines(titles: Sequence[str], table: Sequence[Sequence[str]]) -> str:
-        return "".join(f"| {' | '.join(row)} |\n" for row in (titles, ["---"] * len(titles), *table))
+        head, *rows = (f"| {' | '.join(row)} |\n" for row in (titles, *table))
+        return "".join((head, "|---" * len(titles), "|\n", *rows))
 
-    head = HEAD.format(line=measured_line("python -m tools.bench_published --auto --write"))
+    head = HEAD.format(line=measured_line("python -m tools.bench_published --write"))
     return f"{head}{lines(SUMMARY, summary)}\n{lines(ROW, rows)}"
 
 
 ROW = (
-    *("source", "GPU", "model", "bytes", "batch", "call", "tp", "measured ms", "predicted ms", "ratio", "auto ms"),
+    *("source", "GPU", "model", "bytes", "batch", "call", "tp", "measured ms", "predicted ms", "ratio"),
     "exported ms",
 )
+FOUND_IN = re.compile(r" README$| docs/[\w/.]+$| silicon_sample\.csv")  # the file, inside of a source
 SUMMARY = ("rows", "", "median", "15 %", "25 %", "speed-ups", "median", "15 %", "25 %", "rank correlation")
 
 
@@ -224,16 +227,15 @@ def name_row(row: Row) -> tuple[str, ...]:
     return row.gpu, row.model, str(row.dims.itemsize), str(row.batch), call, str(row.ranks)
 
 
-def cells_of(row: Row, step: StepTime, *others: StepTime | None) -> tuple[str, ...]:
-    """A line of the table: of the built model, of the search's plan, and of the exported model."""
-    source = row.source.removesuffix(" README").removesuffix(" docs/source/performance.md")
+def cells_of(row: Row, step: StepTime, exported: StepTime | None) -> tuple[str, ...]:
+    """A line of the table: of the built model, and of the exported model."""
     times = f"{row.measured * 1e3:.2f}", f"{step.total * 1e3:.2f}", f"{step.total / row.measured:.2f}"
-    return source, *name_row(row), *times, *("" if each is None else f"{each.total * 1e3:.2f}" for each in others)
+    own = "" if exported is None else f"{exported.total * 1e3:.2f}"
+    return FOUND_IN.sub("", row.source), *name_row(row), *times, own
 
 
 def main(words: Sequence[str] | None = None) -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--auto", action="store_true", help="also place each model by the search")
     options.add_argument("--only", default="", help="rows whose source or model begins so")
     options.add_argument("--write", action="store_true", help="write docs/accuracy.md")
     asked = options.parse_args(words)
@@ -244,7 +246,7 @@ def main(words: Sequence[str] | None = None) -> int:
             step = row.by_megatron()
             steps.append((row, step.total))
             exported = row.predict(None) if row.is_in_transformers else None
-            rows.append(cells_of(row, step, row.predict("auto") if asked.auto else None, exported))
+            rows.append(cells_of(row, step, exported))
             console.print(*rows[-1], step.text, soft_wrap=True)
     summary = [(name, *summarise(own)) for name, own in groups(steps) if own]
     for titles, table in ((ROW, rows), (SUMMARY, summary)):

@@ -38,12 +38,11 @@ HEAD = """\
 {line}
 
 tpcompiler runs on torch 2.11 to 2.15 and Python 3.10 or newer. With a newer torch it prints a warning and continues.
-`make compat` writes this page: it runs the tests (`make test`) on each version that is available without
-CUDA's packages, on Linux, x86_64. With stubs for CUDA's libraries, the plain wheel of torch runs on a machine without
-them; that is neither a CPU build nor a GPU. The number of tests depends on the date of the row.
+`make compat` writes this page: it runs the fast tests (`make test`) on each version that is available without CUDA's
+packages, on Linux, x86_64. Stubs for CUDA's libraries let the plain wheel of torch run on a machine without them.
 
-| torch | Python | build | what ran | result | on |
-|---|---|---|---|---|---|
+| torch | Python | build | result | on |
+|---|---|---|---|---|
 """
 
 
@@ -63,7 +62,6 @@ class Case(NamedTuple):
 class Row(NamedTuple):
     case: Case
     build: str
-    ran: str
     result: str
     ok: bool
 
@@ -190,21 +188,21 @@ def run_tests(case: Case, python: str, site: Path, build: str) -> Row | None:
         )
     found = re.findall(r"^(?:=+ )?(\d+ (?:passed|failed).*?) in ", log.read_text(), re.MULTILINE)
     said = f"plain wheel, stubs for CUDA's {len(list(stubs.glob('*.so*')))} libraries" if stubs else "CPU build"
-    return Row(case, said, "fast tests", found[-1] if found else f"exit code {done.returncode}", done.returncode == 0)
+    return Row(case, said, found[-1] if found else f"exit code {done.returncode}", done.returncode == 0)
 
 
 def tried(case: Case) -> Row:
     print(f"torch {case.torch}, Python {case.python}", file=sys.stderr, flush=True)
     found = fetch(case)
     if found is None:
-        return Row(case, "none that pip finds", "nothing", "not run", True)
+        return Row(case, "none that pip finds", "not run", True)
     wheel, build = found
     site = unpack(wheel)
     try:
         python = make_environment(case.python, site)
     except FileNotFoundError:
-        return Row(case, build, "nothing", f"not run: no python{case.python} on the path", True)
-    return run_tests(case, python, site, build) or Row(case, build, "nothing", "not run: it does not start here", False)
+        return Row(case, build, f"not run: no python{case.python} on the path", True)
+    return run_tests(case, python, site, build) or Row(case, build, "not run: it does not start here", False)
 
 
 def cases() -> list[Case]:
@@ -236,7 +234,7 @@ def main() -> int:
         row = tried(case)
         right &= row.ok
         cells = read_cells(PAGE.read_text(encoding="utf-8"))
-        cells[case.part] = f"{row.build} | {row.ran} | {row.result} | {date.today()}"
+        cells[case.part] = f"{row.build} | {row.result} | {date.today()}"
         PAGE.write_text(render(cells), encoding="utf-8")
     print(PAGE.read_text(encoding="utf-8"))
     return 0 if right else 1
