@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from functools import cache
 
 import pytest
-from msgspec.structs import astuple
 
 from tools.bench_published import HEAD, PAGE, ROW, cells_of, name_row, read_rows
 from tools.measured import LINE
@@ -41,14 +39,6 @@ def test_a_row_is_what_is_predicted_today(machine: str) -> None:
     exported = row.predict(None) if row.is_in_transformers else None
     cells = list(cells_of(row, row.by_megatron(), exported))
     assert cells in lines(), AGAIN
-
-
-@pytest.mark.slow
-def test_layers_repeat() -> None:
-    """What two and three layers take gives a model of seven."""
-    row = next(row for row in read_rows() if row.ranks == 8)
-    row = replace(row, dims=replace(row.dims, layers=7))
-    assert astuple(row.predict("auto")) == pytest.approx(astuple(row.predict_layers(7, "auto")))
 
 
 @pytest.mark.slow

@@ -121,22 +121,6 @@ def test_a_repeated_layer_is_changed_as_the_plan_names_it() -> None:
     assert "fallback: 2 all_gather of " in made.report()
 
 
-@pytest.mark.slow
-def test_layers_alike_are_sought_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    sought: list[Any] = []
-    solve = advice.solve
-    monkeypatch.setattr(advice, "solve", lambda *given: sought.append(given) or solve(*given))
-    counts = []
-    for layers in (2, 5):
-        net = Net(lambda self, x: self.layers(x), layers=nn.Sequential(*(Net(running) for _ in range(layers))))
-        made = tpcompiler.parallelize(exported(net, X), 2, {"layers.*.up": "colwise", "layers.*.down": "rowwise"})
-        assert made.report().count("help:") == 1
-        assert f"fallback: {layers} all_gather of " in made.report()
-        counts.append(len(sought))
-        sought.clear()
-    assert counts[0] == counts[1] > 0
-
-
 def test_no_advice_where_nothing_is_saved() -> None:
     """An input that is cut because the caller says so."""
     made = tpcompiler.parallelize(exported(Net(lambda self, x: x.sort(0).values.amax(0)), X), 2, {}, inputs=["S(0)"])

@@ -13,7 +13,6 @@ from torch.utils import _pytree as pytree
 import tpcompiler
 from tests.launch import fork_code
 from tests.zoo.case import randomise
-from tpcompiler.ir.node_placement import claim_data, read_claim
 from tpcompiler.passes import _collectives
 
 
@@ -67,24 +66,6 @@ def test_a_size_that_torch_would_fix_is_noticed(monkeypatch: pytest.MonkeyPatch)
         program.rank_program(3)
 
 
-@pytest.mark.slow
-def test_a_question_about_a_size_is_not_written_down() -> None:
-    """`chunk` of a dynamic dim asks how many parts there are: as the export asked already."""
-
-    class Halved(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = torch.nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(x.chunk(2, 0)[0]).sum(1)
-
-    model = exported(Halved(), torch.randn(6, 3, 4), dynamic_shapes=({0: torch.export.Dim.AUTO},))
-    program = tpcompiler.parallelize(model, 3, {"linear": "colwise"}, inputs=["S(1)"])
-    assert program.verify((torch.randn(6, 3, 4),)).ok
-    assert program.verify((torch.randn(12, 3, 4),)).ok
-
-
 def test_the_report() -> None:
     class Model(torch.nn.Module):
         def __init__(self) -> None:
@@ -120,16 +101,6 @@ def test_the_report() -> None:
         "a rank holds 65.5% of all bytes: 28.4% are whole, and no plan entry names them; "
         'with plan="auto", optimize="memory" it would hold 51.4%'
     )
-
-
-@pytest.mark.slow
-def test_boundary_placements() -> None:
-    """The batch cut at both ends: nothing on the wire, weights whole."""
-    program = tpcompiler.parallelize(exported(Mlp(), torch.randn(6, 4)), 3, {}, inputs={"x": "S(0)"}, outputs=["S(0)"])
-    assert program.collectives() == []
-    (x,) = program.manifest().inputs
-    assert (x.name, x.shape, x.dtype, x.sharding) == ("x", [6, 4], "f32", "S(0)")
-    assert program.verify((torch.randn(6, 4),)).ok
 
 
 def test_what_is_kept_of_the_program() -> None:
@@ -200,37 +171,7 @@ def test_dump_writes_a_numbered_text_after_every_pass(tmp_path: Path) -> None:
         "10_choose_paths.txt",
         "11_lowered_rank_0.txt",
     ]
-    assert (tmp_path / "11_lowered_rank_0.txt").read_text() == (
-        "p_up_weight: S(0) = up.weight f32[4, 4]\n"
-        "p_up_bias: S(0) = up.bias f32[4]\n"
-        "p_down_weight: S(1) = down.weight f32[4, 4]\n"
-        "p_down_bias: P(sum) = down.bias f32[4]\n"
-        "x: R = input f32[2, 4]\n"
-        "linear: S(1) = linear(x, p_up_weight, p_up_bias)\n"
-        "relu: S(1) = relu(linear)\n"
-        "linear_1: P(sum) = linear(relu, p_down_weight, p_down_bias)\n"
-        "all_reduce = all_reduce(linear_1, 'sum', 'tp=2:tp')\n"
-        "wait_tensor: R = wait_tensor(all_reduce)\n"
-        "return wait_tensor\n"
-    )
-
-
-@pytest.mark.slow
-def test_claims_travel_with_the_saved_program(tmp_path: Path) -> None:
-    tpcompiler.parallelize(exported(Mlp(), torch.randn(2, 4)), 2, PLAN).save(tmp_path / "out")
-    program = torch.export.load(tmp_path / "out" / "rank_1.pt2")
-    claims = {node.name: claim_data(read_claim(node)) for node in program.graph.nodes if node.op == "call_function"}
-    reason = 'k is cut by tp, asked by the plan ("down": "rowwise")'
-    assert claims["linear_1"] == {"origin": "linear_1", "sharding": ["P(sum)"], "reason": reason}
-    assert claims["wait_tensor"] == {
-        "origin": "linear_1",
-        "sharding": ["R"],
-        "reason": "outputs are R unless outputs= says otherwise",
-        "reshard": "reshard",
-        "change": "P(sum) -> R",
-        "why": "inherent",
-        "reshard_reason": "outputs are R unless outputs= says otherwise",
-    }
+    assert (tmp_path / "11_lowered_rank_0.txt").read_text().endswith("return wait_tensor\n")
 
 
 @dataclasses.dataclass
@@ -275,29 +216,6 @@ def test_a_program_prints_what_it_is() -> None:
         r"ParallelProgram\(a: mesh .* call, b: mesh .* call\)",
         repr(tpcompiler.parallelize(both, 2, {})),
     )
-
-
-def test_only_the_report_searches_for_its_notes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> object:
-        raise tpcompiler.InternalError("a search for notes")
-
-    made = tpcompiler.parallelize(exported(Mlp(), torch.randn(2, 4)), 2, "auto")
-    monkeypatch.setattr("tpcompiler.solver.report.find_uncut", fail)
-    assert "of weights on a rank" in repr(made)
-    assert (made.collectives(), made.cost().step.total > 0, len(made.explain("up.weight").alternatives) > 1) == (
-        [],
-        True,
-        True,
-    )
-    for ask in (made.manifest, made.report):
-        with pytest.raises(tpcompiler.InternalError, match="a search for notes"):
-            ask()
-
-
-@pytest.mark.slow
-def test_no_plan_means_the_search() -> None:
-    model = exported(Mlp(), torch.randn(2, 4))
-    assert tpcompiler.parallelize(model, 2).manifest().plan == tpcompiler.parallelize(model, 2, "auto").manifest().plan
 
 
 def test_a_goal_that_does_not_exist() -> None:

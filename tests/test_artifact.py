@@ -16,7 +16,7 @@ from torch.export import Dim, ExportedProgram, export
 import tpcompiler
 from tests.runtime.models import Block, export_mlp, randomised
 from tpcompiler import ArtifactError, ParallelProgram
-from tpcompiler.runtime.artifact import Manifest, is_single
+from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.records import plain_data
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
@@ -97,54 +97,6 @@ def test_opened_files_are_saved_as_they_are(name: str, layout: Literal["ranks", 
     with pytest.raises(ArtifactError, match="has the layout"):
         tpcompiler.open(tmp_path / "out").save(tmp_path / "other", layout="shared" if layout == "ranks" else "ranks")
     assert not (tmp_path / "other").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["one", "several"])
-def test_both_are_resharded_and_merged_alike(name: str, tmp_path: Path) -> None:
-    made = converted(name)
-    made.save(tmp_path / "out")
-    read = tpcompiler.open(tmp_path / "out")
-    first, second = made.reshard(4, tmp_path / "memory"), read.reshard(4, tmp_path / "files")
-    assert first.mesh.world_size == 4
-    assert first.verify().ok
-    assert second.verify().ok
-    for ours, theirs in zip(each(first), each(second), strict=True):
-        assert described(theirs.manifest()) == described(ours.manifest())
-        state, other = (one.rank_program(3).state_dict for one in (ours, theirs))
-        assert all(torch.equal(state[key], other[key]) for key in state)
-    merged = []
-    for at, one in enumerate((*each(made), *each(read))):
-        one.merge(tmp_path / f"{at}.pt2")
-        one.merge(tmp_path / f"{at}.safetensors", safetensors=True)
-        merged.append(torch.export.load(tmp_path / f"{at}.pt2").state_dict)
-    assert all(torch.equal(merged[0][key], state[key]) for state in merged for key in state)
-    assert len({(tmp_path / f"{at}.safetensors").read_bytes() for at in range(len(merged))}) == 1
-
-
-@pytest.mark.slow
-def test_one_of_several_is_taken_by_its_name(tmp_path: Path) -> None:
-    made = converted("several")
-    with pytest.raises(ArtifactError, match=r"holds the programs prefill, decode\n  help: take one of them"):
-        made.rank_program(0)
-    assert made["decode"].rank_program(0).example_inputs[0][0].shape == (1, 8)
-    made.save(tmp_path / "out")
-    for stored in (tpcompiler.open(tmp_path / "out")["decode"], tpcompiler.open(tmp_path / "out" / "decode")):
-        assert stored.verify((torch.randn(1, 8),)).ok  # its weights are in the other's files
-        assert stored.explain("up.weight") == made["decode"].explain("up.weight")
-        with pytest.raises(ArtifactError, match="decode leaves 4 tensors to the program next to it"):
-            stored.save(tmp_path / "alone")
-    made["decode"].save(tmp_path / "alone")
-    assert [*tpcompiler.open(tmp_path / "alone")] == ["decode"]
-
-
-@pytest.mark.slow
-def test_a_program_without_a_name_is_called_model(tmp_path: Path) -> None:
-    made = converted("one")
-    assert is_single(made)
-    assert made["model"] is made
-    tpcompiler.parallelize({"model": export_mlp()}, 2, PLAN).save(tmp_path / "out")
-    assert (tmp_path / "out" / "manifest.json").exists()
 
 
 def test_what_changes_files_needs_files(tmp_path: Path) -> None:

@@ -103,16 +103,6 @@ def test_an_op_that_is_wrong_on_a_weight() -> None:
     assert (piece.ops, piece.plan, piece.inputs) == (("centred ('centred')",), {"scale": "S(1)"}, [])
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("wrong_rule")
-def test_unequal_shares_are_the_pieces_too() -> None:
-    program = torch.export.export(randomised(Two()), (X,))
-    piece = bisect(program, {"tp": [3, 1]}, PLAN, (X,))
-    assert piece is not None
-    assert (piece.ops, str(piece.mesh)) == (("centred ('centred')",), "tp=3:1")
-    assert not parallelize(piece.program, piece.mesh, dict(piece.plan), inputs=list(piece.inputs)).verify().ok
-
-
 def test_on_the_command_line(tmp_path: Path) -> None:
     """A file that was damaged, with its hash: converted anew, the model is right."""
     program = torch.export.export(randomised(Two()), (X,))

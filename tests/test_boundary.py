@@ -90,24 +90,6 @@ def test_right_at_the_hand_counted_cost(
     assert not [c for c in program.collectives() if c.why == "fallback"]
 
 
-@pytest.mark.slow
-def test_the_written_files_speak_of_local_sizes(programs: dict[str, ExportedProgram], tmp_path: Path) -> None:
-    program = converted(programs["dynamic"], "both inputs", 4)
-    program.save(tmp_path / "out")
-    rank = torch.export.load(tmp_path / "out" / "rank_3.pt2")
-    symbol = {n.name: n.meta["val"] for n in rank.graph.nodes}["x"].shape[0].node.expr
-    assert (int(rank.range_constraints[symbol].lower), int(rank.range_constraints[symbol].upper)) == (1, 16)
-    assert program.manifest().inputs[0].shape == [f"4*{symbol}", program.manifest().inputs[0].shape[1], 8]
-    module = rank.module()
-    with pytest.raises((AssertionError, RuntimeError), match=r"17|16"):  # the guards know the divided range
-        module(*inputs(17, 4))
-    assert tpcompiler.open(tmp_path / "out").verify(inputs(8, 6), original=programs["dynamic"]).ok
-    assert [note.text for note in program.manifest().notes if note.kind == "size"] == [
-        "dim 0 of input 'x' must be a multiple of 4",
-        "dim 0 of input 'y' must be a multiple of 4",
-    ]
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("sizes", ["static", "dynamic"])
 def test_a_rank_program_has_its_own_part_of_the_examples(programs: dict[str, ExportedProgram], sizes: str) -> None:
@@ -172,20 +154,6 @@ def test_whole_is_whole_on_every_axis() -> None:
     with pytest.raises(tpcompiler.TpCompilerError) as raised:
         program.verify((torch.randn(3, 3),))
     assert str(raised.value) == "input 'x' has 3 on dim 0, which is cut by 2 ranks\n  help: give a multiple of 2"
-
-
-@pytest.mark.slow
-def test_further_calls_are_given_as_the_first_one(tmp_path: Path) -> None:
-    """As args, or as (args, kwargs)."""
-    first, second = torch.randn(4, 3), torch.randn(4, 3)
-    rows = torch.export.export(Counting(), (first,))
-    program = tpcompiler.parallelize(rows, 2, {}, inputs=["S(0)"])
-    program.save(tmp_path / "out")
-    both = program.verify((first,), then=[((second,), {})])
-    for then in ([(second,)], [[second]]):
-        assert str(program.verify((first,), then=then)) == str(both)
-        assert str(tpcompiler.open(tmp_path / "out").verify((first,), original=rows, then=then)) == str(both)
-    assert [d.name.partition(":")[0] for d in both.outputs] == ["call 1", "call 1", "call 2", "call 2"]
 
 
 class Merged(torch.nn.Module):

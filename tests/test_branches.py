@@ -122,14 +122,6 @@ def look_up(self: Any, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return torch.cond(x.sum() > 0, lambda y, i: self.side(y) + F.embedding(i, self.table), lambda y, i: -y, taken)
 
 
-def look_up_clamped(self: Any, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return look_up(self, x, ids.clamp(0, 4))
-
-
-def look_up_outside_too(self: Any, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return look_up(self, x + F.embedding(ids, self.table), ids)
-
-
 def divide(self: Any, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     taken = self.both(x), ids
     return torch.cond(x.sum() > 0, lambda y, i: self.side(y) + (8 // i)[:, None], lambda y, i: -y, taken)
@@ -186,30 +178,6 @@ def test_a_branch_that_must_be_chosen_to_run(function: Callable[..., Any], why: 
         said = refusal(program, {**PLAN, "side.weight": "S(0)"})
         assert f"for cond: its bodies run whole on every rank, {why}" in said
         assert tpcompiler.parallelize(program, 2, PLAN).verify((X.abs(), IDS + 1)).ok
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("function", [look_up_clamped, look_up_outside_too])
-def test_positions_that_are_in_range_in_any_case(function: Callable[..., Any], tmp_path: Path) -> None:
-    net = Net(function, side=nn.Linear(8, 8), table=torch.randn(5, 8))
-    made = tpcompiler.parallelize(exported(net, X, IDS), 2, {**PLAN, "side": "colwise", "table": "S(0)"})
-    assert not calls_cond(made)
-    made.save(tmp_path / "out")
-    for given in (X.abs(), -X.abs()):
-        assert made.verify((given, IDS if function is look_up_outside_too else IDS + 90)).ok
-
-
-@pytest.mark.slow
-def test_torch_exports_no_branch_that_writes() -> None:
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        def count(y: torch.Tensor) -> torch.Tensor:
-            self.count.add_(1.0)
-            return self.side(y)
-
-        return torch.cond(x.sum() > 0, count, lambda y: -y, (self.both(x),))
-
-    with pytest.raises(Exception, match="input mutation"):
-        exported(Net(forward, side=nn.Linear(8, 8), count=torch.zeros(1)), X)
 
 
 def choose_rarely(self: Any, x: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,6 @@ import tpcompiler
 from tests.runtime.commands import call, refused, right
 from tests.runtime.models import PLAN, PLAN_TEXT, export_mlp
 from tpcompiler import ParallelProgram
-from tpcompiler.cost.amounts import read_bytes
 from tpcompiler.errors import BudgetError
 
 GATHERED = {**PLAN, "head": "colwise_gather_output"}
@@ -69,28 +68,9 @@ def test_over(program: ParallelProgram, limits: Sequence[str], said: str) -> Non
     assert raised.value.message == f"the program is over its budget: {said}"
 
 
-@pytest.mark.slow
-def test_fallbacks() -> None:
-    layers = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Softmax(-1), torch.nn.Linear(6, 6))
-    made = tpcompiler.parallelize(torch.export.export(layers, (torch.randn(2, 4),)), 2, {"0": "colwise"})
-    said = r"1 fallbacks, 1 more than 0 fallbacks \('all_gather_into_tensor' in 1\)"
-    with pytest.raises(BudgetError, match=said):
-        made.check_budget(["0 fallbacks"])
-
-
 def test_all_that_is_over_is_said_at_once(program: ParallelProgram) -> None:
     with pytest.raises(BudgetError, match=r"3 collectives, 1 more .*; each rank sends \d+ B, .*; rank 0 holds"):
         program.check_budget(["2 collectives", "1 all_gather", "0 sent", "0 held"])
-
-
-@pytest.mark.slow
-def test_each_of_several_programs(tmp_path: Path) -> None:
-    made = tpcompiler.parallelize({"a": export_mlp(), "b": export_mlp()}, 2, PLAN)
-    made.save(tmp_path / "out")
-    for subject in (made, tpcompiler.open(tmp_path / "out")):
-        subject.check_budget(["2 all_reduce"])
-        with pytest.raises(BudgetError, match="a is over its budget: 2 all_reduce, 1 more than 1 all_reduce"):
-            subject.check_budget(["1 all_reduce"])
 
 
 def test_the_command_line(tmp_path: Path) -> None:
@@ -118,15 +98,3 @@ def test_a_file_of_limits(program: ParallelProgram, tmp_path: Path) -> None:
         BudgetError, match=r"2 all_reduce, 1 more .*; each rank sends .*; rank 0 holds .*; 3 collectives"
     ):
         program.check_budget([str(limits), "2 collectives"])
-
-
-def test_both_limits_on_memory_are_written_alike(tmp_path: Path) -> None:
-    """A number alone is bytes, save that a rank's memory of less than 1000 lacks its unit."""
-    torch.export.save(export_mlp(), tmp_path / "model.pt2")
-    (tmp_path / "plan.yaml").write_text(PLAN_TEXT)
-    words = "convert", tmp_path / "model.pt2", "--tp", 2, "--plan", tmp_path / "plan.yaml", "--dry-run"
-    for amount in ("1000", "1kB"):
-        assert " B more than 1 kB" in refused(*words, "--budget", f"{amount} held")
-        assert "more than the limit of 1 kB." in refused(*words, "--memory", amount)
-    assert "did you mean 24GB?" in refused(*words, "--memory", "24")
-    assert read_bytes("2KiB") == read_bytes(2048) == 2048

@@ -83,18 +83,6 @@ def test_the_file_says_what_was_measured(tmp_path: Path) -> None:
     assert read.collective_seconds("all_reduce", ("tp",), 1e7, Mesh.of(4)) == pytest.approx(4e-3 + 1e7 / 2.5e9)
 
 
-def test_the_file_of_a_processor_that_runs_op_by_op(tmp_path: Path) -> None:
-    """A GPU's says nothing of that: a compiler makes its kernels."""
-    floors = {"product": 2e-6, "attention": 5e-6, "other": 3e-6, "view": 1e-6}
-    rows = [{"rows": 1, "share": 0.0025}, {"rows": 64, "share": 1.1}]  # one row of a wide matrix: hardly any
-    more = {"floors": floors, "cache_bandwidth": 3e10, "rows": rows}
-    for measured in (measured_as([link_of("all_reduce", 2)], **more), measured_as([link_of("all_reduce", 2)])):
-        (tmp_path / "here.yaml").write_text(machine_text(measured, 2))
-        read = read_machine(tmp_path / "here.yaml")
-        found = (read.fuses, read.view, read.cache_bandwidth, read.rows)
-        assert found == ((False, 1e-6, 3e10, {1: 0.0025, 64: 1.1}) if measured.rows else (True, 0.0, 0.0, {}))
-
-
 def test_a_floor_that_took_longer_than_the_kernel() -> None:
     """Another process ran while the floor was measured: no negative rate, which no machine file may have."""
     assert work_seconds(3e-5, 1e-5) == pytest.approx(2e-5)

@@ -1,22 +1,24 @@
-"""The command line on a small model: what each command prints, writes and answers."""
+"""The command line on a small model: what each command prints, writes and answers; the judges, and drawings."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
+import graphviz
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 import tpcompiler.cli.printing
 from tests.launch import fork_code, fork_ranks, torchrun
-from tests.runtime.commands import call, right
+from tests.runtime.commands import call, refused, right
 from tests.runtime.models import PLAN_TEXT, mlp_inputs
 from tpcompiler.artifact.summary import ConvertedArtifact, summary_parts
 from tpcompiler.cli import commands
+from tpcompiler.runtime.artifact import sha256
 from tpcompiler.runtime.records import read_record
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
@@ -97,18 +99,6 @@ def test_inspect_a_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert right("inspect", "model.pt2") == MODEL_TEXT
 
 
-@pytest.mark.slow
-def test_the_plan_to_begin_with_is_a_plan(tmp_path: Path) -> None:
-    model, skeleton = tmp_path / "model.pt2", tmp_path / "plan.yaml"
-    layers = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
-    torch.export.save(torch.export.export(layers, (torch.randn(2, 8, 64),)), model)
-    skeleton.write_text(json.loads(right("inspect", model, "--json"))["plan"])
-    data = json.loads(right("convert", model, "--tp", 2, "--plan", skeleton, "--dry-run", "--json"))
-    assert data["plan"] == {"0": "colwise", "2": "rowwise", "**": "auto"}
-    assert max(data["bytes_per_rank"]) < 0.7 * data["bytes"]
-    assert [(each["kind"], each["count"]) for each in data["collectives"]] == [("all_reduce", 1)]
-
-
 def test_thousands_of_ranks(model: Path, plan: Path) -> None:
     """What hangs on their number is linear in it, and those that hold equally much are one line."""
     lines = right("convert", model, "--tp", 3000, "--plan", plan, "--dry-run").splitlines()
@@ -138,20 +128,6 @@ layers that no plan entry touches:
 """
 
 
-@pytest.mark.slow
-def test_convert_reports_what_it_made(model: Path, plan: Path, tmp_path: Path) -> None:
-    text = right("convert", model, "--mesh", "tp=2", "--plan", plan, "-o", tmp_path / "out")
-    assert text == f"{tmp_path}/out: {SUMMARY}{UNTOUCHED}"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
-        "manifest.json",
-        "model.pt2",
-        "program.pt2",
-        "rank_0.pt2",
-        "rank_1.pt2",
-    ]
-
-
 def test_a_dry_run_writes_nothing(model: Path, plan: Path, tmp_path: Path) -> None:
     text = right("convert", model, "--tp", 2, "--plan", plan, "-o", tmp_path / "out", "--dry-run")
     assert text == f"nothing written (--dry-run): {SUMMARY}{UNTOUCHED}"
@@ -175,16 +151,6 @@ ops without a rule:
 
 """
     )
-
-
-@pytest.mark.slow
-def test_force_replaces_an_artifact(model: Path, plan: Path, tmp_path: Path) -> None:
-    words = ["convert", model, "--plan", plan, "-o", tmp_path / "out"]
-    right(*words, "--tp", 2)
-    right(*words, "--tp", 4, "--force")
-    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["mesh"] == {"tp": 4}
-    assert len(list((tmp_path / "out").iterdir())) == 7
-    assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 ARTIFACT_TEXT = """\
@@ -264,17 +230,6 @@ def test_run_takes_and_gives_whole_tensors_where_ranks_have_shares(tmp_path: Pat
     torch.testing.assert_close(found, linear(x).detach(), rtol=1e-5, atol=1e-5)
 
 
-def test_debug_shows_the_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "Traceback" not in call("inspect", tmp_path / "a.pt2").stderr
-    for result in (
-        call("--debug", "inspect", tmp_path / "a.pt2"),
-        call("inspect", tmp_path / "a.pt2", TPCOMPILER_DEBUG="1"),
-    ):
-        assert result.exit_code == 2
-        assert result.stderr.startswith("Traceback (most recent call last):\n")
-        assert f"tpcompiler.errors.ArtifactError: {tmp_path}/a.pt2 does not exist" in result.stderr
-
-
 PRESS = """
 import os, signal, time
 import torch
@@ -328,3 +283,92 @@ def test_a_defect_is_not_the_answer_not_equal(
     assert capsys.readouterr().err.endswith(
         "KeyError: 'x'\nthis is a defect of tpcompiler: please report it with the traceback above\n"
     )
+
+
+@pytest.fixture
+def tampered(out: Path, tmp_path: Path) -> Path:
+    """An artifact in which two weights of rank 1 have changed places, with a hash that fits."""
+    directory = shutil.copytree(out, tmp_path / "tampered")
+    path, manifest = directory / "rank_1.pt2", directory / "manifest.json"
+    program = torch.export.load(path)
+    first, second = (program.state_dict[f"layers.{layer}.up.weight"] for layer in (0, 1))
+    with torch.no_grad():
+        kept = first.clone()
+        first.copy_(second)
+        second.copy_(kept)
+    torch.export.save(program, path)
+    data = json.loads(manifest.read_text())
+    data["files"]["rank_1.pt2"] = sha256(path)
+    manifest.write_text(json.dumps(data))
+    return directory
+
+
+def test_verify_finds_swapped_weights(model: Path, tampered: Path) -> None:
+    result = call("verify", tampered, "--against", model)
+    assert (result.exit_code, result.stderr) == (1, "")
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("NOT EQUAL: ")
+    assert [line.split(":")[0] for line in lines[1:4]] == ["  BAD hidden", "  ok  cache", "  BAD logits"]
+    assert lines[4].startswith("  first diverging value: 'linear' (aten.linear.default, claimed S(1))")
+    result = call("verify", tampered, "--against", model, "--json")
+    assert result.exit_code == 1
+    data = json.loads(result.stdout)
+    assert (data["ok"], [row["ok"] for row in data["outputs"]]) == (False, [False, True, False])
+
+
+@pytest.mark.slow
+def test_check(model: Path, out: Path, tampered: Path) -> None:
+    """Without the model nobody can say which weights are right; with it they are compared bit for bit."""
+    sound = "sound: 2 ranks, "
+    unread = "weights were not compared with the model's: pass --against MODEL.pt2, or --checkpoint DIR"
+    for directory in (out, tampered):
+        said = right("check", directory).splitlines()
+        assert (said[0].startswith(sound), said[-1]) == (True, unread)
+    said = right("check", out, "--against", model).splitlines()
+    assert (said[0].startswith(sound), len(said)) == (True, 1)
+    data = json.loads(right("check", out, "--json"))
+    assert (data["ok"], data["weights_compared"]) == (True, False)
+    result = call("check", tampered, "--against", model)
+    assert (result.exit_code, result.stderr) == (1, "")
+    assert "'layers.0.up.weight': the ranks' shares do not make the original's tensor" in result.stdout
+
+
+def test_show_an_artifact(out: Path) -> None:
+    assert "all_reduce" in right("inspect", out, "--rank", 0)
+    dot = right("inspect", out, "--format", "dot", "--rank", 1)
+    assert dot.startswith(("digraph", "//"))
+    assert "all_reduce" in dot
+    assert right("inspect", out, "--format", "html").startswith("<!doctype html>\n")
+    assert refused("inspect", out, "--rank", 2).startswith("rank 2 is outside the artifact's world of 2\n")
+
+
+@pytest.fixture
+def views(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The views have tests of their own: here only what the command does with them."""
+    import tpcompiler.api.programs
+
+    graph = graphviz.Digraph()
+    graph.node("a")
+    monkeypatch.setattr(tpcompiler.api.programs, "artifact_dot", lambda program, rank: graph)
+    monkeypatch.setattr(tpcompiler.api.programs, "artifact_text", lambda program, rank: f"text of rank {rank}\n")
+
+
+DOT = "digraph {\n\ta\n}\n"
+
+
+@pytest.mark.usefixtures("views")
+@pytest.mark.parametrize("kind", ["svg", "png"])
+def test_show_without_graphviz(out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = call("inspect", out, "-o", tmp_path / f"a.{kind}")
+    note = f"Graphviz's program dot is not installed, so this is its source text, not {kind.upper()}\n"
+    note += "  help: install graphviz, then: "
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr == f"{note}dot -T{kind} {tmp_path}/a.dot -o {tmp_path}/a.{kind}\nwrote {tmp_path}/a.dot\n"
+    assert (tmp_path / "a.dot").read_text() == DOT
+    assert not (tmp_path / f"a.{kind}").exists()
+    if kind == "png":
+        return
+    result = call("inspect", out, "--format", "svg")
+    assert (result.exit_code, result.stdout) == (0, DOT)
+    assert result.stderr == f"{note}dot -Tsvg out.dot -o out.svg\n"

@@ -9,19 +9,8 @@ from pathlib import Path
 import graphviz
 import pytest
 
-from tests.needs import needs
 from tests.runtime.commands import call, refused, right
 from tpcompiler.runtime.artifact import read_manifest
-
-
-def test_show_an_artifact(out: Path) -> None:
-    assert "all_reduce" in right("inspect", out, "--rank", 0)
-    dot = right("inspect", out, "--format", "dot", "--rank", 1)
-    assert dot.startswith(("digraph", "//"))
-    assert "all_reduce" in dot
-    assert right("inspect", out, "--format", "html").startswith("<!doctype html>\n")
-    assert refused("inspect", out, "--rank", 2).startswith("rank 2 is outside the artifact's world of 2\n")
-
 
 SLOW = """\
 flops: 1.0e+9
@@ -62,25 +51,6 @@ DOT = "digraph {\n\ta\n}\n"
 
 
 @pytest.mark.usefixtures("views")
-def test_show(out: Path, tmp_path: Path) -> None:
-    assert right("inspect", out, "--rank", 0) == "text of rank 0\n"
-    assert right("inspect", out, "--rank", 1, "--format", "text") == "text of rank 1\n"
-    assert right("inspect", out, "--format", "dot") == DOT
-    result = call("inspect", out, "-o", tmp_path / "graph.dot")
-    assert (result.exit_code, result.stdout, result.stderr) == (0, "", f"wrote {tmp_path}/graph.dot\n")
-    assert (tmp_path / "graph.dot").read_text() == DOT
-
-
-@pytest.mark.usefixtures("views")
-def test_show_cannot_write(out: Path, tmp_path: Path) -> None:
-    result = call("inspect", out, "-o", tmp_path / "no" / "a.dot")
-    assert (result.exit_code, result.stderr) == (
-        2,
-        f"cannot write {tmp_path}/no/a.dot: No such file or directory\n  help: choose another file\n",
-    )
-
-
-@pytest.mark.usefixtures("views")
 def test_show_draws_with_graphviz(out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphviz.Source, "pipe", lambda self, format, quiet: f"<{format}>".encode())
     assert right("inspect", out, "--format", "svg") == "<svg>\n"
@@ -91,31 +61,6 @@ def test_show_draws_with_graphviz(out: Path, tmp_path: Path, monkeypatch: pytest
     result = call("inspect", out, "--format", "png")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "give one with -o" in result.stderr
-
-
-@needs("dot")
-@pytest.mark.usefixtures("views")
-def test_show_makes_a_png(out: Path, tmp_path: Path) -> None:
-    assert call("inspect", out, "-o", tmp_path / "a.png").exit_code == 0
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG\r\n")
-
-
-@pytest.mark.usefixtures("views")
-@pytest.mark.parametrize("kind", ["svg", "png"])
-def test_show_without_graphviz(out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    result = call("inspect", out, "-o", tmp_path / f"a.{kind}")
-    note = f"Graphviz's program dot is not installed, so this is its source text, not {kind.upper()}\n"
-    note += "  help: install graphviz, then: "
-    assert (result.exit_code, result.stdout) == (0, "")
-    assert result.stderr == f"{note}dot -T{kind} {tmp_path}/a.dot -o {tmp_path}/a.{kind}\nwrote {tmp_path}/a.dot\n"
-    assert (tmp_path / "a.dot").read_text() == DOT
-    assert not (tmp_path / f"a.{kind}").exists()
-    if kind == "png":
-        return
-    result = call("inspect", out, "--format", "svg")
-    assert (result.exit_code, result.stdout) == (0, DOT)
-    assert result.stderr == f"{note}dot -Tsvg out.dot -o out.svg\n"
 
 
 def test_the_rows_of_a_program_as_json(out: Path) -> None:

@@ -91,17 +91,6 @@ def test_every_rank_runs_the_whole_body(function: Callable[..., Any], world: int
     assert not any(edit.is_collective(node) for body in inside for node in body.nodes)
 
 
-@pytest.mark.slow
-def test_a_cut_operand_is_gathered_and_said() -> None:
-    made = tpcompiler.parallelize(program_of(choose_of_a_cut_value), 2, PLAN)
-    (gather,) = [c for c in made.collectives() if c.why == "fallback"]
-    assert (gather.kind, gather.payload_bytes, gather.reason) == (
-        "all_gather",
-        4 * 16 * 4,
-        "its bodies run whole on every rank",
-    )
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("function", [repeat, accumulate, by_row])
 def test_a_planned_weight_in_a_body(function: Callable[..., Any]) -> None:
@@ -132,14 +121,6 @@ def test_sizes_in_a_body_are_those_around_it() -> None:
     symbols = symbols_of(inside)
     assert len(symbols) == 1
     assert symbols <= made.range_constraints.keys()
-
-
-@pytest.mark.slow
-def test_half_precision() -> None:
-    program = exported(Net(choose, side=nn.Linear(8, 8)).to(torch.bfloat16), X.bfloat16())
-    report = tpcompiler.parallelize(program, 2, PLAN).verify((X.bfloat16(),))
-    assert report.ok
-    assert report.outputs[1].tolerance < 1e-4  # of the comparison in float32
 
 
 @pytest.mark.slow

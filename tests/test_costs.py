@@ -71,14 +71,6 @@ def test_the_formula_holds_at_other_sizes(tmp_path: Path, mesh: Any) -> None:
         assert eval(found.formula.replace("other.1", str(others)), names) == found.wire_bytes
 
 
-@pytest.mark.slow
-@pytest.mark.sweep(2)
-@MESHES
-def test_without_sizes_it_is_the_manifest_s(tmp_path: Path, mesh: Any) -> None:
-    out = saved(tmp_path / "out", exported(4, 6, 5, DIMS), mesh)
-    assert tpcompiler.open(out).cost().wire_bytes == sum(row.wire_bytes for row in read_manifest(out).collectives)
-
-
 def test_the_table(tmp_path: Path) -> None:
     out = saved(tmp_path / "out", exported(4, 6, 5, DIMS), 2)
     assert_expected_inline(
@@ -103,15 +95,3 @@ one call with the sizes of the example takes 9.06 ns (weights 2.63 ns, copies 0.
     data = json.loads(right("explain", out, "--json"))
     assert [size["name"] for size in data["sizes"]] == ["batch", "sequence", "other.1"]
     assert data["wire_bytes"] == sum(row["wire_bytes"] for row in data["costs"])
-
-
-@pytest.mark.slow
-def test_seconds_of_a_machine_with_latencies(tmp_path: Path) -> None:
-    out = saved(tmp_path / "out", exported(4, 6, 5), 2)
-    (tmp_path / "m.yaml").write_text(
-        "flops: 1.0e+15\nmemory_bandwidth: 3.0e+12\nmemory: 8.0e+10\nlinks:\n- {latency: 0.0, bandwidth: 1.0e+9}\n"
-        "- {collective: all_reduce, ranks: 2, latency: 1.0e-3, bandwidth: 2.0e+9}\n"
-    )
-    for cost in tpcompiler.open(out).cost(machine=tmp_path / "m.yaml").costs:
-        link = (cost.count * 1e-3, 2e9) if cost.kind == "all_reduce" else (0.0, 1e9)
-        assert cost.seconds == pytest.approx(link[0] + cost.wire_bytes / link[1])

@@ -11,8 +11,6 @@ from torch.export.passes import move_to_device_pass
 
 import tpcompiler
 from tests.devices import MODELS, devices_in_file, exported, other_devices
-from tests.half import PLAN, export_decoder, token_ids
-from tests.passes.models import MEGATRON
 from tests.runtime.commands import right
 from tests.runtime.models import PLAN_TEXT, export_mlp
 from tpcompiler.judge.compare.reference import run_single
@@ -94,57 +92,6 @@ def test_torch_alone_puts_a_file_on_its_device(tmp_path: Path) -> None:
     for rank in simulate(ranks, [inputs, inputs]):
         for got, want in zip(rank.outputs, expected, strict=True):
             torch.testing.assert_close(got, want)
-
-
-class Normed(torch.nn.Module):
-    """Ops that torch without CUDA cannot evaluate on fake CUDA tensors: the passes must not try."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm, self.down = torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.norm(self.up(x)))
-
-
-@pytest.mark.slow
-def test_a_batch_norm_in_training() -> None:
-    x = torch.randn(6, 4)
-    made = tpcompiler.parallelize(torch.export.export(Normed(), (x,)), 2, MEGATRON, device_type="cuda")
-    assert other_devices(made.rank_program(1), "cuda") == []
-    assert made.verify((x,)).ok
-
-
-@pytest.mark.slow
-def test_attention_with_dynamic_sizes_in_half_precision(tmp_path: Path) -> None:
-    exported = export_decoder(torch.bfloat16, dynamic=True)
-    made = tpcompiler.parallelize(exported, 4, PLAN, device_type="cuda")
-    made.save(tmp_path / "out")
-    assert devices_in_file(tmp_path / "out" / "rank_3.pt2")["model.json"] == {("cuda", None)}
-    report = tpcompiler.open(tmp_path / "out").verify((token_ids(3, 9),), original=exported, then=[(token_ids(1, 1),)])
-    assert (report.ok, len(report.outputs), report.note) == (True, 4, NOTE)
-
-
-class Cast(torch.nn.Module):
-    """Autocast on the CPU becomes casts: a program for CUDA keeps the types that the CPU chose."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return self.down(torch.relu(self.up(x))).float()
-
-
-@pytest.mark.slow
-def test_autocast() -> None:
-    x = torch.randn(6, 4)
-    made = tpcompiler.parallelize(torch.export.export(Cast(), (x,)), 2, MEGATRON, device_type="cuda")
-    types = [n.meta["val"].dtype for n in made.rank_program(1).graph.nodes if "linear" in str(n.target)]
-    assert types == [torch.bfloat16, torch.bfloat16]
-    assert other_devices(made.rank_program(1), "cuda") == []
-    assert made.verify((x,)).ok
 
 
 @pytest.mark.slow

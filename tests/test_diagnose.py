@@ -15,12 +15,10 @@ from torch.export import ExportedProgram, export
 
 import tpcompiler
 from tests.runtime.commands import refused, right
-from tests.zoo.index import CASES
 from tpcompiler.api import conversions_of
 from tpcompiler.api.diagnose import Diagnosis
-from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.timeline import StepTime
-from tpcompiler.errors import MeshError, ShardingError, UnsupportedError
+from tpcompiler.errors import ShardingError, UnsupportedError
 from tpcompiler.parallel.converted_program import convert_programs
 from tpcompiler.solver.estimate import measure_memory
 from tpcompiler.solver.report import find_obstacles
@@ -62,13 +60,6 @@ def held_of(program: ExportedProgram, ranks: int) -> int:
 
 
 @pytest.mark.slow
-def test_degrees_are_powers_of_two_and_those_that_divide_what_is_cut() -> None:
-    found = tpcompiler.diagnose(mlp())
-    assert ranks_of(found) == [1, 2, 3, 4, 6, 8, 12, 16]
-    assert not any(each.remarks for each in found.meshes.values())
-
-
-@pytest.mark.slow
 def test_each_degree_is_what_its_conversion_has() -> None:
     for each in tpcompiler.diagnose(mlp()).meshes.values():
         made = tpcompiler.parallelize(mlp(), each.ranks, "auto")
@@ -77,16 +68,6 @@ def test_each_degree_is_what_its_conversion_has() -> None:
         (own,) = each.costs
         assert format_bytes(own.total) == held(made)
         assert own.weights == max(made.parameter_bytes()[1])
-
-
-@pytest.mark.slow
-def test_a_step_by_hand() -> None:
-    """The rooflines of docs/search.md, with 192 features between: of two ranks, each reads and writes half of them."""
-    machine, two = read_machine(), tpcompiler.diagnose(mlp()).meshes["tp=2"].seconds["model"]
-    moved = 2 * (16 * 64 + 96 * 64 + 16 * 96) * 4
-    relu = 2 * 16 * 96 * 4
-    assert two.work == pytest.approx((moved + relu) / machine.memory_bandwidth)
-    assert two.network == pytest.approx(16 * 64 * 4 / machine.links["", 0][0].bandwidth)
 
 
 def test_gains_end_at_the_fastest_degree() -> None:
@@ -122,39 +103,6 @@ def test_no_degree_is_enough() -> None:
         tpcompiler.diagnose(mlp(512), memory=limit)
 
 
-@pytest.mark.slow
-def test_heads_that_ranks_share_are_named() -> None:
-    """Four heads for eight ranks: both ranks of a pair hold a head's values; its keys are cut once more, and gathered."""
-    found = tpcompiler.diagnose(CASES["llama"].export(False))
-    first, *rest = found.meshes["tp=8"].remarks
-    assert first == "4 kv heads (model.layers.*.self_attn) do not divide evenly"
-    assert rest == ["model.layers.*.self_attn.v_proj.weight: 4 shares, each on 2 ranks: each rank holds 2.05 kB more"]
-
-
-class Cache(nn.Module):
-    """Queries of eight heads and a cache of four."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.o = nn.Linear(64, 64), nn.Linear(64, 32), nn.Linear(64, 64)
-        self.register_buffer("key_cache_0", torch.zeros(2, 4, 16, 8))
-
-    def forward(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        q, k = (each.view(2, 1, -1, 8).transpose(1, 2) for each in (self.q(x), self.k(x)))
-        self.key_cache_0.index_copy_(2, position, k)
-        keys = self.key_cache_0.repeat_interleave(2, 1)
-        return self.o(nn.functional.scaled_dot_product_attention(q, keys, keys).transpose(1, 2).reshape(2, 1, 64))
-
-
-def test_a_cache_is_no_layer_with_features() -> None:
-    program = export(Cache().eval(), (torch.zeros(2, 1, 64), torch.tensor([3])))
-    plan = tpcompiler.Plan.of({"q": "colwise", "k": "colwise", "o": "rowwise"})
-    found, _ = convert_programs(conversions_of(program, 2, plan), Aim())
-    heads, kv_heads, *rest = find_obstacles(found)
-    assert (str(heads), str(kv_heads)) == ("8 heads (the model)", "4 kv heads (the model)")
-    assert {layer for each in rest for layer in each.layers} == {"q", "k", "o"}
-
-
 class Packed(nn.Module):
     """Six heads whose queries, keys and values are one matrix, weights in groups, and a table of words."""
 
@@ -174,16 +122,6 @@ class Packed(nn.Module):
         return self.head(x + self.down(torch.relu(nn.functional.linear(x, up))))
 
 
-@pytest.mark.slow
-def test_what_stands_in_the_way_is_named() -> None:
-    program = export(Packed().eval(), (torch.zeros(2, 12, dtype=torch.long),))
-    found = tpcompiler.diagnose(program)
-    untried = (f"tp={tp}" for tp in (5, 7, 9, 10, 11, 12, 13, 14, 15))
-    assert found.left_out == dict.fromkeys(untried, "not tried: 6 heads (the model) do not divide evenly")
-    said = {each.ranks: each.remarks[0] for each in found.meshes.values() if each.remarks}
-    assert said == dict.fromkeys((4, 8, 16), "6 heads (the model) do not divide evenly")
-
-
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("plan", "kind", "count", "layer"),
@@ -200,35 +138,6 @@ def test_every_kind_of_obstacle(plan: dict[str, str], kind: str, count: int, lay
     program = export(Packed().eval(), (torch.zeros(2, 12, dtype=torch.long),))
     found, _ = convert_programs(conversions_of(program, 3, tpcompiler.Plan.of(plan)), Aim())
     assert (kind, count, layer) in [(each.kind, each.count, each.layers[0]) for each in find_obstacles(found)]
-
-
-@pytest.mark.slow
-def test_another_axis_beside() -> None:
-    found = tpcompiler.diagnose(mlp(), other_axes={"dp": 2}, inputs={"x": {"dp": "S(0)"}})
-    assert [each.mesh for each in found.meshes.values()] == [{"dp": 2, "tp": n} for n in (1, 2, 3, 4, 6, 8, 12, 16)]
-    for each in found.meshes.values():
-        made = tpcompiler.parallelize(mlp(), each.mesh, "auto", inputs={"x": {"dp": "S(0)"}})
-        sent = made.collectives()
-        assert (each.collectives, each.wire_bytes) == ({"model": len(sent)}, {"model": sum(c.wire_bytes for c in sent)})
-        assert format_bytes(each.costs[0].total) == held(made)
-    with pytest.raises(MeshError, match="the degrees of tp are tried"):
-        tpcompiler.diagnose(mlp(), other_axes={"tp": 2})
-
-
-@pytest.mark.slow
-def test_several_programs() -> None:
-    """Their weights are held once, and each call is its own."""
-    model = Mlp(192)
-    programs = {name: export(model, (torch.randn(2, length, 64),)) for name, length in (("long", 8), ("short", 1))}
-    found = tpcompiler.diagnose(programs)
-    for each in found.meshes.values():
-        made = tpcompiler.parallelize(programs, each.ranks, "auto")
-        assert format_bytes(each.costs[0].total) == held(made["long"])
-        for name, program in made.items():
-            assert each.wire_bytes[name] == sum(c.wire_bytes for c in program.collectives())
-    two = found.meshes["tp=2"]
-    assert two.wire_bytes["long"] == 8 * two.wire_bytes["short"]
-    assert two.seconds["long"].work > two.seconds["short"].work
 
 
 def test_a_degree_that_no_placement_suits() -> None:

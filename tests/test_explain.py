@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path
@@ -16,9 +15,8 @@ from torch import nn
 from torch.export import ExportedProgram
 
 import tpcompiler
-from tests.passes.models import Tied
 from tests.runtime.commands import right
-from tests.runtime.models import PLAN, export_mlp
+from tests.runtime.models import export_mlp
 from tests.solver.test_auto import mlp
 from tpcompiler import Mesh, Plan
 from tpcompiler.artifact.stored import StoredProgram
@@ -26,7 +24,7 @@ from tpcompiler.ask import again
 from tpcompiler.ask.written import Written
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.objective import Objective
-from tpcompiler.errors import ArtifactError, ShardingError
+from tpcompiler.errors import ShardingError
 from tpcompiler.ir.constraints import AnyStyle
 from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.passes.apply_plan import apply_plan
@@ -116,26 +114,6 @@ def test_what_the_search_found_is_the_cheapest(tmp_path: Path, program: Exported
         assert all(each.seconds is None or each.seconds >= 0 for each in alternatives)
 
 
-def test_every_axis_has_its_choices(tmp_path: Path) -> None:
-    """By hand of the second: samples are gathered before it (2,048 bytes) and not after it, and the sum is of all."""
-    tpcompiler.parallelize(mlp(), {"dp": 2, "tp": 2}, "auto", inputs=[{"dp": "S(0)"}]).save(tmp_path / "out")
-    text = right("explain", tmp_path / "out", "relu")
-    assert_expected_inline(
-        text[text.index("alternatives") :],
-        """\
-alternatives (us above the least of these; a call of the artifact takes 34.8 ns on ideal)
-makes         needs             us  wire bytes  held bytes  sends
-[S(0), S(2)]  [S(0), S(2)]  +0.000        +0 B        +0 B                the artifact's
-[R, S(2)]     [R, S(2)]     +0.009    +2.05 kB        +0 B
-[S(0), S(1)]  [S(0), S(1)]  +0.009     +4.1 kB        +0 B  2 all_to_all
-[S(0), R]     [S(0), R]     +0.010    +3.07 kB        +0 B  1 all_gather
-[R, S(1)]     [R, S(1)]     +0.020    +3.07 kB    +32.8 kB  1 all_to_all
-[R, R]        [R, R]        +0.025    +1.02 kB    +32.8 kB
-
-""",
-    )
-
-
 def test_what_a_plan_pins_stays_so(tmp_path: Path) -> None:
     """But for the layer that is asked about; the search was free to choose all else, and chose the cheapest."""
     tpcompiler.parallelize(mlp(), 2, {"up": "rowwise", "**": "auto"}).save(tmp_path / "out")
@@ -203,71 +181,6 @@ R       R, R, R             +0.000        +0 B      +256 B  1 all_gather
 
 """,
     )
-    assert_expected_inline(
-        right("explain", out, "layers.0.down.bias"),
-        """\
-layers.0.down.bias: parameter of layers.0.down
-  f32[8]: P(sum)
-  in words: a partial sum on each rank of tp
-  why: as its uses want it (linear_1: k is cut by tp, asked by the plan ("layers.*.down": "rowwise"))
-  read by: linear_1
-
-what ranks hold
-ranks  shape  indices
-0 1    [8]    [:], a sum pending over tp
-
-operands: none
-
-collectives
-name        kind        bytes  wire bytes  why
-all_reduce  all_reduce   96 B        96 B  inherent: each rank has a partial sum of 'linear_1'
-
-alternatives (us above the least of these; a call of the artifact takes 1.41 ns on ideal)
-sharding  needs      us  wire bytes  held bytes
-P(sum)           +0.000        +0 B        +0 B  the artifact's
-S(0)             +0.000       +48 B       -16 B
-R                +0.000        +0 B      +256 B
-
-""",
-    )
-
-
-@pytest.mark.slow
-def test_names_that_tables_use(out: Path) -> None:
-    """A collective's kind, with the number that its node has; a module, for its weight."""
-    gathers = tpcompiler.parallelize(export_mlp(), 2, {"layers.*.up": "colwise_gather_output"})
-    gathers.save(out.parent / "gathers")
-    nodes = [record.node for record in gathers.collectives()]
-    assert nodes == ["all_gather_into_tensor", "all_gather_into_tensor_1"]
-    opened = tpcompiler.open(out.parent / "gathers")
-    for name, node in zip(("all_gather", "all_gather_1"), nodes, strict=True):
-        assert opened.explain(name) == opened.explain(node)
-    weight = tpcompiler.open(out).explain("layers.0.down.weight")
-    assert tpcompiler.open(out).explain("layers.0.down") == weight
-    assert tpcompiler.open(out).show("layers.0.down") == tpcompiler.open(out).show(weight.name)
-    assert weight.words == "dim 1 cut over tp"
-    for name in ("layers.0", "all_gather", "all_reduce_7", "layers"):
-        with pytest.raises(ArtifactError, match=f"no node, parameter or collective '{name}'"):
-            tpcompiler.open(out).explain(name)
-
-
-def test_a_collective_as_json(out: Path) -> None:
-    data = json.loads(right("explain", out, "all_reduce_1", "--json"))
-    assert (data["kind"], data["what"], data["module"]) == ("collective", "all_reduce over tp", "layers.1.down")
-    assert data["sharding"] == ["P(sum) -> R"]
-    assert [row["node"] for row in data["collectives"]] == ["all_reduce_1"]
-    assert [each["makes"] for each in data["alternatives"] if each["is_chosen"]] == [["P(sum)"]]
-
-
-@pytest.mark.slow
-def test_programs_that_share_weights_are_searched_together(tmp_path: Path, out: Path) -> None:
-    """What is sent counts for both, what is held once."""
-    tpcompiler.parallelize({"a": export_mlp(), "b": export_mlp()}, 2, PLAN).save(tmp_path / "out")
-    alone, both = (
-        again.search_again(StoredProgram.open(each), read_machine()).found.seconds
-        for each in (out, tmp_path / "out" / "b")
-    )
-    assert alone < both < 2 * alone
 
 
 def test_a_placement_that_cannot_be_carried_out_says_why(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,13 +199,6 @@ def test_a_placement_that_cannot_be_carried_out_says_why(out: Path, monkeypatch:
     text = right("explain", out, "layers.0.down.weight")
     assert re.search(r"^S\(0\) +fails$", text, re.MULTILINE)
     assert text.endswith("\nS(0): fails: no parts [here]\n\n")
-
-
-def test_a_tied_weight_is_held_once() -> None:
-    plan = {"embed": "embedding_rowwise", "head": "colwise_gather_output"}
-    made = tpcompiler.parallelize(torch.export.export(Tied(16), (torch.arange(4),)), 2, plan)
-    held = {each.makes: each.held_bytes for each in made.explain("embed.weight").alternatives}
-    assert held == {("S(0)",): 0, ("R",): 16 * 4 * 4 // 2, ("S(1)",): 0}
 
 
 class Attention(nn.Module):

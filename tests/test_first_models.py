@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 import subprocess
@@ -12,14 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
-from torch.export import ExportedProgram, export
+from torch.export import ExportedProgram
 
 import tpcompiler
 from tests.runtime.commands import call
-from tpcompiler.ir import edit
-from tpcompiler.ir.node_placement import placement_of
-from tpcompiler.ir.program import reshard
 
 ROOT = Path(__file__).parents[1]
 README = {"0": "colwise", "2": "rowwise"}
@@ -112,74 +107,6 @@ def torch_run(out: Path, inputs: Path, results: Path, *more: str) -> dict[str, t
     )
     assert done.returncode == 0, done.stderr
     return load_file(results)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", PLANS)
-def test_reasons_name_the_entry_that_decides(page: str, tmp_path: Path) -> None:
-    """Of every tensor and of every value; each entry of the plan that is not `auto` decides its layer."""
-    _, exported = model_of(page, tmp_path)
-    plan = PLANS[page]
-    program = tpcompiler.parallelize(exported, 2, plan)
-    entries = {name: entry for name, entry in plan.items() if name != "**"}
-    decided = 0
-
-    def entry_of(layer: str) -> str:
-        patterns = {each: each.replace(".", r"\.").replace("*", r"\d+") for each in entries}
-        return next((each for each, pattern in patterns.items() if re.fullmatch(pattern, layer)), "")
-
-    for node in edit.calls(program.converted.resharded.graph):
-        if placement_of(node).reason and node.target is not reshard:
-            answer = program.explain(node.name)
-            entry = entry_of(answer.module)
-            assert (f'("{entry}": "{entries[entry]}")' in answer.reason) if entry else "plan" not in answer.reason, (
-                answer
-            )
-    for row in program.manifest().tensors:
-        entry = entry_of(row.name.rpartition(".")[0])
-        reason = program.explain(row.name).reason
-        assert (f'("{entry}": "{entries[entry]}")' in reason) if entry else "pinned" not in reason, (row.name, reason)
-        assert not (entry and "the search" in reason), (row.name, reason)
-        decided += bool(entry)
-    assert decided >= len(entries)
-
-
-class Shadowing(nn.Module):
-    """Inputs, parameters and buffers under names of Python's builtins, which fx renames when it copies a graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.filter, self.map = nn.Linear(8, 16), nn.Linear(16, 8)
-        self.input = nn.Parameter(torch.randn(8))
-        self.register_buffer("range", torch.randn(8))
-        self.register_buffer("object", torch.zeros(8))
-
-    def forward(self, input: torch.Tensor, id: torch.Tensor, *, filter: torch.Tensor, hash: torch.Tensor) -> object:
-        self.object.copy_(self.object + 1)
-        h = self.map(torch.relu(self.filter(input + id))) + self.input + self.range + self.object
-        return {"input": h, "list": h + filter, "type": filter * hash}
-
-
-@pytest.mark.slow
-def test_names_of_builtins(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    args, kwargs = (torch.randn(4, 8), torch.randn(4, 8)), {"filter": torch.randn(4, 8), "hash": torch.randn(4, 8)}
-    exported = export(Shadowing(), args, kwargs)
-    inputs = tmp_path / "in.safetensors"
-    save_file({"input": args[0], "id": args[1], **kwargs}, inputs)
-    program = tpcompiler.parallelize(exported, 2, {"filter": "colwise", "map": "rowwise", "range": "S(0)"})
-    assert program.verify(args, kwargs).ok
-    want = copy.deepcopy(exported).module()(*args, **kwargs)  # a module writes to its program's buffers
-    for layout in ("ranks", "shared"):
-        out = tmp_path / layout
-        program.save(out, layout=layout)  # type: ignore[arg-type]
-        works("check", out)
-        works("package", out)
-        for more in ((), ("--compiled",)):
-            given = torch_run(out, inputs, tmp_path / "result.safetensors", *more)
-            assert given.keys() == want.keys()
-            for name, value in given.items():
-                torch.testing.assert_close(value, want[name])
 
 
 def test_a_plan_that_names_all_layers_is_not_taken_for_the_search(tmp_path: Path) -> None:

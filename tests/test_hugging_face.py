@@ -19,9 +19,7 @@ from transformers import (
     MambaForCausalLM,
     T5ForConditionalGeneration,
 )
-from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 
-import tpcompiler
 from tests.launch import fork_code, fork_ranks
 from tests.runtime.commands import call, refused, right
 from tests.zoo.case import randomise
@@ -42,17 +40,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
     torch.export.save(torch.export.export(LlamaForCausalLM(config).eval(), (), inputs), directory / "model.pt2")
     return directory
-
-
-@pytest.mark.slow
-def test_a_config_is_the_plan(llama: Path) -> None:
-    """Without a flag, and with what is cut said under the program's own names."""
-    said = right("convert", llama / "model.pt2", "--tp", "2", "--plan", llama, "-o", llama / "out")
-    assert "all_reduce" in said
-    manifest = json.loads((llama / "out" / "manifest.json").read_text())
-    assert manifest["plan"]["model.layers.*.self_attn.q_proj"] == "colwise"
-    assert [row["kind"] for row in manifest["collectives"]] == ["all_reduce"] * 2
-    assert right("verify", llama / "out", "--against", llama / "model.pt2").startswith("equal")
 
 
 @pytest.mark.guide
@@ -109,19 +96,6 @@ print(cut["keys_0"], cut["cumulative_length_0"], [c.kind for c in program.collec
     assert said.startswith("equal")
     plan = sorted(json.loads((tmp_path / "llama_tp2" / "manifest.json").read_text())["plan"])
     assert done.stdout.splitlines()[-3:] == [str(plan), str(plan), f"S(1) R {['all_reduce'] * 4}"]
-
-
-def test_a_counter_that_is_no_buffer() -> None:
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
-    ).eval()
-    model.generation_config.cache_implementation = "static"
-    model.generation_config.cache_config = {"batch_size": 1, "max_cache_len": 4}
-    step = {"input_ids": torch.tensor([[5]]), "cache_position": torch.tensor([0])}
-    program = torch.export.export(TorchExportableModuleWithStaticCache(model), (), step)
-    with pytest.raises(tpcompiler.ProgramError) as error:
-        tpcompiler.parallelize(program, 2, model.config)
-    assert error.value.help.startswith("register what forward changes as buffers, each in separate memory, the")
 
 
 @pytest.mark.slow

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from tests.launch import fork_ranks
 from tests.runtime.commands import refused
 from tests.test_costs import DIMS, exported, saved
-from tpcompiler import cli
 from tpcompiler.artifact.stored import StoredProgram
 from tpcompiler.ask.measured import Call, compare_counts
 from tpcompiler.runtime.artifact import read_manifest
@@ -48,19 +46,6 @@ def test_they_agree_where_it_runs(out: Path) -> None:
             ("mlp.head", "all_gather", 1, 2 * 5 * 4 * 4 // 2, True),
         ]
     )
-
-
-@pytest.mark.slow
-def test_the_command_line(out: Path, tmp_path: Path) -> None:
-    inputs = tmp_path / "in.safetensors"
-    save_file({"x": torch.ones(3, 9, 8), "other": torch.ones(2, 5, 8)}, inputs)
-    ended = fork_ranks(2, Path(cli.__file__).with_name("__main__.py"), "run", out, "--inputs", inputs, "--count")
-    assert ended.codes == (0, 0), ended.printed
-    table = ended.printed[0].partition("as it called them\n")[2].splitlines()
-    assert [line.split() for line in table[1:3]] == [
-        ["mlp.layers.*", "all_reduce", "1", "/", "1", "864", "B", "/", "864", "B", "x", "2"],
-        ["mlp", "all_gather", "1", "/", "1", "216", "B", "/", "216", "B"],
-    ]
 
 
 def test_a_package_is_not_counted(out: Path) -> None:

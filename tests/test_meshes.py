@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter, OrderedDict
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +14,8 @@ from torch.export import Dim, ExportedProgram, export
 
 import tpcompiler
 from tests.passes.stages import cuts_are_kept
-from tests.runtime.commands import refused, right
 from tests.sound import findings
 from tests.zoo.case import randomise
-from tpcompiler.ir.node_placement import placement_of
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 
@@ -73,23 +69,6 @@ def test_two_sums_of_half_the_batch_each(mesh: dict[str, int], core: bool, dynam
     assert report.ok, str(report)
 
 
-@pytest.mark.slow
-def test_an_axis_of_one_rank_cuts_nothing(tmp_path: Path) -> None:
-    """Though a style, and the boundary, ask for it: one script serves whatever the degrees are."""
-    for mesh, world in (({"dp": 1, "tp": 2}, 2), ({"dp": 2, "tp": 1}, 2), ({"dp": 1, "tp": 1}, 1)):
-        program = tpcompiler.parallelize(export(randomise(Layer()), (X,)), mesh, PLAN, **BATCH)
-        program.save(tmp_path / f"{mesh['dp']}x{mesh['tp']}")
-        assert len(program.converted.partition.classes) == 1
-        assert program.parameter_bytes()[1][0] < program.parameter_bytes()[0] or mesh["tp"] == 1
-        assert program.verify((X,)).ok
-        assert len(program.collectives()) == 2 * (mesh["tp"] > 1)
-        assert program.world_size == world
-    rows = nn.Sequential(nn.Embedding(6, 4))
-    whole = tpcompiler.parallelize(export(rows, (torch.arange(6),)), 1, {"0": "embedding_rowwise"})
-    whole.save(tmp_path / "rows")
-    assert whole.collectives() == []
-
-
 def test_styles_speak_of_tp_alone() -> None:
     """A pin of a style over tp leaves the batch as it is cut over dp."""
     program = tpcompiler.parallelize(
@@ -128,34 +107,6 @@ def test_sums_over_two_axes_are_one_collective() -> None:
     assert program.verify((X,)).ok
 
 
-@pytest.mark.slow
-@pytest.mark.sweep(5)
-@pytest.mark.parametrize(
-    "inputs", [{"dp": "S(1)"}, {"dp": "S(0)", "tp": "S(1)"}, {"tp": "S(2)"}, {"dp": "S(2)", "tp": "S(2)"}]
-)
-@pytest.mark.parametrize("sizes", [(5, 3, 16), (1, 2, 16), (4, 4, 16)])
-def test_uneven_and_empty_shards(inputs: dict[str, str], sizes: tuple[int, ...]) -> None:
-    x = torch.randn(sizes)
-    program = tpcompiler.parallelize(export(randomise(Layer()), (x,)), {"dp": 2, "tp": 2}, PLAN, inputs={"x": inputs})
-    report = program.verify((x,))
-    assert report.ok, str(report)
-
-
-def test_the_command_line_takes_placements_of_the_boundary(tmp_path: Path) -> None:
-    torch.export.save(exported(), tmp_path / "model.pt2")
-    (tmp_path / "plan.yaml").write_text("".join(f"{name}: {style}\n" for name, style in PLAN.items()))
-    words = ("convert", tmp_path / "model.pt2", "--mesh", "dp=2,tp=2", "--plan", tmp_path / "plan.yaml", "--dry-run")
-    data = json.loads(right(*words, "--input", "x=dp:S(0)", "--output", "output=dp:S(0)", "--json"))
-    assert sum(c["wire_bytes"] for c in data["collectives"]) == 2 * 384  # of half the batch
-    in_units = ("--input", "x=dp:S(0, unit 2, block 4),tp:R", "--output", "output=dp:S(0)")
-    assert json.loads(right(*words, *in_units, "--json"))["collectives"] == data["collectives"]
-    assert refused(*words, "--input", "x=dp:S(0, unit 3)").startswith(
-        "cannot place input 'x' as [S(0, unit 3), R]: its "
-    )
-    assert "is not a placement\n  help: write the sizes of parts" in refused(*words, "--input", "x=dp:S(0, units 2)")
-    assert refused(*words, "--input", "x=S(0)").startswith("input 'x' has one placement, S(0), on a mesh of 2 axes")
-
-
 class Both(nn.Module):
     """Ops with a body for each of two dims."""
 
@@ -175,26 +126,6 @@ def test_ops_with_bodies_of_their_own_for_two_dims_that_are_cut(rows: int, kept:
     assert [c.reason for c in made.collectives() if c.why == "fallback"] == [
         f"tril: dims that have separate bodies would be cut at once; {kept}"
     ]
-
-
-class Merged(nn.Module):
-    """Rows and heads as one dim, which a batch of matrices has."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        matrices = x.flatten(0, 2)
-        return (matrices @ matrices.transpose(1, 2)).view(*x.shape[:3], 2, 2)
-
-
-@pytest.mark.slow
-def test_uneven_rows_of_even_heads() -> None:
-    """7 rows of 20, over 2: 4 and 3. In each rank's rows the other axis cuts blocks of 4 heads, which divide both."""
-    x = torch.randn(7, 5, 4, 2, 3)
-    made = tpcompiler.parallelize(export(Merged(), (x,)), {"dp": 2, "tp": 2}, {}, inputs=[{"dp": "S(0)", "tp": "S(2)"}])
-    assert [node.kind for node in made.collectives() if node.why == "fallback"] == []
-    marks = [s.text(made.mesh) for n in made.converted.resharded.graph.nodes for s in placement_of(n).shardings]
-    assert "[S(0, unit 20), S(0, block 4)]" in marks
-    assert findings(made) == []
-    assert made.verify((x,)).ok
 
 
 class Rows(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -142,22 +141,6 @@ def test_a_program_that_joins_two_models_makes_them_one() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("degree", [1, 2, 4])
-def test_a_program_has_the_collectives_of_its_own_degree(degree: int) -> None:
-    program = converted(4, degree)
-    assert {name: each.world_size for name, each in program.items()} == {
-        "vision": 4,
-        "prefill": 4,
-        "decode": 4,
-        "draft": degree,
-    }
-    assert [len(each.collectives()) for each in program.values()] == [1, 1, 1, int(degree > 1)]
-    report = program.verify(CALLS)
-    assert report.ok, str(report)
-    assert report.max_abs_err > 0  # sums of several ranks
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["draft", "vision"])
 def test_a_report_names_the_wrong_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: one rank has another bias."""
@@ -196,31 +179,6 @@ def test_copies_run_in_real_processes(degree: int, tmp_path: Path) -> None:
             assert got.keys() == want.keys()
             for key in want:
                 torch.testing.assert_close(got[key], want[key], rtol=0, atol=1e-4 * float(want[key].abs().max()))
-
-
-@pytest.mark.slow
-def test_another_number_of_ranks_keeps_the_draft(tmp_path: Path) -> None:
-    converted(4, 1).save(tmp_path / "out", layout="shared")
-    again = tpcompiler.open(tmp_path / "out").reshard(2, tmp_path / "again")
-    assert {name: each.world_size for name, each in again.items()} == {
-        "vision": 2,
-        "prefill": 2,
-        "decode": 2,
-        "draft": 1,
-    }
-    assert again.check().ok
-    assert again.verify(CALLS).ok
-    whole = {name: model.state_dict() for name, model in zip(("vision", "prefill", "draft"), models(), strict=True)}
-    for name, state in whole.items():
-        for fqn in ("up.weight", "down.weight"):
-            assert torch.equal(again[name].only.read(fqn), state[fqn])
-
-
-@pytest.mark.slow
-def test_weights_of_several_models_are_not_read_from_one_checkpoint(tmp_path: Path) -> None:
-    converted(2, 1).save(tmp_path / "out", layout="shared")
-    with pytest.raises(ArtifactError, match="holds programs of 3 models: vision; prefill, decode; draft"):
-        tpcompiler.open(tmp_path / "out").cut(tmp_path)
 
 
 def test_a_degree_that_cannot_be_is_refused() -> None:
@@ -300,27 +258,7 @@ def test_a_parameter_under_another_name_is_refused() -> None:
         tpcompiler.parallelize({"train": tpcompiler.export_training(model, (x,)), "eval": inner}, 2, {})
 
 
-@pytest.mark.slow
-def test_an_entry_of_the_plan_may_match_in_one_program_only() -> None:
-    plan = {**PLAN, "embed": "embedding_rowwise"}
-    assert tpcompiler.parallelize(exported(), 2, plan)["decode"].collectives()[0].kind == "all_reduce"
-    with pytest.raises(PlanError, match="embedding"):
-        tpcompiler.parallelize(exported(), 2, {**PLAN, "embedding": "embedding_rowwise"})
-
-
 def test_an_input_from_an_earlier_call_that_does_not_fit_is_refused() -> None:
     calls = [*CALLS[:3], ("decode", lambda made: (made["draft"]["logits"],))]
     with pytest.raises(InputsError, match=r"'ids' is torch\.float32"):
         converted(2, 1).verify(calls)
-
-
-@pytest.mark.slow
-def test_a_program_that_is_listed_before_the_one_with_its_tensors(tmp_path: Path, group_of_one: None) -> None:
-    names = ("prefill", "decode")
-    tpcompiler.parallelize({name: exported()[name] for name in names}, 1, {}).save(tmp_path / "out")
-    path = tmp_path / "out" / "programs.json"
-    listed = json.loads(path.read_text())
-    listed["programs"].reverse()
-    path.write_text(json.dumps(listed))
-    with pytest.raises(ArtifactError, match="decode leaves 'cache' to 'prefill', which is not listed before it"):
-        tpcompiler.load(tmp_path / "out")

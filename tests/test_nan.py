@@ -10,18 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Partial, Replicate
 from torch.export import export
 
 import tpcompiler
 import tpcompiler.passes._collectives
 from tests.launch import called
 from tests.trust.damage import Artifact
-from tpcompiler.cost.path import reshard_wire_bytes
 from tpcompiler.ir import edit
-from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.nan_safe_reduce import decode, encode
-from tpcompiler.ir.sharding import Sharding
 from tpcompiler.judge.sound.check import check_programs
 from tpcompiler.judge.sound.written import read_ranks
 
@@ -122,19 +118,6 @@ def test_processes_keep_nan_and_infinity(degree: int, tmp_path: Path) -> None:
     for rank, (own,) in enumerate(results):
         for name, got, want in zip(FUNCTIONS, own, expected, strict=True):
             assert_same(got, want.chunk(degree)[rank] if name in KEPT else want, f"{name} on rank {rank}")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "size"), [(torch.float64, 8), (torch.float32, 4), (torch.bfloat16, 4)])
-def test_the_price_is_what_is_sent(dtype: torch.dtype, size: int) -> None:
-    """As many bytes as the floats have; of half precision four for each, for no backend reduces integers of two."""
-    exported = export(Each([lambda x: x.to(dtype).amax(0)]), ([values(2)],))
-    made = tpcompiler.parallelize(exported, 2, {}, inputs=["S(0)"])
-    mesh = Mesh((("tp", 2),))
-    pending, whole = (Sharding.of({"tp": at}, mesh, 1, "it") for at in (Partial("max"), Replicate()))
-    (sent,) = made.collectives()
-    priced = reshard_wire_bytes(pending, whole, [COLUMNS], dtype.itemsize, mesh)
-    assert sent.wire_bytes == priced == COLUMNS * size
 
 
 def lossy(monkeypatch: pytest.MonkeyPatch) -> tpcompiler.ParallelProgram:

@@ -58,12 +58,6 @@ def test_a_notebook_shows_what_the_terminal_does(
     assert sum(any(c.isdigit() for c in word) for word in printed) >= 3
 
 
-def test_a_report_is_still_text(results: dict[str, Shown]) -> None:
-    report = results["report"]
-    assert isinstance(report, str)
-    assert list(texts(report._repr_html_())) == [line.strip() for line in report.splitlines() if line.strip()]
-
-
 def test_names_of_files_and_models_are_no_html() -> None:
     class Odd(Shown):
         def parts(self) -> list[str | Table]:

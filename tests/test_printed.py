@@ -18,11 +18,9 @@ import yaml
 
 import tpcompiler
 from tests.launch import fork_code
-from tests.needs import needs
 from tests.runtime.commands import call, refused, right
 from tests.runtime.models import export_mlp
 from tests.runtime.poisons import MODEL, entries_of, write_entries
-from tests.runtime.test_opened import sign
 from tpcompiler.errors import one_line, printable
 from tpcompiler.judge.compare.compare import VerifyReport
 from tpcompiler.judge.sound.check import CheckReport
@@ -64,17 +62,6 @@ def test_bytes_that_are_compared_look_different_where_they_are() -> None:
     assert format_unequal_bytes(12_288, 12_290) == ["12.288 kB", "12.29 kB"]
     assert format_unequal_bytes(12_288, 12_288) == ["12.3 kB", "12.3 kB"]
     assert format_unequal_bytes(10**12, 10**12 + 1, 10**12) == ["1 TB", "1.000000000001 TB", "1 TB"]
-
-
-def test_no_text_counts_bytes_in_a_way_of_its_own() -> None:
-    """`{count:,} bytes` is left to files that are refused, whose exact sizes matter."""
-    units = re.compile(r"[KMG]iB\b|:,\} (wire )?bytes|rich.filesize")
-    exact = {"amounts.py", "options.py", "archive.py", "inputs.py", "model_file.py", "minimize.py", "memory.py"}
-    texts = [
-        path for part in ("tpcompiler", "passes") for path in (ROOT / part).rglob("*") if path.suffix in (".py", ".js")
-    ]
-    own = {path.name for path in texts if "vendor" not in path.parts and units.search(path.read_text(encoding="utf-8"))}
-    assert own <= exact
 
 
 def test_a_finding_writes_no_line_of_its_own() -> None:
@@ -128,16 +115,6 @@ def test_a_manifest_writes_no_control_characters(words: str, out: Path) -> None:
     assert not re.search("^ *sound: all", result.output, re.MULTILINE)
 
 
-def renamed_modules(path: Path, name: str) -> None:
-    """All ops come from a module of this name and class."""
-    entries = entries_of(path)
-    data = json.loads(entries[MODEL])
-    for node in data["graph_module"]["graph"]["nodes"]:
-        node["metadata"]["nn_module_stack"] = f"L__self__,,M;L__self___a,{name},{name}"
-    entries[MODEL] = json.dumps(data).encode()
-    write_entries(path, entries)
-
-
 def test_a_class_writes_no_line_into_the_plan(tmp_path: Path) -> None:
     path = tmp_path / "model.pt2"
     torch.export.save(export_mlp(), path)
@@ -152,23 +129,6 @@ def test_a_class_writes_no_line_into_the_plan(tmp_path: Path) -> None:
     assert '"**": colwise #' in plan
     assert yaml.safe_load(plan)["**"] == "auto"
     assert set(yaml.safe_load(plan).values()) <= {"replicate", "colwise", "rowwise", "auto"}
-
-
-needs_dot = needs("dot")
-
-
-@needs_dot
-@pytest.mark.parametrize(
-    "name", ["a\x01\x1b\x0bb", "é\udcffb", "<B>&amp", "a" * 100_000], ids=["controls", "half", "html", "long"]
-)
-def test_names_are_drawn(name: str, out: Path) -> None:
-    for file in ("program.pt2", "rank_0.pt2", "rank_1.pt2"):
-        renamed_modules(out / file, name)
-        sign(out / file)
-    right_or_refused = call("inspect", out, "--format", "svg")
-    assert right_or_refused.exit_code == 0, right_or_refused.output[-300:]
-    assert right_or_refused.stdout.rstrip().endswith("</svg>")
-    assert "\x01" not in right_or_refused.stdout
 
 
 def test_a_picture_that_cannot_be_drawn(out: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

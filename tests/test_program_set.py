@@ -17,10 +17,9 @@ from tests.launch import called
 from tests.passes.stages import Call
 from tests.state.models import PLAN, WIDTH, Llama, call
 from tests.zoo.case import randomise
-from tpcompiler import ArtifactError, InputsError, ParallelProgram, PlanError, ProgramError
+from tpcompiler import InputsError, ParallelProgram, PlanError, ProgramError
 from tpcompiler.cost.collective import wire_bytes
 from tpcompiler.parallel.program_subject import shardings_of
-from tpcompiler.runtime.artifact import read_manifest
 
 PROMPT, *STEPS = call(2, 0, 4), call(2, 4, 1), call(2, 5, 1)
 CALLS = [("prefill", *PROMPT), *(("decode", *step) for step in STEPS)]
@@ -94,18 +93,6 @@ def test_one_directory_on_real_processes(layout: Literal["ranks", "shared"], tmp
 
 
 @pytest.mark.slow
-def test_one_of_them_by_itself_lacks_its_weights(tmp_path: Path) -> None:
-    converted(2).save(tmp_path / "out")
-    with pytest.raises(ArtifactError, match=r"decode leaves \d+ tensors to the program next to it"):
-        tpcompiler.load(tmp_path / "out" / "decode")
-    with pytest.raises(ArtifactError, match="holds the programs prefill, decode"):
-        read_manifest(tmp_path / "out")
-    with pytest.raises(ArtifactError, match="exists already"):
-        converted(2).save(tmp_path / "out")
-    converted(2).save(tmp_path / "out", force=True)
-
-
-@pytest.mark.slow
 def test_a_free_leaf_that_two_programs_want_otherwise_is_placed_alike() -> None:
     """Alone, the second program would cut the table by its columns."""
     table = nn.Parameter(torch.randn(8, 8))
@@ -128,36 +115,6 @@ def test_a_free_leaf_that_two_programs_want_otherwise_is_placed_alike() -> None:
     together = tpcompiler.parallelize(programs, 2, plan)
     assert len({shardings_of(program.only)["scale"] for program in together.values()}) == 1
     assert together.verify([("one", (x,)), ("two", (x,))]).ok
-
-
-class Chain(nn.Module):
-    """Buffers of which each program writes one from the next."""
-
-    def __init__(self, part: int) -> None:
-        super().__init__()
-        self.part, self.up = part, nn.Linear(8, 16, bias=False)
-        for name in ("k0", "k1", "k2"):
-            self.register_buffer(name, torch.zeros(8, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made = self.up(x).view(2, 4, 4).reshape(8, 4)
-        source = (self.k1 * 2, self.k2 * 2, made)[self.part]
-        (self.k0, self.k1, self.k2)[self.part].copy_(source)
-        return x * 1
-
-
-def test_a_sharding_reaches_all_programs_of_a_chain() -> None:
-    """The last program writes rows in blocks, and only through the second does the first one know them."""
-    models = [Chain(part) for part in range(3)]
-    for model in models:
-        model.load_state_dict(models[0].state_dict())
-    x = torch.randn(2, 8)
-    programs = {f"p{model.part}": export(model, (x,)) for model in models}
-    made = tpcompiler.parallelize(programs, 2, {"up": "colwise"}, machine="ideal")
-    rows = {row.name: row.sharding for row in made["p0"].manifest().tensors}
-    assert {rows[name] for name in ("k0", "k1", "k2")} == {"S(0, block 4)"}
-    assert not made["p0"].collectives()
-    assert made.verify([(name, (x,)) for name in ("p2", "p1", "p0")]).ok
 
 
 def test_what_is_refused() -> None:

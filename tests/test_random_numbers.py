@@ -8,22 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from expecttest import assert_expected_inline
 from torch import nn
 from torch.export import Dim
 
 import tpcompiler
 from tests.bad_input.models import PLAN, Net, X, exported
-from tests.passes.stages import Call
 from tests.sound import findings
 from tpcompiler import ParallelProgram
 from tpcompiler.ir import edit
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.node_placement import placement_of
-from tpcompiler.ir.text import program_text
-from tpcompiler.judge.compare.promote import Promoted
 from tpcompiler.judge.compare.simulate import simulate
-from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.rules.registry import rule_of
 
 aten = torch.ops.aten
@@ -172,43 +167,6 @@ def test_no_drawing_op_is_cut() -> None:
     assert rule_of(still) is not None
 
 
-def test_the_form_of_dropout() -> None:
-    batch = {"x": {0: Dim("batch")}}
-    program = torch.export.export(
-        Call(lambda self, x: F.dropout(x.t(), 0.5, True) * torch.rand_like(x.t())), (X,), dynamic_shapes=batch
-    )
-    assert_expected_inline(
-        program_text(canonicalize(program)),
-        """\
-x = input f32[s77, 8]
-t = t(x)
-size = sym_size(t, 1)
-ones = full([size, 8], 1, dtype=f32, device=device(type='cpu'))
-ones_as_they_lie = permute(ones, [1, 0])
-native_dropout = native_dropout(ones_as_they_lie, 0.5, True)
-drawn = getitem(native_dropout, 0)
-getitem = mul(t, drawn)
-t_1 = t(x)
-size_1 = sym_size(t_1, 1)
-ones_1 = full([size_1, 8], 1, dtype=f32, device=device(type='cpu'))
-ones_as_they_lie_1 = permute(ones_1, [1, 0])
-rand_like = rand_like(ones_as_they_lie_1, pin_memory=False)
-mul = mul(getitem, rand_like)
-return mul
-""",
-    )
-
-
-@pytest.mark.slow
-def test_dynamic_sizes() -> None:
-    net = Net(lambda self, x: self.down(F.dropout(self.up(x), 0.5, True)) + torch.rand_like(x))
-    program = exported(net, X, dynamic_shapes=(((Dim("batch"), None),),))
-    for boundary in ({}, {"inputs": ["S(0)"], "outputs": ["S(0)"]}):
-        made = tpcompiler.parallelize(program, 2, PLAN, **boundary)
-        for rows in (4, 6):
-            assert made.verify((torch.randn(rows, 8),)).ok
-
-
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["dropout", "attention with dropout", "rand_like", "bernoulli", "poisson"])
 def test_half_precision(name: str) -> None:
@@ -318,13 +276,3 @@ def test_ranks_in_one_process_have_generators_of_their_own_and_leave_the_callers
     first, second = on_all(made, 2)
     assert torch.equal(first[1], second[1])
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.slow
-def test_float64_draws_the_same_numbers() -> None:
-    program = exported(Net(lambda self, x: torch.rand_like(self.both(x))), X)
-    (narrow,), (wide,) = (
-        simulate([p], [[v]])[0].outputs for p, v in ((program, X), (Promoted(program, torch.float64), X.double()))
-    )
-    assert wide.dtype == torch.float64
-    assert torch.equal(narrow.double(), wide)

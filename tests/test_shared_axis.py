@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
-import zipfile
-from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ from torch.export import export
 
 import tpcompiler
 from tests.launch import called
-from tests.runtime.commands import call, right
+from tests.runtime.commands import right
 from tpcompiler.errors import ArtifactError
 
 MACHINE = "h100"
@@ -30,7 +27,8 @@ LAYERS = {
     **dict.fromkeys(("**.o_proj", "**.down_proj"), "rowwise"),
     "**.lm_head": "colwise_gather_output",
 }
-PART = re.compile(rb"tp_\d")
+
+
 MATRIX = "model.model.layers.0.self_attn.{}_proj.weight"
 
 
@@ -98,80 +96,6 @@ def test_one_gather(planned: Path) -> None:
     assert texts[MATRIX.format("k")] == "2xS(0) 2xR"
     assert texts["model.lm_head.weight"] == "S(0)"
     assert program.check().ok
-
-
-@pytest.mark.slow
-def test_the_groups_of_a_part(apart: Path) -> None:
-    program = tpcompiler.open(apart)
-    assert program.manifest().groups == {
-        "tp=4:tp": [[0, 1, 2, 3]],
-        "tp=4:tp[:2]": [[0, 1], [2, 3]],
-        "tp=4:tp[::2]": [[0, 2], [1, 3]],
-    }
-    assert {each.axis for each in program.collectives()} == {"tp", "tp[:2]", "tp[::2]"}
-    assert program.verify((TOKENS,)).ok
-    assert program.check().ok
-
-
-def printed(model: Path, out: Path, other: Path, forms: Iterable[Sequence[str]]) -> Iterator[bytes]:
-    """What each command prints, most in each of the forms."""
-    page, plan = out.parent / "page.html", model.with_name("plan.yaml")
-    sent = tpcompiler.open(out).collectives()
-    both = [
-        ["convert", model, "--tp", RANKS, "--plan", plan, "--dry-run"],
-        ["inspect", out, "--rank", 1],
-        ["explain", out],
-        ["explain", out, MATRIX.format("k")],
-        ["explain", out, sent[1].node],
-        ["verify", out, "--against", model],
-        ["check", out, "--against", model],
-        ["diff", out, other],
-    ]
-    alone = [
-        ["inspect", out],
-        *(["inspect", out, "--tensor", MATRIX.format(which)] for which in "qk"),
-        *(["inspect", out, "--format", form] for form in ("dot", "html")),
-        ["reshard", out, "--tp", RANKS, "-o", out.parent / "again", "--force"],
-        ["diff", out, other, "--html", page],
-    ]
-    for words in [*alone, *([*words, *form] for words in both for form in forms)]:
-        result = call(*words)
-        assert result.exit_code == (1 if words[0] == "diff" else 0), (words, result.output)
-        yield result.output.encode()
-    yield page.read_bytes()
-
-
-def searched(model: Path) -> Iterator[bytes]:
-    """What the commands print that search."""
-    for words in (
-        ["convert", model, "--tp", RANKS, "--plan", "auto", "--dry-run"],
-        ["plan", model, "--tp", RANKS],
-        ["plan", model, "--tp", RANKS, "--json"],
-    ):
-        result = call(*words, "--machine", "ideal")
-        assert result.exit_code == 0, (words, result.output)
-        yield result.output.encode()
-
-
-def contents(folder: Path) -> Iterator[bytes]:
-    for path in sorted(folder.rglob("*")):
-        if path.suffix == ".pt2":
-            with zipfile.ZipFile(path) as archive:
-                yield from (archive.read(name) for name in archive.namelist())
-        elif path.is_file():
-            yield path.read_bytes()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("which", ["planned", "apart"])
-def test_no_output_names_a_part(which: str, model: Path, request: pytest.FixtureRequest) -> None:
-    out, other = (request.getfixturevalue(name) for name in (which, "apart" if which == "planned" else "planned"))
-    forms = [[], ["--json"]] if which == "planned" else [["--json"]]
-    found = [*printed(model, out, other, forms), *contents(out), *contents(out.parent / "again")]
-    found += searched(model) if which == "planned" else ()
-    found += [str(tpcompiler.open(out).rank_program(rank).graph).encode() for rank in range(RANKS)]
-    assert [each[max(at.start() - 200, 0) : at.end() + 50] for each in found if (at := PART.search(each))] == []
-    assert any(b"tp=4" in each for each in found)
 
 
 @pytest.mark.slow

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import tpcompiler
 import tpcompiler.rules
@@ -56,29 +53,3 @@ def test_a_newer_torch_is_a_warning(version: str, said: bool) -> None:
         "if something fails, install torch 2.15"
     ] * said
     assert all(each.category is tpcompiler.TpCompilerWarning for each in heard)
-
-
-@pytest.mark.slow
-def test_the_command_line_says_it_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "text.pt2").write_text("no program")
-    script = "import torch; torch.__version__ = '9.0'\nfrom tpcompiler.cli import main\nmain()"
-    ran = subprocess.run(
-        [sys.executable, "-c", script, "inspect", "text.pt2"], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
-    assert ran.stderr.splitlines()[0].startswith("warning: torch 9.0 is newer than 2.15")
-    assert "text.pt2 is a text file" in ran.stderr
-    assert ran.returncode == 2
-
-
-@pytest.mark.slow
-def test_a_trace_leaves_the_methods_of_modules() -> None:
-    """What is traced is as `make_fx` has it, which puts others into their place."""
-    call, found = torch.nn.Module.__call__, []
-
-    def body(x: torch.Tensor) -> torch.Tensor:
-        found.append(torch.nn.Module.__call__ is call)
-        return x.relu() + 1
-
-    assert str(_torch.trace_ops(body, torch.ones(2))) == str(make_fx(body)(torch.ones(2)).graph)
-    assert found == [True, False]
-    assert "__fx_already_patched" not in vars(call)

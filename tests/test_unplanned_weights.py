@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,7 @@ from torch import nn
 from transformers import AfmoeConfig, AfmoeForCausalLM
 
 import tpcompiler
-from tests.runtime.commands import right
 from tpcompiler.ask import again
-from tpcompiler.parallel import pipeline
 from tpcompiler.runtime.weightless import weightless
 
 SIZES = {"vocab_size": 120, "hidden_size": 32, "head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -43,28 +39,6 @@ def line_in(text: str) -> str:
     return found[0] if found else ""
 
 
-@pytest.mark.slow
-def test_the_line_of_a_config_and_its_command(afmoe: Path, tmp_path: Path) -> None:
-    words = ["convert", afmoe / "model.pt2", "--tp", 2, "--plan", afmoe / "config.json", "-o", tmp_path / "out"]
-    data = json.loads(right(*words, "--json"))
-    whole = sum(row["bytes"] for row in data["tensors"] if row["sharding"] == "R")
-    found = data["searched_plan"]
-    assert (found["bytes"], found["held_bytes"]) == (data["bytes"], max(data["bytes_per_rank"]))
-    assert found["whole_bytes"] == whole > 0.5 * data["bytes"]
-    line = line_in(right(*words, "--force"))
-    shares = (found[name] / data["bytes"] for name in ("held_bytes", "whole_bytes", "searched_bytes"))
-    held, left, searched = (f"{100 * share:.1f}%" for share in shares)
-    told, command = line.split(": tpcompiler ")
-    assert told == (
-        f"a rank holds {held} of all bytes: {left} are whole, and no plan entry names them; "
-        f"with --plan auto --optimize memory it would hold {searched}"
-    )
-    after = json.loads(right(*shlex.split(command), "--json"))
-    assert after["out"] == str(tmp_path / "out_auto")
-    assert max(after["bytes_per_rank"]) == found["searched_bytes"]
-    assert after["searched_plan"] is None
-
-
 class Layers(nn.Module):
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -76,69 +50,13 @@ class Layers(nn.Module):
 
 
 MLP = {"up": "colwise", "down": "rowwise"}
-TABLE, UP = 40 * 64 * 4, 64 * 128 * 4  # bytes
+TABLE = 40 * 64 * 4  # bytes
 
 
 def converted(plan: Mapping[str, Any], width: int = 64, **given: Any) -> tpcompiler.ParallelProgram:
     with weightless() if width > 1000 else contextlib.nullcontext():
         exported = torch.export.export(Layers(width), (torch.zeros(4, 32, dtype=torch.int64),))
     return tpcompiler.parallelize(exported, 2, plan, **given)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("plan", "whole"),
-    [
-        (MLP, None),  # the table is 14% of all bytes
-        ({**MLP, "table": "embedding_rowwise"}, None),
-        ({"table": "embedding_rowwise"}, 2 * UP),
-        ({"table": "embedding_rowwise", "up": "replicate"}, UP),
-        ({"table": "embedding_rowwise", "up": "replicate", "down.weight": "R"}, None),
-        ({"**": "replicate"}, None),
-        ({}, TABLE + 2 * UP),
-    ],
-)
-def test_bytes_that_no_entry_names(plan: dict[str, str], whole: int | None) -> None:
-    made = converted(plan)
-    found = made.converted.searched_plan()
-    assert (None if found is None else found.whole_bytes) == whole
-    line = line_in(made.report())
-    assert bool(line) == (found is not None)
-    if found is not None:
-        assert line.endswith(f'plan="auto", optimize="memory" it would hold {found.searched_bytes / found.bytes:.1%}')
-        assert max(converted("auto", optimize="memory").parameter_bytes()[1]) == found.searched_bytes
-
-
-@pytest.mark.slow
-def test_a_large_model_takes_the_fastest_plan() -> None:
-    """Its layers are worth cutting for speed; a small one's are only for memory."""
-    made = converted({"table": "embedding_rowwise"}, width=8192, machine="h100")
-    found = made.converted.searched_plan()
-    assert found is not None
-    assert found.optimize == "latency"
-    assert max(converted("auto", width=8192, machine="h100").parameter_bytes()[1]) == found.searched_bytes
-
-
-def test_an_artifact_on_disk_has_the_same_line(tmp_path: Path) -> None:
-    made = converted({"table": "embedding_rowwise"})
-    made.save(tmp_path / "out")
-    assert line_in(tpcompiler.open(tmp_path / "out").report()) == line_in(made.report()) != ""
-
-
-@pytest.mark.slow
-def test_nothing_is_searched_unless_it_is_asked_and_much_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    searches: list[Any] = []
-    search = pipeline.find_placements
-    monkeypatch.setattr(pipeline, "find_placements", lambda *given: searches.append(given) or search(*given))
-    made, cut = converted({"table": "embedding_rowwise"}), converted(MLP)
-    made.manifest()
-    assert len(searches) == 2  # the two conversions
-    cut.report()
-    assert len(searches) == 2
-    made.report()
-    once = len(searches)
-    made.report()
-    assert 2 < len(searches) == once
 
 
 def test_a_search_again_counts_the_optimizer_of_the_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,33 +108,6 @@ def test_a_pair_cuts_what_the_weight_is_made_of(
     assert sum(torch.Size(program.only.original().state_dict[name].shape).numel() == 512 for name in cut) == 2
 
 
-@pytest.mark.slow
-@pytest.mark.sweep
-@pytest.mark.parametrize("inner", ["", ".inner"])
-@pytest.mark.parametrize("name", ["linear", "base_layer"])
-def test_the_names_of_a_wrapper_and_of_its_layer_mean_the_layer(name: str, inner: str) -> None:
-    torch.manual_seed(0)
-    exported = export(Mlp(lambda layer: Lora(layer, name)).eval(), (torch.randn(4, 16),))
-    inner = inner.replace("inner", name)
-    program = tpcompiler.parallelize(exported, 2, {f"**.up{inner}": "colwise", f"**.down{inner}": "rowwise"})
-    assert program.verify((torch.randn(4, 16),)).ok
-    assert [(c.kind, c.why) for c in program.collectives()] == [("all_reduce", "inherent")]
-    cut = {row.name: row.sharding for row in program.manifest().tensors if row.sharding != "R"}
-    layers = {f"up.{name}.weight": "S(0)", f"up.{name}.bias": "S(0)", f"down.{name}.weight": "S(1)"}
-    assert cut == {**layers, f"down.{name}.bias": "P(sum)", "down.a.weight": "S(1)"}
-
-
-@pytest.mark.slow
-def test_a_wrapper_s_name_means_its_layer_in_training() -> None:
-    torch.manual_seed(0)
-    model, x = Mlp(lambda layer: Lora(layer, "linear")).train(), torch.randn(4, 16)
-    program = tpcompiler.export_training(model, (x,), loss=lambda output: output.square().mean())
-    made = tpcompiler.parallelize(program, 2, {"**.up": "colwise", "**.down": "rowwise"})
-    assert made.verify((x,)).ok
-    rows = {row.name: row.sharding for row in made.manifest().tensors}
-    assert (rows["up.linear.weight"], rows["down.linear.weight"]) == ("S(0)", "S(1)")
-
-
 def test_the_inner_name_counts_where_both_are_given() -> None:
     exported = export(Mlp(Lora).eval(), (torch.randn(4, 16),))
     for plan, expected in (({"up": "replicate", "up.linear": "colwise"}, "S(0)"), ({"up": "replicate"}, "R")):
@@ -148,21 +121,6 @@ def test_a_module_that_wraps_two_layers_stands_for_none() -> None:
         tpcompiler.parallelize(exported, 2, {"up": "colwise"})
     assert error.value.message == "style 'colwise' does not fit 'up': it has no weight itself"
     assert error.value.help == "name a layer inside it, such as 'up.one', 'up.two'"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_a_norm_over_a_cut_dim_reduces_the_norm(dtype: torch.dtype) -> None:
-    class Normalize(nn.Module):
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return nn.functional.normalize(x, dim=-1), x.norm(), x.norm(dim=(0, 1), keepdim=True)
-
-    x = torch.randn(4, 16).to(dtype) * 10
-    program = tpcompiler.parallelize(export(Normalize(), (x,)), 2, {}, inputs=["S(1)"], outputs=["S(1)"])
-    assert program.verify((x,)).ok
-    assert [c.kind for c in program.collectives()] == ["all_reduce"] * 3
-    (wide,) = {torch.promote_types(dtype, torch.float32)}
-    assert all(c.wire_bytes <= 4 * wide.itemsize for c in program.collectives())
 
 
 pt2e = torch.ops.quantized_decomposed
@@ -220,20 +178,3 @@ def test_styles_cut_the_weights_of_pt2e(world: int, tmp_path: Path) -> None:
         "_frozen_param1": "S(1)",
     }
     program.save(tmp_path / "out")  # and checks the files
-
-
-@pytest.mark.slow
-def test_a_weight_is_borrowed_from_around_the_layer_alone() -> None:
-    """Not from a module beside it: that one has a word of its own."""
-
-    class Beside(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.held, self.up = nn.Linear(*SIZES), Outside(*SIZES)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.held(x) + self.up(x, self.held.weight * 2)
-
-    program = tpcompiler.parallelize(export(Beside(), (torch.randn(4, 16),)), 2, {"up": "colwise", "held": "replicate"})
-    placed = {row.name: row.sharding for row in program.manifest().tensors}
-    assert placed == {"held.weight": "R", "held.bias": "R", "up.bias": "S(0)"}  # up.weight is not used at all

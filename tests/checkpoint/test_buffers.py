@@ -71,16 +71,6 @@ def test_the_checkpoint_has_other_values(checkpoint: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_for_other_ranks(checkpoint: Path, tmp_path: Path) -> None:
-    tpcompiler.parallelize(hollow(), 2, PLAN).save(tmp_path / "out")
-    tpcompiler.open(tmp_path / "out").cut(checkpoint)
-    tpcompiler.open(tmp_path / "out").reshard(3, tmp_path / "three")
-    assert tpcompiler.open(tmp_path / "three").verify((X,), original=export(trained(), (X,))).ok
-    tpcompiler.open(tmp_path / "three").merge(tmp_path / "merged.pt2")
-    assert torch.allclose(torch.export.load(tmp_path / "merged.pt2").module()(X), trained()(X))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("partial", [False, True])
 def test_a_checkpoint_that_lacks_one_is_refused(partial: bool, checkpoint: Path, tmp_path: Path) -> None:
     """As by torch's load_state_dict: zeros of the constructor are not the trained model's numbers."""

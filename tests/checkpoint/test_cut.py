@@ -122,6 +122,8 @@ CONVERSIONS: dict[str, tuple[Callable[[nn.Module], object], torch.dtype]] = {
 
 
 CUT = some(CONVERSIONS, 5)  # the others are read by the same code
+
+
 # Weights that are assigned after the block have values.
 INSIDE = [(how, inside) for how in CONVERSIONS for inside in (True, False) if inside or how != "assign"]
 
@@ -278,15 +280,6 @@ def test_a_checkpoint_that_changes_while_it_is_cut(tmp_path: Path) -> None:
     assert not weights(out)
 
 
-@pytest.mark.slow
-def test_what_an_interrupted_cut_leaves_does_not_bar_the_way(tmp_path: Path) -> None:
-    out, checkpoint = converted(tmp_path / "out"), write_checkpoint(tmp_path / "c")
-    cut_until(out, checkpoint, 0.5)
-    tpcompiler.parallelize(exported(), 2, PLAN).save(out, force=True)
-    names = ["manifest.json", "model.pt2", "program_0.pt2", "program_1.pt2", "rank_0.pt2", "rank_1.pt2"]
-    assert sorted(path.name for path in out.iterdir()) == names
-
-
 def test_an_artifact_with_weights_needs_none(tmp_path: Path) -> None:
     out = converted(tmp_path / "out", has_weights=True)
     with pytest.raises(ArtifactError, match="has its weights"):
@@ -319,12 +312,3 @@ def test_ranks_read_their_shares_from_the_checkpoint(tmp_path: Path) -> None:
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * float(want.abs().max()))
     assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
     shutil.rmtree(checkpoint)
-
-
-@pytest.mark.slow
-def test_several_programs_share_one_checkpoint(tmp_path: Path) -> None:
-    programs = {"one": hollow(), "two": hollow()}
-    tpcompiler.parallelize(programs, 2, PLAN).save(tmp_path / "out")
-    tpcompiler.open(tmp_path / "out").cut(write_checkpoint(tmp_path / "c"))
-    assert tpcompiler.open(tmp_path / "out").check().ok
-    assert set(load_file(tmp_path / "out" / "two" / weights_file(0))) <= {"rank_numbers", "frequencies"}

@@ -1,4 +1,4 @@
-"""Weights as DTensors and back, in real processes."""
+"""Weights as DTensors and back, in real processes, and shardings in torch's placements."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 import tpcompiler
 from tests.checkpoint.models import exported
 from tests.launch import run_ranks
+from tpcompiler.checkpoint.leaves import torch_placements
+from tpcompiler.ir.dim_sharding import DimSharding
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.sharding import Sharding
 
 WORKER = Path(__file__).parent / "dtensor_worker.py"
 LAYER = {"table": "embedding_rowwise", "layers.0.up": "colwise", "layers.0.down": "rowwise"}
@@ -35,3 +40,27 @@ def test_there_through_a_checkpoint_and_back(tmp_path: Path) -> None:
     back = torch.export.load(tmp_path / "back.pt2")
     assert all(torch.equal(back.state_dict[name], want[name]) for name in want)
     assert tpcompiler.open(tmp_path / "out").check().ok
+
+
+ONE, TWO = Mesh.of(2), Mesh.of({"dp": 2, "tp": 2})
+ROWS = Sharding((DimSharding.by("tp"), DimSharding()))
+
+
+@pytest.mark.parametrize(
+    ("sharding", "mesh", "wanted"),
+    [
+        (ROWS, ONE, (Shard(0),)),
+        (Sharding.replicated(2), ONE, (Replicate(),)),
+        (ROWS, TWO, (Replicate(), Shard(0))),
+        (Sharding((DimSharding.by("tp", unit=4), DimSharding())), ONE, None),
+        (Sharding((DimSharding.by("tp", block=4), DimSharding())), ONE, None),
+        (Sharding(ROWS.dims, (("dp", "sum"),)), TWO, None),
+    ],
+)
+def test_only_what_torch_can_express(sharding: Sharding, mesh: Mesh, wanted: object) -> None:
+    assert torch_placements(sharding, (16, 8), mesh) == wanted
+
+
+def test_a_pending_sum_is_torchs_too() -> None:
+    """Negative control of the last case above: the placements alone would look right."""
+    assert Sharding(ROWS.dims, (("dp", "sum"),)).placements(TWO) == (Partial("sum"), Shard(0))

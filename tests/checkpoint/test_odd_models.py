@@ -31,17 +31,6 @@ class Mlp(nn.Module):
         return self.down(self.up(x).relu())
 
 
-class Computed(Mlp):
-    """A buffer that no checkpoint has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.arange(8.0) / 8, persistent=False)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return super().forward(x * self.scale)
-
-
 class Odd(nn.Module):
     """An empty buffer, one that is one row eight times, and one that is in the state dict under its second name."""
 
@@ -64,11 +53,6 @@ class Out:
 
 
 torch.export.register_dataclass(Out, serialized_type_name="tests.checkpoint.Out")
-
-
-class Named(Mlp):
-    def forward(self, x: torch.Tensor) -> Out:
-        return Out(super().forward(x))
 
 
 @pytest.fixture(scope="module")
@@ -101,35 +85,6 @@ def test_empty_expanded_and_tied_to_what_is_not_persistent(layout: Any, tmp_path
     assert load_file(tmp_path / "w.safetensors").keys() == program.state_dict.keys()
 
 
-@pytest.mark.slow
-def test_without_weights_at_all(tmp_path: Path) -> None:
-    tpcompiler.parallelize(export(nn.ReLU(), (X,)), 2, {}).save(tmp_path / "out")
-    tpcompiler.open(tmp_path / "out").reshard(3, tmp_path / "three")
-    tpcompiler.open(tmp_path / "three").merge(tmp_path / "model.pt2")
-    assert torch.equal(torch.export.load(tmp_path / "model.pt2").module()(X), X.relu())
-
-
-def test_a_class_that_is_kept_is_kept(tmp_path: Path) -> None:
-    tpcompiler.parallelize(export(Named(), (X,)), 2, PLAN).save(tmp_path / "out", keep_output_types=True)
-    tpcompiler.open(tmp_path / "out").reshard(3, tmp_path / "three")
-    one, two = (read_manifest(tmp_path / name).calling.returns for name in ("out", "three"))
-    assert one == two
-    assert "Out" in one
-
-
-@pytest.mark.slow
-def test_a_checkpoint_proves_what_was_resharded(tmp_path: Path) -> None:
-    """What is computed comes from the artifact, there without values of its own."""
-    whole = export(Computed(), (X,))
-    path = checkpoint(whole, tmp_path / "c.safetensors")
-    tpcompiler.parallelize(hollow(Computed), 2, PLAN).save(tmp_path / "out")
-    tpcompiler.open(tmp_path / "out").cut(path)
-    tpcompiler.open(tmp_path / "out").reshard(3, tmp_path / "three")
-    right("check", tmp_path / "three", "--checkpoint", path)
-    assert right("verify", tmp_path / "three", "--checkpoint", path).startswith("equal")
-    assert tpcompiler.open(tmp_path / "three").check(whole).ok
-
-
 def test_a_pending_weight_is_compared_bit_for_bit(mlp: ExportedProgram, tmp_path: Path) -> None:
     """-0 is another bias than 0, though a sum with zeros makes 0 of both."""
     zero = checkpoint(mlp, tmp_path / "zero.safetensors", **{"down.bias": torch.zeros(8)})
@@ -152,19 +107,6 @@ def test_of_several_programs_each_is_proved_and_put_together(layout: Any, mlp: E
         assert right("verify", tmp_path / "out" / name).startswith("equal")
     tpcompiler.open(tmp_path / "out" / "two").merge(tmp_path / "model.pt2")
     assert bits(torch.export.load(tmp_path / "model.pt2")) == bits(mlp)
-
-
-class Heads(Mlp):
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.down(self.up(x).view(x.shape[0], -1, 4).flatten(1))
-
-
-@pytest.mark.slow
-def test_for_one_rank(tmp_path: Path) -> None:
-    """Sizes that a cut would change stay what they are, -1 too."""
-    tpcompiler.parallelize(export(Heads(), (X,)), 3, PLAN).save(tmp_path / "out")
-    tpcompiler.open(tmp_path / "out").reshard(1, tmp_path / "one")
-    assert right("verify", tmp_path / "one").startswith("equal")
 
 
 class Killed(BaseException):

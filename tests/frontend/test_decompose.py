@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-import sympy  # type: ignore[import-untyped]
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram, export
@@ -19,11 +17,10 @@ from tests.sound import findings
 from tpcompiler._torch import decomposing
 from tpcompiler.errors import ProgramError
 from tpcompiler.frontend.call_body import NotSimple
-from tpcompiler.frontend.decompose import _Simplifier, decompose_calls
+from tpcompiler.frontend.decompose import decompose_calls
 from tpcompiler.frontend.spell_out import spell_out
 from tpcompiler.frontend.written_back import keep_old_values
 from tpcompiler.ir import edit
-from tpcompiler.ir.local import fake_mode_of, key
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.rules.registry import ops_with_rules
 
@@ -269,16 +266,6 @@ def test_what_torch_has_to_trace(case: str) -> None:
     torch.testing.assert_close(run(canonicalize(program).source, xs), run(program, xs), rtol=0, atol=0)
 
 
-def test_sizes_are_read_once() -> None:
-    class Rows(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.flatten(1).view(x.shape[0], 2, 3).reshape(x.shape[0], 6) + x.new_ones(x.shape[0], 6)
-
-    program = export(Rows(), (torch.randn(4, 6),), dynamic_shapes=({0: Dim("rows", max=64)},))
-    read = [node for node in edit.calls(decomposed(program).graph) if "sym_size" in str(node.target)]
-    assert len(read) == 1
-
-
 def test_buffers_in_one_memory_are_no_buffers_of_their_own() -> None:
     """A write to one of them would have to be seen in the other."""
 
@@ -322,21 +309,6 @@ def test_a_buffer_that_is_written_and_put_back_is_still_written() -> None:
     assert tpcompiler.parallelize(program, 2, {}).verify((torch.randn(4, 6),), then=[(torch.randn(4, 6),)]).ok
 
 
-def test_what_lies_otherwise_is_run_again() -> None:
-    """With a mask that is learned the export takes attention apart; the kernel lays its result out as its queries."""
-
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        q = x.view(2, 12, 8, 8).transpose(1, 2)
-        made = torch.nn.functional.scaled_dot_product_attention(q, q, q, self.bias.weight.view(2, 8, 12, 12))
-        return made.reshape(2, -1, 12, 8).transpose(1, 2)
-
-    graph = canonicalize(export(Call(forward, bias=nn.Linear(144, 16)), (torch.randn(2, 12, 64),))).graph
-    for node in edit.calls(graph):
-        args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda used: used.meta["val"])
-        with fake_mode_of(graph):
-            assert key(node.target(*args, **kwargs)) == key(node.meta["val"]), node  # type: ignore[operator]
-
-
 @pytest.mark.parametrize("place", [lambda x: x.select(1, 0), lambda x: x[..., 1:3]])
 def test_what_a_write_to_a_view_makes_lies_as_its_op_lays_it(place: Callable[[torch.Tensor], torch.Tensor]) -> None:
     def write(_: Call, x: torch.Tensor) -> torch.Tensor:
@@ -348,41 +320,3 @@ def test_what_a_write_to_a_view_makes_lies_as_its_op_lays_it(place: Callable[[to
     made = tpcompiler.parallelize(export(Call(write), (x,)), 2, {})
     assert findings(made) == []
     assert made.verify((x,)).ok
-
-
-def test_dynamic_sizes_of_a_file(tmp_path: Path) -> None:
-    """A file has strides such as Max(1, n - 1) by sympy's maximum, and what is computed from it has torch's."""
-
-    def net(self: Any, x: torch.Tensor) -> torch.Tensor:
-        between = x.shape[0] - 1
-        apart = (torch.arange(between)[:, None] - torch.arange(between)).to(torch.int64) * 16
-        apart += torch.where(apart > 0, 1, 2)
-        return apart + x.sum()
-
-    program = export(Call(net), (torch.randn(6),), dynamic_shapes=({0: Dim("n", min=3)},))
-    torch.export.save(program, tmp_path / "model.pt2")
-    stored = torch.export.load(tmp_path / "model.pt2")
-    assert any(
-        isinstance(stride, torch.SymInt) and stride.node.expr.has(sympy.Max)
-        for node in edit.calls(stored.graph)
-        if edit.is_tensor(node)
-        for stride in edit.fake(node).stride()
-    )
-    made = decomposed(stored)
-    xs = [torch.randn(n) for n in (3, 6, 7)]
-    torch.testing.assert_close(run(made, xs), run(program, xs), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_calls_of_fixed_sizes_are_checked_without_fake_tensors(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs, run = list[str](), _Simplifier.run
-    monkeypatch.setattr(
-        _Simplifier, "run", lambda self, node, *given: runs.append(node.name) or run(self, node, *given)
-    )
-
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(x).cumsum(1).transpose(0, 1) * torch.arange(3)
-
-    shapes = {"x": {1: Dim("size")}} if dynamic else None
-    canonicalize(export(Call(forward), (torch.randn(3, 5),), dynamic_shapes=shapes))
-    assert {"relu", "cumsum", "transpose", "mul"}.issubset(runs) if dynamic else not runs

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 import tpcompiler
 from tests.zoo.case import randomise
 from tpcompiler.errors import ArtifactError, ShardingError
-from tpcompiler.frontend.written_back import find_overwritten, memory_of
+from tpcompiler.frontend.written_back import find_overwritten
 from tpcompiler.runtime.in_place import write_in_place
 
 PLAN = {"up": "colwise", "down": "rowwise"}
@@ -289,17 +289,3 @@ def test_a_rank_that_returns_what_it_writes(tmp_path: Path) -> None:
     assert not made.verify((X,), then=[(X,)]).ok
     with pytest.raises((ArtifactError, tpcompiler.InternalError), match="shares the memory of 'now'"):
         made.save(tmp_path / "out")
-
-
-@pytest.mark.slow
-def test_the_memory_of_a_view() -> None:
-    class Views(nn.Module):
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return x.t()[1:].split(2)[0].reshape(-1), x.t() + 1, x
-
-    graph = export(Views(), (X,)).run_decompositions({}).graph
-    first, second, third = graph.output_node().args[0]  # type: ignore[misc]
-    (x,) = graph.find_nodes(op="placeholder")
-    assert memory_of(third) is x
-    assert memory_of(second) is second
-    assert memory_of(first).name in ("x", "clone", "reshape", "view")

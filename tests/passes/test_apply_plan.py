@@ -16,7 +16,7 @@ from tests.passes.stages import Call, canonical, planned
 from tpcompiler.errors import PlanError, TpCompilerError
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.program import PIN, PlannedProgram
+from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.ir.text import program_text
 from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize
@@ -46,31 +46,6 @@ class Conv1D(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.addmm(self.bias, x, self.weight)
-
-
-def test_colwise_gather_output() -> None:
-    program = planned(Mlp(), (X,), {"up": "colwise_gather_output"})
-    assert_expected_inline(
-        program_text(program),
-        """\
-p_up_weight: S(0) = up.weight f32[6, 4]
-p_up_bias: S(0) = up.bias f32[6]
-p_down_weight = down.weight f32[4, 6]
-p_down_bias = down.bias f32[4]
-x = input f32[2, 4]
-linear = linear(x, p_up_weight, p_up_bias)
-pin: R = pin(linear)
-relu = relu(pin)
-linear_1 = linear(relu, p_down_weight, p_down_bias)
-pin_1: R = pin(linear_1)
-return pin_1
-""",
-    )
-    asked = [node.meta[PIN].asked_by for node in program.graph.nodes if PIN in node.meta]
-    assert asked == [
-        'the plan ("up": "colwise_gather_output")',
-        "outputs are R unless outputs= says otherwise",
-    ]
 
 
 def cuts(program: PlannedProgram) -> dict[str, str]:
@@ -176,27 +151,6 @@ def test_a_tied_leaf_is_touched_by_an_entry_for_its_other_name() -> None:
     assert [note.text for note in planned(Tied(), (X.long(),)).notes] == ["embed", "head"]
 
 
-def test_pins_on_a_layer_called_twice() -> None:
-    plan = {"up": {"style": "colwise", "inputs": ["S(0)"], "outputs": ["S(1)"]}}
-    program = planned(Call(lambda self, x: self.up(F.relu(self.up(x))), up=nn.Linear(4, 4, bias=False)), (X,), plan)
-    assert_expected_inline(
-        program_text(program),
-        """\
-p_up_weight: S(0) = up.weight f32[4, 4]
-x = input f32[2, 4]
-pin_2: S(0) = pin(x)
-linear = linear(pin_2, p_up_weight)
-pin: S(1) = pin(linear)
-relu = relu(pin)
-pin_3: S(0) = pin(relu)
-linear_1 = linear(pin_3, p_up_weight)
-pin_1: S(1) = pin(linear_1)
-pin_4: R = pin(pin_1)
-return pin_4
-""",
-    )
-
-
 def test_pins_on_several_inputs_and_outputs_of_a_layer() -> None:
     inner = Call(lambda self, x, y: (x + 1, y + x))
     outer = Call(lambda self, x, y: self.pair(x * 2, y), pair=inner)
@@ -268,19 +222,6 @@ def test_a_weight_that_an_op_without_a_rule_uses_behind_a_copy() -> None:
     text = error(Call(lambda self, x: self.embed(x), embed=nn.Embedding(4, 8, max_norm=1.0)), (X.long(),), EMBEDDING)
     assert "aten.embedding_renorm.default has no rule for its use of 'embed.weight'" in text
     assert "help: use 'replicate' for this layer" in text
-
-
-def test_a_style_that_could_mean_two_dims() -> None:
-    module = Call(
-        lambda self, x: x @ self.m.w @ self.m.w.t() + x @ self.m.w.t() @ self.m.w, m=Call(lambda: None, w=(4, 4))
-    )
-    assert_expected_inline(
-        error(module, (X,), {"m": "colwise"}),
-        """\
-PlanError: style 'colwise' is ambiguous for 'm.w': its uses cut dims [0, 1]
-  help: give an explicit placement, e.g. "m.w": "S(0)"
-  asked by: the plan ("m": "colwise")""",
-    )
 
 
 def test_more_placements_than_tensors() -> None:

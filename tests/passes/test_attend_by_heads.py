@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.export import Dim, export
+from torch.export import export
 
 import tpcompiler
 from tests.passes.stages import Call
@@ -83,29 +83,6 @@ def test_masks(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.slow
-def test_grouped_queries() -> None:
-    args = qkv(8, 2)
-    program = converted(attend(), args, 4)
-    assert sent(program) == {("all_to_all", exchanged(8, 4)): 2, ("all_to_all", exchanged(4, 4)): 2}
-    assert program.verify(args).ok
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("plan", [{}, "auto"], ids=["planned", "auto"])
-def test_fewer_heads_of_keys_than_ranks(plan: Any) -> None:
-    """2 heads of keys on 4 ranks: heads over two ranks next to each other, and keys gathered over the other two."""
-    args = qkv(4, 2)
-    program = converted(attend(), args, 4, plan)
-    whole = {heads: heads * STEPS * FEATURES * 4 for heads in (4, 2)}
-    assert sent(program) == {
-        ("all_to_all", whole[4] // 4 // 2): 2,
-        ("all_to_all", whole[2] // 4 // 2): 2,
-        ("all_gather", whole[2] // 2 // 2): 2,
-    }
-    assert program.verify(args).ok
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("plan", [{}, "auto"], ids=["planned", "auto"])
 @pytest.mark.parametrize("heads", [8, 4])
 def test_two_axes(heads: int, plan: Any) -> None:
@@ -120,36 +97,6 @@ def test_two_axes(heads: int, plan: Any) -> None:
         else {("all_to_all", whole // 8 * 3 // 4): 4, ("all_gather", whole // 4 // 2): 2}
     )
     assert program.verify(args).ok
-
-
-class Projected(nn.Module):
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        self.heads, width = heads, heads * FEATURES
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (own(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for own in (self.q, self.k, self.v))
-        out: torch.Tensor = self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", [{}, "auto"], ids=["planned", "auto"])
-def test_projections_stay_on_their_steps(plan: Any) -> None:
-    """No rank computes keys of other ranks' steps."""
-    x = torch.randn(1, 16 * STEPS, 16 * FEATURES)  # more bytes than the weights
-    program = converted(Projected(16), (x,), 8, plan, dim=1)
-    assert sent(program) == {("all_to_all", 16 * exchanged(16, 8)): 4}
-    assert program.verify((x,)).ok
-
-
-@pytest.mark.slow
-def test_a_dynamic_length() -> None:
-    length = {2: Dim("length", max=4096)}
-    program = converted(attend(), qkv(8), 4, dynamic=((length,) * 3,))
-    assert sent(program) == {("all_to_all", exchanged(8, 4)): 4}
-    assert program.verify(qkv(8, steps=48)).ok
 
 
 def test_explained() -> None:

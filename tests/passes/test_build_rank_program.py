@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import tpcompiler
 from tests.passes.models import MEGATRON, Mlp
 from tests.passes.stages import Call, local, sharded
 from tpcompiler.ir.node_placement import claim_data, read_claim
-from tpcompiler.judge.compare.simulate import simulate
 from tpcompiler.passes.build_rank_program import build_rank_program
 
 X = torch.randn(2, 4)
@@ -67,38 +65,6 @@ def test_nothing_of_the_compiler_is_left_on_nodes() -> None:
     assert not [key for node in program.graph.nodes for key in node.meta if key.startswith("tpcompiler")]
 
 
-def test_it_is_saved_and_loaded_by_torch_alone() -> None:
-    dynamic = {"x": {0: Dim("batch", min=2)}}
-    programs = [built(Mlp(), (X,), MEGATRON, rank=rank, dynamic_shapes=dynamic) for rank in (0, 1)]
-    loaded = []
-    for program in programs:
-        file = io.BytesIO()
-        torch.export.save(program, file)
-        file.seek(0)
-        loaded.append(torch.export.load(file))
-    for before, after in zip(programs, loaded, strict=True):
-        claims = [[read_claim(node) for node in p.graph.nodes if node.op == "call_function"] for p in (before, after)]
-        assert claims[0] == claims[1]
-    x = torch.randn(5, 4)
-    for a, b in zip(simulate(programs, [[x], [x]]), simulate(loaded, [[x], [x]]), strict=True):
-        torch.testing.assert_close(a.outputs[0], b.outputs[0])
-
-
-def test_the_example_of_a_sharded_input_is_the_ranks_own() -> None:
-    assert built(Mlp(), (X,), {}).example_inputs == ((X,), {})
-    made = built(Mlp(), (X,), {}, inputs=["S(0)"]).example_inputs
-    assert made is not None
-    assert torch.equal(made[0][0], X[:1])
-
-
-def test_a_buffer_that_is_not_saved_stays_a_constant() -> None:
-    module = Call(lambda self, x: x @ self.w + self.table, w=(4, 6))
-    module.register_buffer("table", torch.randn(6), persistent=False)
-    program = built(module, (X,), {"w": "S(1)"})
-    assert list(program.state_dict) == ["w"]
-    assert list(program.constants["table"].shape) == [3]
-
-
 class Shared(nn.Module):
     """Layers that share a tensor which is no buffer."""
 
@@ -146,13 +112,3 @@ def test_what_the_export_asserts_of_whole_inputs_is_not_asserted_of_shares(model
         assertions(share, args[1])
         with pytest.raises(AssertionError, match="Guard failed"):
             assertions(args[0][:3], args[1])
-
-
-def test_a_size_that_the_export_found_to_be_one_number_is_one() -> None:
-    """Ranks may have unequal shares of it, although it was asked for as dynamic."""
-    args = (torch.randn(7, 6),)
-    exported = torch.export.export(Call(lambda self, x: x + self.w, w=(7, 6)), args, dynamic_shapes=({0: Dim.AUTO},))
-    for mesh in (2, {"tp": [3, 1]}):
-        made = tpcompiler.parallelize(exported, mesh, {}, inputs=["S(0)"])
-
-        assert made.verify(args).ok

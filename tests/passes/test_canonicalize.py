@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from torch import nn
 from torch.export import export
 
 import tpcompiler
@@ -61,22 +60,6 @@ return add_1
     )
 
 
-def test_core_aten_is_taken() -> None:
-    program = export(Call(lambda self, x: F.gelu(self.up(x)), up=nn.Linear(3, 4)), (torch.randn(2, 3),))
-    assert_expected_inline(
-        text(canonicalize(program.run_decompositions())),
-        """\
-p_up_weight = up.weight f32[4, 3]
-p_up_bias = up.bias f32[4]
-x = input f32[2, 3]
-permute = permute(p_up_weight, [1, 0])
-addmm = addmm(p_up_bias, x, permute)
-gelu = gelu(addmm)
-return gelu
-""",
-    )
-
-
 def test_canonical_form_is_a_fixed_point() -> None:
     once = canonical(Call(block, w=(3, 5)), ARGS)
     assert text(canonicalize(once.source)) == text(once)
@@ -123,30 +106,6 @@ def test_the_given_program_is_not_changed() -> None:
     before = str(program.graph)
     canonicalize(program)
     assert str(program.graph) == before
-
-
-def test_bodies_of_control_flow_stay() -> None:
-    """Beside the graph, on the nodes that name them."""
-
-    def choose(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return torch.cond(x.sum() > 0, lambda x: x.to(torch.float64).add(1).float(), lambda x: x - 1, (x,))
-
-    program = canonical(Call(choose), (torch.randn(3),))
-    assert_expected_inline(
-        text(program),
-        """\
-x = input f32[3]
-sum_1 = sum(x)
-gt = gt(sum_1, 0)
-true_graph_0 = true_graph_0()
-false_graph_0 = false_graph_0()
-cond = cond(gt, true_graph_0, false_graph_0, [x])
-getitem = getitem(cond, 0)
-return getitem
-""",
-    )
-    body = program.graph.find_nodes(op="get_attr", target="true_graph_0")[0].meta["val"]
-    assert [op_name(node) for node in edit.calls(body.graph)] == ["_to_copy", "add", "_to_copy"]
 
 
 def test_a_program_that_cannot_be_decomposed() -> None:
@@ -249,21 +208,3 @@ def test_a_look_up_of_all_positions_in_order_is_the_value() -> None:
     assert [op_name(first), op_name(edit.operands(first)[0])] == ["clone", "unsqueeze"]
     assert edit.shape(first) == (3, 1, 1, 3)
     assert [op_name(other) for other in others] == ["index", "index"]
-
-
-def normalize(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """Batch norm over the features of tokens, as models of time series do; its kernel writes another layout than traced."""
-    normal = self.norm(self.up(x).transpose(1, 2)).transpose(1, 2)
-    return self.down(normal.reshape(-1, 8)).square().mean()
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("to_program", [export, tpcompiler.export_training])
-def test_a_view_of_a_layout_that_no_kernel_makes_may_copy(to_program: Any) -> None:
-    args = (torch.randn(4, 6, 8),)
-    parts = {"up": nn.Linear(8, 8), "norm": nn.BatchNorm1d(8), "down": nn.Linear(8, 8)}
-    program = to_program(Call(normalize, **parts).eval(), args)
-    program.module()(*args)
-    with pytest.raises(RuntimeError, match="view size is not compatible"):  # the control: torch's own canonical form
-        program.run_decompositions().module()(*args)
-    assert tpcompiler.parallelize(program, 2, {"up": "colwise", "down": "rowwise"}).verify(args).ok

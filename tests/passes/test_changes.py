@@ -51,9 +51,13 @@ PARTS = [
     "[S(0, parts 6u3 6), R]",
     "[S(0, parts 1 11), S(0, parts 1 11)]",
 ]
+
+
 REDUCED = [
     f"[{dp}, {tp}]" for op in REDUCE_OPS for dp, tp in ((f"P({op})", "R"), (f"P({op})",) * 2, ("S(0)", f"P({op})"))
 ]
+
+
 MIXED = ["[R, R]", "[S(0), S(0)]", "[P(sum), P(avg)]", "[P(avg), P(sum)]", *REDUCED]
 
 

@@ -81,11 +81,6 @@ pin_1: [2*<0>]
     ]
 
 
-def test_nothing_cut_nothing_changed() -> None:
-    program = planned(Mlp(), (X,), {"up": "colwise", "down": "rowwise"}, dynamic_shapes=BATCH)
-    assert divide_sizes(program) is program
-
-
 def test_a_size_that_the_mesh_divides_already_stays() -> None:
     sizes = {"x": {0: 2 * Dim("half", min=1, max=32)}}
     before = planned(Mlp(), (X,), inputs=["S(0)"], dynamic_shapes=sizes)
@@ -109,52 +104,6 @@ def test_the_users_shape_environment_stays_as_it_is() -> None:
     assert other is not None
     assert known == (len(env.guards), dict(env.var_to_range), len(env.backed_var_to_val))
     assert len(other.backed_var_to_val) == len(env.backed_var_to_val) + 1
-
-
-def test_a_size_that_is_no_multiple_of_a_symbol() -> None:
-    def pairs(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([x, x[:1]])
-
-    with pytest.raises(UnsupportedError) as raised:
-        divided(Call(pairs), (X,), outputs=["S(0)"], dynamic_shapes=BATCH)
-    message = str(raised.value)
-    assert message.startswith("cannot shard 'cat' on dim 0: its size s")
-    assert message.endswith(
-        " + 1 is dynamic and need not be a multiple of 2\n"
-        "  help: export with that dim static or as 2 * Dim(...), or leave it whole\n"
-        "  asked by: outputs="
-    )
-
-
-def test_a_size_that_export_found_constant() -> None:
-    """A weight fixes the merged size, and with it the batch, which is as a static one: 3 ranks have 2, 2 and 0."""
-
-    def rows(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return nn.functional.linear(x.reshape(-1), self.weight), x.unflatten(0, (-1, 1))
-
-    x = torch.randn(4, 8)
-    program = torch.export.export(Call(rows, weight=(6, 32)), (x,), dynamic_shapes={"x": {0: Dim.AUTO}})
-    made = tpcompiler.parallelize(program, 3, {}, inputs=["S(0)"])
-    shapes = [edit.shape(made.rank_program(rank).graph.find_nodes(op="placeholder")[-1]) for rank in range(3)]
-    assert [list(shape) for shape in shapes] == [[2, 8], [2, 8], [0, 8]]
-    assert made.verify((x,)).ok
-
-
-def test_the_notes_count_what_a_size_is_a_multiple_of_already() -> None:
-    """Half a batch, cut by 4: that whole is a multiple of 8, and what is one more is no multiple at all."""
-
-    def joined(_: nn.Module, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        return x + y.view(-1, 2, 4).sum(1) + z[1:]
-
-    half = Dim("half", min=2, max=32)
-    sizes = {"x": {0: half}, "y": {0: 2 * half}, "z": {0: half + 1}}
-    given = (torch.randn(8, 4), torch.randn(16, 4), torch.randn(9, 4))
-    program = divided(Call(joined), given, inputs=["S(0)"], dynamic_shapes=sizes, degree=4)
-    assert [named(n.text, program) for n in program.notes] == [
-        "dim 0 of input 'x' must be a multiple of 4",
-        "dim 0 of input 'y' must be a multiple of 8",
-        "dim 0 of input 'z' must be 4*<0> + 1",
-    ]
 
 
 @pytest.mark.parametrize(("least", "greatest", "found"), [(5, 7, "none"), (2, 7, "one")])

@@ -101,13 +101,6 @@ def test_written_checked_and_verified(layout: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_reshard_keeps_them(tmp_path: Path) -> None:
-    made(exported()).save(tmp_path / "out")
-    tpcompiler.open(tmp_path / "out").reshard(4, tmp_path / "four")
-    assert len(fitted(torch.export.load(tmp_path / "four" / "program.pt2"))) == 2
-
-
-@pytest.mark.slow
 def test_in_two_processes(tmp_path: Path) -> None:
     """They run the ops as written, by an all_reduce of gloo that checks the buffers."""
     program = exported()

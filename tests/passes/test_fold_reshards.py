@@ -68,34 +68,6 @@ return reshard_2
     )
 
 
-def test_a_change_that_one_user_undoes_stays_for_the_other() -> None:
-    def forward(self: Any, x: torch.Tensor) -> Any:
-        h = self.up(x)
-        return self.down(h), h
-
-    module = Call(forward, up=nn.Linear(8, 6, bias=False), down=nn.Linear(6, 8, bias=False))
-    plan = {"up": "colwise_gather_output", "down": "rowwise"}
-    assert_expected_inline(
-        both(module, (X,), plan),
-        """\
-x: R = input f32[4, 8]
-linear: S(1) = linear(x, p_up_weight)
-reshard: R = reshard(linear)
-reshard_1: S(1) = reshard(reshard)
-linear_1: P(sum) = linear(reshard_1, p_down_weight)
-reshard_2: R = reshard(linear_1)
-return reshard_2, reshard
----
-x: R = input f32[4, 8]
-linear: S(1) = linear(x, p_up_weight)
-reshard: R = reshard(linear)
-linear_1: P(sum) = linear(linear, p_down_weight)
-reshard_2: R = reshard(linear_1)
-return reshard_2, reshard
-""",
-    )
-
-
 def test_two_changes_in_a_row_are_one() -> None:
     """A sum that is reduced and cut becomes a reduce_scatter."""
     module = Call(lambda self, x: self.b(self.a(x)), a=nn.Linear(8, 6, bias=False), b=nn.Linear(6, 8, bias=False))
@@ -120,92 +92,6 @@ return reshard_1
     program = folded(module, (X,), {"a": "rowwise", "b": "rowwise"}, inputs=["S(1)"])
     kinds = [reshard_of(node).why for node in program.graph.nodes if has_reshard(node)]
     assert kinds == ["inherent", "inherent"]
-
-
-def test_a_gather_that_is_cut_elsewhere_is_one_exchange() -> None:
-    """The plan asks for R behind `a`, and for S(0) before `n`."""
-    module = Call(lambda self, x: self.n(self.a(x)), a=nn.Linear(8, 6), n=nn.LayerNorm(6))
-    plan = {"a": "colwise_gather_output", "n": {"inputs": ["S(0)"]}}
-    assert_expected_inline(
-        both(module, (X,), plan),
-        """\
-x: R = input f32[4, 8]
-linear: S(1) = linear(x, p_a_weight, p_a_bias)
-reshard: R = reshard(linear)
-reshard_1: S(0) = reshard(reshard)
-layer_norm: S(0) = layer_norm(reshard_1, [6], p_n_weight, p_n_bias, 1e-05, False)
-reshard_2: R = reshard(layer_norm)
-return reshard_2
----
-x: R = input f32[4, 8]
-linear: S(1) = linear(x, p_a_weight, p_a_bias)
-reshard_1: S(0) = reshard(linear)
-layer_norm: S(0) = layer_norm(reshard_1, [6], p_n_weight, p_n_bias, 1e-05, False)
-reshard_2: R = reshard(layer_norm)
-return reshard_2
-""",
-    )
-
-
-def test_a_change_that_two_equal_ones_follow() -> None:
-    """Once these are shared, it has a single user and becomes part of it."""
-
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        h = self.a(x)
-        return self.b(h) + self.c(h)
-
-    module = Call(forward, **{name: nn.Linear(8, 8, bias=False) for name in "abc"})
-    assert_expected_inline(
-        both(module, (X,), dict.fromkeys("abc", "rowwise"), inputs=["S(1)"]),
-        """\
-x: S(1) = input f32[4, 8]
-linear: P(sum) = linear(x, p_a_weight)
-reshard: S(1) = reshard(linear)
-linear_1: P(sum) = linear(reshard, p_b_weight)
-linear_2: P(sum) = linear(reshard, p_c_weight)
-add: P(sum) = add(linear_1, linear_2)
-reshard_1: R = reshard(add)
-return reshard_1
----
-x: S(1) = input f32[4, 8]
-linear: P(sum) = linear(x, p_a_weight)
-reshard: S(1) = reshard(linear)
-linear_1: P(sum) = linear(reshard, p_b_weight)
-linear_2: P(sum) = linear(reshard, p_c_weight)
-add: P(sum) = add(linear_1, linear_2)
-reshard_1: R = reshard(add)
-return reshard_1
-""",
-    )
-
-
-def test_a_gather_before_a_pending_addend() -> None:
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return torch.addmm(self.up(x), x, self.w)
-
-    module = Call(forward, up=nn.Linear(8, 6, bias=False), w=(8, 6))
-    plan = {"up": "colwise_gather_output", "w": "S(0)"}
-    assert_expected_inline(
-        both(module, (X,), plan),
-        """\
-x: R = input f32[4, 8]
-linear: S(1) = linear(x, p_up_weight)
-reshard: R = reshard(linear)
-reshard_1: P(sum) = reshard(reshard)
-reshard_2: S(1) = reshard(x)
-addmm: P(sum) = addmm(reshard_1, reshard_2, p_w)
-reshard_3: R = reshard(addmm)
-return reshard_3
----
-x: R = input f32[4, 8]
-linear: S(1) = linear(x, p_up_weight)
-reshard_1: P(sum) = reshard(linear)
-reshard_2: S(1) = reshard(x)
-addmm: P(sum) = addmm(reshard_1, reshard_2, p_w)
-reshard_3: R = reshard(addmm)
-return reshard_3
-""",
-    )
 
 
 def test_a_gather_that_the_plan_asks_for_keeps_its_cause() -> None:

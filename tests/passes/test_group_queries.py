@@ -192,33 +192,6 @@ def test_rows_that_see_no_key_and_keys_that_are_not_numbers() -> None:
     check(lambda q, k, v, m: attend(q, expanded(k), expanded(v), m), (q, k, v, mask))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_dtypes(dtype: torch.dtype) -> None:
-    atol = 4 * torch.finfo(dtype).eps  # two orders of summation
-    mask = torch.randn(2, 1, STEPS, KEYS).to(dtype)
-    check(lambda q, k, v, m: attend(q, expanded(k), expanded(v), m), (*qkv(dtype=dtype), mask), atol=atol)
-
-
-def test_layouts_and_sizes() -> None:
-    q, k, v = qkv()
-    in_steps = q.transpose(1, 2).contiguous().transpose(1, 2)  # as a projection makes it
-    merged = lambda q, k, v: attend(q, expanded(k), expanded(v)).transpose(1, 2).reshape(2, STEPS, -1)  # noqa: E731
-    check(merged, (in_steps, k, v))
-    check(lambda q, k, v: attend(q, expanded(k), expanded(v)), (q, k, torch.randn(2, FEW, KEYS, 6)))
-    check(lambda q, k: (lambda both: attend(q, both, both))(expanded(k)), (q, k))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("attention", [attend, write_out])
-@pytest.mark.parametrize("form", ["expand", "before rope"])
-def test_dynamic_sizes(form: str, attention: Callable[..., Tensor]) -> None:
-    b, s, t = Dim("b", min=2, max=64), Dim("s", min=2, max=64), 2 * Dim("t", min=2, max=64)
-    args = (*qkv(), torch.randn(2, 1, STEPS, KEYS))
-    dynamic = (({0: b, 2: s}, {0: b, 2: t}, {0: b, 2: t}, {0: b, 2: s, 3: t}),)
-    repeated = FORMS[form]
-    check(lambda q, k, v, m: attention(q, repeated(k), repeated(v), m), args, dynamic=dynamic)
-
-
 def test_causal_attention_takes_groups() -> None:
     program = check(lambda q, k, v: attend(q, expanded(k), expanded(v), is_causal=True), qkv())
     (call,) = (node for node in edit.calls(program.graph) if node.target is pass_module.ATTENTION)
@@ -334,23 +307,6 @@ def test_steps_that_are_cut(plan: Any) -> None:
     grouped_sent, repeated_sent = ([(each.kind, each.wire_bytes) for each in one.collectives()] for one in made)
     assert grouped_sent == repeated_sent
     assert made[0].verify(args).ok
-
-
-@pytest.mark.slow
-def test_training_reports_what_it_repeats() -> None:
-    class Loss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.k = nn.Linear(16, FEW * FEATURES)
-
-        def forward(self, x: Tensor) -> Tensor:
-            k = expanded(self.k(x).unflatten(2, (FEW, FEATURES)).transpose(1, 2))
-            return attend(k * 2, k, k).square().mean()
-
-    program = tpcompiler.parallelize(tpcompiler.export_training(Loss(), (torch.randn(2, 8, 16),)), 2, {"k": "colwise"})
-    (note,) = (note for note in program.manifest().notes if note.kind == "attention")
-    repeats = "the call of attention reads keys and values whose heads are repeated, 4.1 kB in all, because gradients"
-    assert note.text.startswith(repeats)
 
 
 @pytest.mark.slow

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import operator
-import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import fx, nn
+from torch import nn
 from torch.export import Dim
 
 from tests.passes.models import HEADS, Attention
 from tests.passes.stages import Call, local, routed
-from tpcompiler._torch import OpOverload
 from tpcompiler.errors import InternalError
-from tpcompiler.ir import edit
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.node_placement import PLACEMENT
 from tpcompiler.ir.sharding import Sharding
@@ -65,54 +61,6 @@ return wait_tensor
     )
 
 
-def test_a_body_makes_the_outputs_that_are_used() -> None:
-    """The mean is not: its part of the op is gone. (The numbers in names are torch's, and differ by version.)"""
-
-    def normed(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        made, _, rstd = torch.native_group_norm(x, self.w, None, 2, 6, 3, 3, 1e-5)
-        return made + 1, rstd
-
-    found = text(Call(normed, w=(6,)), (torch.randn(2, 6, 3),), inputs=["S(1)"], outputs=["S(1)", "S(1)"], degree=3)
-    assert_expected_inline(
-        re.sub(r"getitem_\d", "getitem", found),
-        """\
-p_w: S(0) = w f32[2]
-x: S(1) = input f32[2, 2, 3]
-native_group_norm_1 = native_group_norm(x, p_w, None, 2, 2, 3, 1, 1e-05)
-getitem: S(1) = getitem(native_group_norm_1, 0)
-getitem: S(1) = getitem(native_group_norm_1, 2)
-add: S(1) = add(getitem, 1)
-return add, getitem
-""",
-    )
-
-
-def test_the_last_rank_of_uneven_shards() -> None:
-    module = Call(lambda self, x: self.up(x).view(2, 5, 1) * 2, up=nn.Linear(4, 5))
-    assert_expected_inline(
-        text(module, (X,), {"up": "colwise"}, rank=2, degree=3),
-        """\
-p_up_weight: S(0) = up.weight f32[1, 4]
-p_up_bias: S(0) = up.bias f32[1]
-x: R = input f32[2, 4]
-linear: S(1) = linear(x, p_up_weight, p_up_bias)
-view: S(1) = view(linear, [2, 1, 1])
-mul: S(1) = mul(view, 2)
-new_zeros = new_zeros(mul, [2, 1, 1], pin_memory=False)
-cat = cat([mul, new_zeros], 1)
-unsqueeze = unsqueeze(cat, 0)
-all_gather_into_tensor = all_gather_into_tensor(unsqueeze, 3, 'tp=3:tp')
-wait_tensor = wait_tensor(all_gather_into_tensor)
-permute = permute(wait_tensor, [1, 0, 2, 3])
-clone = clone(permute, memory_format=torch.contiguous_format)
-view_1 = view(clone, [2, 6, 1])
-slice_1 = slice(view_1, 1, 0, 5)
-clone_1: R = clone(slice_1, memory_format=torch.contiguous_format)
-return clone_1
-""",
-    )
-
-
 def test_open_sizes_are_named_where_a_shard_may_be_empty() -> None:
     """Of nothing, a -1 could be any size."""
     module = Call(lambda self, x: x.view(3, 2, -1))
@@ -122,20 +70,6 @@ def test_open_sizes_are_named_where_a_shard_may_be_empty() -> None:
 x: S(0) = input f32[0, 8]
 view: S(0) = view(x, [0, 2, 4])
 return view
-""",
-    )
-
-
-def test_an_expand_keeps_its_open_sizes() -> None:
-    module = Call(lambda self, x: x[:, None].expand(-1, 3, -1) + 1)
-    assert_expected_inline(
-        text(module, (X,), inputs=["S(1)"], outputs=["S(2)"]),
-        """\
-x: S(1) = input f32[2, 2]
-unsqueeze: S(2) = unsqueeze(x, 1)
-expand: S(2) = expand(unsqueeze, [2, 3, 2])
-add: S(2) = add(expand, 1)
-return add
 """,
     )
 
@@ -165,56 +99,6 @@ return wait_tensor
     )
 
 
-def test_a_mean_over_uneven_shards() -> None:
-    module = Call(lambda self, x: x.mean(1))
-    assert_expected_inline(
-        text(module, (torch.randn(2, 5),), inputs=["S(1)"], rank=1),
-        """\
-x: S(1) = input f32[2, 2]
-mean_1 = mean(x, [1])
-mul: P(sum) = mul(mean_1, 0.4)
-all_reduce = all_reduce(mul, 'sum', 'tp=2:tp')
-wait_tensor: R = wait_tensor(all_reduce)
-return wait_tensor
-""",
-    )
-
-
-def test_a_squeeze_of_a_dim_that_only_the_shard_has_single() -> None:
-    module = Call(lambda self, x: x.squeeze())
-    assert_expected_inline(
-        text(module, (torch.randn(2, 1, 4),), inputs=["S(0)"], outputs=["S(0)"]),
-        """\
-x: S(0) = input f32[1, 1, 4]
-squeeze_1: S(0) = squeeze(x, [1])
-return squeeze_1
-""",
-    )
-
-
-def test_a_view_of_what_a_collective_made() -> None:
-    """The single device may view the transposed result of an attention that ran on transposed queries.
-
-    So may a rank, because what is gathered lies in memory as it did before.
-    """
-
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        q = x.view(3, 2, 3, 2).transpose(1, 2)
-        made = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-        return made.transpose(1, 2).reshape(3, 2, 6)
-
-    program = local(Call(forward), (torch.randn(3, 2, 6),), inputs=["S(1)"])
-    calls = [line for line in program_text(program).splitlines() if "view" in line.split("=")[0]]
-    assert_expected_inline(
-        "\n".join(calls),
-        """\
-view: S(1) = view(x, [3, 1, 3, 2])
-view_2 = view(clone_1, [3, 2, 3, 2])
-view_1: R = view(transpose_1, [3, 2, 6])
-return view_1""",
-    )
-
-
 def test_dynamic_sizes_keep_their_global_meaning() -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         h = self.up(x)
@@ -241,40 +125,6 @@ view_1: R = view(clone, [sym_size_int, 2, 3])
 return view_1
 """,
     )
-
-
-def test_a_padded_value_keeps_its_symbols() -> None:
-    program = local(
-        Call(lambda self, x: torch.nn.functional.pad(self.up(x), (0, 0, 0, 1)), up=nn.Linear(4, 6)),
-        (torch.randn(2, 3, 4),),
-        {"up": "colwise"},
-        outputs=["S(2)"],
-        dynamic_shapes={"x": {0: Dim("batch")}},
-    )
-    (shape,) = (node.meta["val"].shape for node in program.graph.nodes if "pad" in node.name)
-    assert isinstance(shape[0], torch.SymInt)
-    assert shape[1:] == (4, 3)
-
-
-@pytest.mark.parametrize("forward", [lambda y: y.split([8, 4], -1)[0], lambda y: y[:, :8]], ids=["split", "slice"])
-def test_a_split_of_a_part_keeps_its_strides(forward: Any) -> None:
-    module = Call(lambda self, x: operator.mul(*forward(self.up(x)).chunk(2, -1)), up=nn.Linear(4, 12, bias=False))
-    program = local(module, (X,), {"up": "colwise"}, outputs=["S(1)"])
-    for node in edit.calls(program.graph):
-        if isinstance(node.target, OpOverload):
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda used: edit.fake(used))
-            results = node.target(*args, **kwargs)
-            results = results if isinstance(results, (tuple, list)) else [results]
-            assert [value.stride() for value in results] == [value.stride() for value in edit.outputs(node)], node
-
-
-def test_what_an_op_makes_is_remembered() -> None:
-    module = Call(lambda self, x: (self.up(x).relu(), self.up(x + 1).relu()), up=nn.Linear(4, 6))
-    program = routed(module, (X,), {"up": "colwise"}, outputs=["S(1)", "S(1)"])
-    results: dict[Any, Any] = {}
-    for rank in (0, 1):
-        localize_shapes(lower_reshards(program, (rank,), {}), results)
-    assert [str(target) for target, *_ in results] == ["aten.linear.default", "aten.relu.default"]
 
 
 def test_a_claim_that_does_not_hold() -> None:

@@ -111,56 +111,6 @@ return view
     )
 
 
-def test_a_whole_is_cut() -> None:
-    assert_expected_inline(
-        text((4, 6), "R", "S(1)", rank=0),
-        """\
-x: R = input f32[4, 6]
-rank_number = rank_number([0])
-arange = arange(3, device=device(type='cpu'), pin_memory=False)
-add = add(arange, rank_number)
-index_select: S(1) = index_select(x, 1, add)
-return index_select
-""",
-    )
-    assert_expected_inline(
-        text((4, 6), "R", "S(1)", rank=1),
-        """\
-x: R = input f32[4, 6]
-rank_number = rank_number([3])
-arange = arange(3, device=device(type='cpu'), pin_memory=False)
-add = add(arange, rank_number)
-index_select: S(1) = index_select(x, 1, add)
-return index_select
-""",
-    )
-
-
-def test_a_whole_becomes_a_share_of_a_sum() -> None:
-    assert_expected_inline(
-        text((4, 6), "R", "P(sum)"),
-        """\
-x: R = input f32[4, 6]
-div: P(sum) = div(x, 2)
-return div
-""",
-    )
-
-
-def test_what_has_no_equal_shares_is_held_by_the_first_rank() -> None:
-    assert_expected_inline(
-        text((2, 3), "R", "P(product)", rank=1),
-        """\
-x: R = input f32[2, 3]
-rank_number = rank_number([1])
-eq = eq(rank_number, 0)
-full_like = full_like(x, 1, pin_memory=False)
-where: P(product) = where(eq, x, full_like)
-return where
-""",
-    )
-
-
 def test_dims_are_exchanged() -> None:
     """With torch, on CPU, this would be a gather: as many times the bytes as there are ranks."""
     assert_expected_inline(
@@ -184,89 +134,6 @@ view = view(getitem_2, [2, 3])
 view_1 = view(getitem_3, [2, 3])
 cat_1: S(1) = cat([view, view_1])
 return cat_1
-""",
-    )
-
-
-def test_uneven_dims_are_exchanged() -> None:
-    assert_expected_inline(
-        text((5, 3), "S(0)", "S(1)", rank=1),
-        """\
-x: S(0) = input f32[2, 3]
-split_with_sizes = split_with_sizes(x, [2, 1], 1)
-getitem = getitem(split_with_sizes, 0)
-getitem_1 = getitem(split_with_sizes, 1)
-clone = clone(getitem, memory_format=torch.contiguous_format)
-_unsafe_view = _unsafe_view(clone, [4])
-view = reshape(getitem_1, [2])
-cat = cat([_unsafe_view, view])
-all_to_all_single = all_to_all_single(cat, [3, 2], [4, 2], 'tp=2:tp')
-wait_tensor = wait_tensor(all_to_all_single)
-split_with_sizes_1 = split_with_sizes(wait_tensor, [3, 2])
-getitem_2 = getitem(split_with_sizes_1, 0)
-getitem_3 = getitem(split_with_sizes_1, 1)
-view_1 = view(getitem_2, [3, 1])
-view_2 = view(getitem_3, [2, 1])
-cat_1: S(1) = cat([view_1, view_2])
-return cat_1
-""",
-    )
-
-
-def test_a_shard_becomes_a_sum_through_the_whole() -> None:
-    assert_expected_inline(
-        text((4, 6), "S(0)", "P(sum)"),
-        """\
-x: S(0) = input f32[2, 6]
-all_gather_into_tensor = all_gather_into_tensor(x, 2, 'tp=2:tp')
-wait_tensor = wait_tensor(all_gather_into_tensor)
-div: P(sum) = div(wait_tensor, 2)
-return div
-""",
-    )
-
-
-def test_shards_in_units() -> None:
-    """Three heads of two: four and two features."""
-    module = Call(lambda self, x: x.flatten(1))
-    program = routed(module, (torch.randn(2, 3, 2),), inputs=["S(1)"])
-    local = localize_shapes(lower_reshards(program, (1,), {}), {})
-    assert_expected_inline(
-        program_text(local),
-        """\
-x: S(1) = input f32[2, 1, 2]
-view: S(1, unit 2) = view(x, [2, 2])
-view_1 = view(view, [2, 1, 2])
-new_zeros = new_zeros(view_1, [2, 1, 2], pin_memory=False)
-cat = cat([view_1, new_zeros], 1)
-unsqueeze = unsqueeze(cat, 0)
-all_gather_into_tensor = all_gather_into_tensor(unsqueeze, 2, 'tp=2:tp')
-wait_tensor = wait_tensor(all_gather_into_tensor)
-permute = permute(wait_tensor, [1, 0, 2, 3])
-clone = clone(permute, memory_format=torch.contiguous_format)
-view_2 = view(clone, [2, 4, 2])
-slice_1 = slice(view_2, 1, 0, 3)
-clone_1 = clone(slice_1, memory_format=torch.contiguous_format)
-view_3: R = view(clone_1, [2, 6])
-return view_3
-""",
-    )
-
-
-def test_a_permuted_value_is_changed_in_its_order_in_memory() -> None:
-    module = Call(lambda self, x: x.t())
-    program = routed(module, (torch.randn(4, 6),), inputs=["S(0)"])
-    assert_expected_inline(
-        program_text(lower_reshards(program, (0,), {})),
-        """\
-x: S(0) = input f32[4, 6]
-t: S(1) = t(x)
-permute = permute(t, [1, 0])
-clone = clone(permute, memory_format=torch.contiguous_format)
-all_gather_into_tensor = all_gather_into_tensor(clone, 2, 'tp=2:tp')
-wait_tensor = wait_tensor(all_gather_into_tensor)
-permute_1: R = permute(wait_tensor, [1, 0])
-return permute_1
 """,
     )
 
@@ -315,27 +182,3 @@ def test_what_a_reshard_becomes_carries_it() -> None:
     program = lower_reshards(changed((4, 6), "S(0)", "R", 2), (0,), {})
     marked = {node.name: reshard_of(node).name for node in program.graph.nodes if has_reshard(node)}
     assert marked == {"all_gather_into_tensor": "reshard", "wait_tensor": "reshard"}
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize(
-    ("source", "target", "shape", "count"),
-    [
-        ("P(sum)", "R", (4, 6), 1),
-        ("P(sum)", "S(0)", (4, 6), 1),
-        ("S(0)", "S(1)", (4, 6), 1),
-        ("R", "P(sum)", (4, 6), 1),
-        ("R", "S(0)", (4, 6), 1),
-        ("S(0)", "R", (5, 6), 2),
-        ("P(sum)", "S(0)", (5, 6), 2),
-    ],
-)
-def test_equal_changes_are_traced_once(source: str, target: str, shape: tuple[int, ...], count: int) -> None:
-    """Once for all ranks, but where shapes tell them apart."""
-    module = Call(lambda self, x, y: (x, y))
-    args = (torch.randn(shape), torch.randn(shape))
-    program = routed(module, args, inputs=[source] * 2, outputs=[target] * 2)
-    traces: dict[Any, Any] = {}
-    for rank in (0, 1):
-        lower_reshards(program, (rank,), traces)
-    assert len(traces) == count

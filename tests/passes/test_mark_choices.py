@@ -8,17 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from torch import nn
 
-from tests.opaque import opaque
 from tests.passes.models import Mlp
 from tests.passes.stages import Call, placed
 from tpcompiler.errors import ShardingError
-from tpcompiler.ir.node_placement import placement_of
 from tpcompiler.ir.text import program_text
 
 X, Y = torch.randn(2, 4), torch.randn(2, 4)
-IDS = torch.tensor([[1, 5, 7], [0, 2, 2]])
 
 
 def text(*args: Any, **kwargs: Any) -> str:
@@ -43,69 +39,6 @@ div: R = div(reshard, 3)
 return div
 """,
     )
-
-
-def test_sums_are_reduced_before_what_is_not_linear() -> None:
-    module = Call(lambda self, x, y: (x * y, x.relu(), x + 1, x.softmax(0)))
-    assert_expected_inline(
-        text(module, (X, Y), inputs=["P(sum)", "P(sum)"]),
-        """\
-x: P(sum) = input f32[2, 4]
-y: P(sum) = input f32[2, 4]
-reshard: R = reshard(x)
-reshard_1: R = reshard(y)
-mul: R = mul(reshard, reshard_1)
-reshard_2: R = reshard(x)
-relu: R = relu(reshard_2)
-reshard_3: R = reshard(x)
-add: R = add(reshard_3, 1)
-reshard_4: R = reshard(x)
-softmax: R = softmax(reshard_4, 0)
-return mul, relu, add, softmax
-""",
-    )
-
-
-def test_what_an_op_cannot_keep_cut_is_gathered() -> None:
-    module = Call(lambda self, x: self.up(x).softmax(-1).cumsum(0), up=nn.Linear(4, 6))
-    program = placed(module, (X,), {"up": "colwise"})
-    assert_expected_inline(
-        program_text(program),
-        """\
-p_up_weight: S(0) = up.weight f32[6, 4]
-p_up_bias: S(0) = up.bias f32[6]
-x: R = input f32[2, 4]
-linear: S(1) = linear(x, p_up_weight, p_up_bias)
-reshard: R = reshard(linear)
-softmax: R = softmax(reshard, -1)
-cumsum: R = cumsum(softmax, 0)
-return cumsum
-""",
-    )
-    marks = {node.name: placement_of(node) for node in program.graph.nodes}
-    anyway = "which is also asked for (outputs are R unless outputs= says otherwise)"
-    assert marks["softmax"].reason == f"softmax: it needs the dim of 6 whole, {anyway}"
-    assert marks["softmax"].why == "plan-demanded"
-
-
-def test_an_op_without_a_rule_is_noted() -> None:
-    module = Call(lambda self, x: opaque(self.up(x)), up=nn.Linear(4, 6))
-    program = placed(module, (X,), {"up": "colwise"})
-    assert_expected_inline(
-        program_text(program),
-        """\
-p_up_weight: S(0) = up.weight f32[6, 4]
-p_up_bias: S(0) = up.bias f32[6]
-x: R = input f32[2, 4]
-linear: S(1) = linear(x, p_up_weight, p_up_bias)
-reshard: R = reshard(linear)
-opaque: R = opaque(reshard)
-return opaque
-""",
-    )
-    assert [note.text for note in program.notes if note.kind == "no rule"] == [
-        "tests.opaque.default at 'opaque' has no rule: 'linear' is replicated"
-    ]
 
 
 def test_the_cheaper_operand_moves() -> None:

@@ -20,23 +20,6 @@ def text(*args: Any, **kwargs: Any) -> str:
     return program_text(placed(*args, **kwargs))
 
 
-def test_a_dim_that_would_be_cut_through_its_heads_is_gathered() -> None:
-    """Six features over two ranks are three and three, and a head has two."""
-    module = Call(lambda self, x: self.up(x).view(2, 3, 2), up=nn.Linear(4, 6))
-    assert_expected_inline(
-        text(module, (X,), {"up": "colwise"}),
-        """\
-p_up_weight: S(0, block 2) = up.weight f32[6, 4]
-p_up_bias: S(0, block 2) = up.bias f32[6]
-x: R = input f32[2, 4]
-linear: S(1, block 2) = linear(x, p_up_weight, p_up_bias)
-view: S(2) = view(linear, [2, 3, 2])
-reshard: R = reshard(view)
-return reshard
-""",
-    )
-
-
 def test_heads_that_do_not_divide_are_dealt_whole() -> None:
     """Two heads and one: four and two features. A leaf behind a view takes such a cut too."""
     module = Call(lambda self, x: x.flatten(1) + (x + self.b.view(3, 2)).flatten(1), b=(6,))
@@ -85,27 +68,6 @@ return reshard
     )
 
 
-def test_a_leaf_whose_uses_disagree_is_whole() -> None:
-    """Cutting it at run time is a local slice, gathering it would be a collective."""
-    module = Call(lambda self, x: (self.up(x) + self.b, x[:, :1] + self.b), up=nn.Linear(4, 6), b=(6,))
-    assert_expected_inline(
-        text(module, (X,), {"up": "colwise"}),
-        """\
-p_b: R = b f32[6]
-p_up_weight: S(0) = up.weight f32[6, 4]
-p_up_bias: S(0) = up.bias f32[6]
-x: R = input f32[2, 4]
-linear: S(1) = linear(x, p_up_weight, p_up_bias)
-reshard: S(0) = reshard(p_b)
-add: S(1) = add(linear, reshard)
-slice_1: R = slice(x, 1, 0, 1)
-add_1: R = add(slice_1, p_b)
-reshard_1: R = reshard(add)
-return reshard_1, add_1
-""",
-    )
-
-
 def test_tied_weights() -> None:
     """Cut by rows of the vocabulary, the table makes a Partial as an embedding and S(2) as a head."""
     assert_expected_inline(
@@ -119,27 +81,6 @@ reshard: R = reshard(embedding)
 linear: S(2) = linear(reshard, p_head_weight)
 reshard_1: R = reshard(linear)
 return reshard_1
-""",
-    )
-
-
-def test_tied_leaves_that_the_plan_does_not_name_share_their_uses() -> None:
-    """The exporter uses one of the two placeholders for both."""
-    module = Call(lambda self, x: self.up(x) * self.a + self.b, up=nn.Linear(4, 6), a=(6,))
-    module.b = module.a
-    assert_expected_inline(
-        text(module, (X,), {"up": "colwise"}),
-        """\
-p_a: S(0) = a f32[6]
-p_b: S(0) = b f32[6]
-p_up_weight: S(0) = up.weight f32[6, 4]
-p_up_bias: S(0) = up.bias f32[6]
-x: R = input f32[2, 4]
-linear: S(1) = linear(x, p_up_weight, p_up_bias)
-mul: S(1) = mul(linear, p_b)
-add: S(1) = add(mul, p_b)
-reshard: R = reshard(add)
-return reshard
 """,
     )
 
@@ -166,92 +107,5 @@ getitem_3: S(0) = getitem(_native_batch_norm_legit_functional, 3)
 getitem_4: S(0) = getitem(_native_batch_norm_legit_functional, 4)
 reshard: R = reshard(getitem)
 return getitem_3, getitem_4, add, reshard
-""",
-    )
-
-
-def test_ops_with_several_outputs() -> None:
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        h = self.up(x)
-        a, b = h.split(1)
-        c, _, d = h.view(2, 3, 4).unbind(1)
-        e, f = h.chunk(2, 1)
-        return a + b, c + d, e * f
-
-    assert_expected_inline(
-        text(Call(forward, up=nn.Linear(4, 12)), (X,), {"up": "colwise"}),
-        """\
-p_up_weight: S(0) = up.weight f32[12, 4]
-p_up_bias: S(0) = up.bias f32[12]
-x: R = input f32[2, 4]
-linear: S(1) = linear(x, p_up_weight, p_up_bias)
-reshard: R = reshard(linear)
-split: (R, R) = split(reshard, 1)
-getitem: R = getitem(split, 0)
-getitem_1: R = getitem(split, 1)
-reshard_1: R = reshard(linear)
-view: R = view(reshard_1, [2, 3, 4])
-unbind: (R, R, R) = unbind(view, 1)
-getitem_2: R = getitem(unbind, 0)
-getitem_4: R = getitem(unbind, 2)
-reshard_2: R = reshard(linear)
-split_1: (R, R) = split(reshard_2, 6, 1)
-getitem_5: R = getitem(split_1, 0)
-getitem_6: R = getitem(split_1, 1)
-add: R = add(getitem, getitem_1)
-add_1: R = add(getitem_2, getitem_4)
-mul: R = mul(getitem_5, getitem_6)
-return add, add_1, mul
-""",
-    )
-
-
-def test_a_pending_sum_passes_through_a_split() -> None:
-    module = Call(lambda self, x: torch.split(x, 2, 1))
-    assert_expected_inline(
-        text(module, (X,), inputs=["P(sum)"]),
-        """\
-x: P(sum) = input f32[2, 4]
-reshard: R = reshard(x)
-split: (R, R) = split(reshard, 2, 1)
-getitem: R = getitem(split, 0)
-getitem_1: R = getitem(split, 1)
-return getitem, getitem_1
-""",
-    )
-
-
-def test_a_split_into_one_part() -> None:
-    module = Call(lambda self, x: torch.split(x, 4, 1)[0] * 2)
-    assert_expected_inline(
-        text(module, (X,), inputs=["P(sum)"]),
-        """\
-x: P(sum) = input f32[2, 4]
-reshard: R = reshard(x)
-split: R = split(reshard, 4, 1)
-getitem: R = getitem(split, 0)
-mul: R = mul(getitem, 2)
-return mul
-""",
-    )
-
-
-def test_inputs_that_are_no_tensors_and_outputs_in_a_dict() -> None:
-    def forward(self: Any, x: torch.Tensor, flag: bool, times: int, nothing: None) -> dict[str, Any]:
-        return {"h": self.up(x) * times if flag else x, "nothing": nothing, "times": times}
-
-    args = (X, True, 3, None)
-    assert_expected_inline(
-        text(Call(forward, up=nn.Linear(4, 6)), args, {"up": "colwise"}, outputs={"h": "S(1)"}),
-        """\
-p_up_weight: S(0) = up.weight f32[6, 4]
-p_up_bias: S(0) = up.bias f32[6]
-x: R = input f32[2, 4]
-flag = input True
-times = input 3
-nothing = input None
-linear: S(1) = linear(x, p_up_weight, p_up_bias)
-mul: S(1) = mul(linear, 3)
-return mul, None, 3
 """,
     )

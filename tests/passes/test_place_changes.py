@@ -32,32 +32,6 @@ def changes(program: PlacedProgram) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def test_a_pending_sum_is_reduced_after_its_op() -> None:
-    program = placed(Mlp(), (X,), MEGATRON)
-    assert_expected_inline(
-        program_text(program),
-        """\
-p_up_weight: S(0) = up.weight f32[6, 4]
-p_up_bias: S(0) = up.bias f32[6]
-p_down_weight: S(1) = down.weight f32[4, 6]
-p_down_bias: P(sum) = down.bias f32[4]
-x: R = input f32[2, 4]
-linear: S(1) = linear(x, p_up_weight, p_up_bias)
-relu: S(1) = relu(linear)
-linear_1: P(sum) = linear(relu, p_down_weight, p_down_bias)
-reshard: R = reshard(linear_1)
-add: R = add(x, reshard)
-return add
-""",
-    )
-    assert_expected_inline(
-        changes(program),
-        """\
-reshard: P(sum) -> R; inherent; each rank has a partial sum of 'linear_1'
-""",
-    )
-
-
 def test_a_pin_becomes_the_change_that_it_asks_for() -> None:
     program = placed(Mlp(), (X,), {**MEGATRON, "up": "colwise_gather_output"}, outputs=["S(0)"])
     assert_expected_inline(
@@ -90,20 +64,6 @@ reshard_3: R -> S(0); fallback; d0 is cut by tp
     )
 
 
-def test_a_pin_that_holds_already_leaves_nothing() -> None:
-    module = Call(lambda self, x: self.up(x), up=nn.Linear(4, 6))
-    assert_expected_inline(
-        text(module, (X,), {"up": "colwise"}, outputs=["S(1)"]),
-        """\
-p_up_weight: S(0) = up.weight f32[6, 4]
-p_up_bias: S(0) = up.bias f32[6]
-x: R = input f32[2, 4]
-linear: S(1) = linear(x, p_up_weight, p_up_bias)
-return linear
-""",
-    )
-
-
 def test_every_operand_gets_what_its_op_needs() -> None:
     module = Call(lambda self, x, y: x @ y + x)
     square = torch.randn(4, 4)
@@ -127,35 +87,6 @@ return reshard_2
 reshard: S(0) -> R; fallback; matmul: other operands are cut differently; n is cut by tp
 reshard_1: S(0) -> S(1); fallback; add: other operands are cut differently; d1 is cut by tp
 reshard_2: S(1) -> R; plan-demanded; outputs are R unless outputs= says otherwise
-""",
-    )
-
-
-def test_an_operand_that_is_used_twice_by_one_op() -> None:
-    module = Call(lambda self, x: torch.cdist(x, x))
-    assert_expected_inline(
-        text(module, (X,), inputs=["S(1)"]),
-        """\
-x: S(1) = input f32[2, 4]
-reshard: R = reshard(x)
-reshard_1: R = reshard(x)
-_cdist_forward: R = _cdist_forward(reshard, reshard_1, 2.0, None)
-return _cdist_forward
-""",
-    )
-
-
-def test_a_part_of_several_outputs_is_reduced_by_itself() -> None:
-    module = Call(lambda self, x: torch.split(x, 2, 1)[0].relu())
-    assert_expected_inline(
-        text(module, (X,), inputs=["P(sum)"]),
-        """\
-x: P(sum) = input f32[2, 4]
-split: (P(sum), P(sum)) = split(x, 2, 1)
-getitem: P(sum) = getitem(split, 0)
-reshard: R = reshard(getitem)
-relu: R = relu(reshard)
-return relu
 """,
     )
 

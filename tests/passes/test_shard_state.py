@@ -12,6 +12,8 @@ from tests.passes.stages import Call, local, sharded
 from tpcompiler.ir.program import ShardedProgram
 
 X = torch.randn(2, 4)
+
+
 IDS = torch.tensor([[1, 5, 7], [0, 2, 2]])
 
 
@@ -35,38 +37,6 @@ def test_shares_make_the_whole() -> None:
     for name in ("up.weight", "up.bias", "down.weight"):
         assert first[name].untyped_storage().nbytes() == first[name].numel() * first[name].element_size()
         assert first[name].is_contiguous()
-
-
-def test_uneven_and_empty_shards() -> None:
-    module = Call(lambda self, x: x @ self.w, w=(4, 5))
-    shares = [program.local_state["w"] for program in ranks(module, (X,), {"w": "S(1)"}, degree=4)]
-    assert [list(share.shape) for share in shares] == [[4, 2], [4, 2], [4, 1], [4, 0]]
-    torch.testing.assert_close(torch.cat(shares, 1), module.w)
-
-
-def test_shards_in_units() -> None:
-    module = Call(lambda self, x: x + self.b.view(3, 2), b=(6,))
-    shares = [p.local_state["b"] for p in ranks(module, (torch.randn(2, 3, 2),), {}, inputs=["S(1)"])]
-    assert [list(share.shape) for share in shares] == [[4], [2]]
-    torch.testing.assert_close(torch.cat(shares), module.b)
-
-
-def test_a_whole_leaf_is_the_original_itself() -> None:
-    (first, second) = ranks(Mlp(), (X,), {})
-    for program in (first, second):
-        assert all(program.local_state[name] is program.state(name) for name in program.local_state)
-
-
-def test_parameters_stay_parameters_and_buffers_buffers() -> None:
-    module = Call(lambda self, x: (x @ self.w + self.scale) * self.w2, w=(4, 6), w2=(6,), scale=torch.randn(6))
-    module.w2.requires_grad_(False)
-    (first, _) = ranks(module, (X,), {"w": "S(1)"})
-    assert isinstance(first.local_state["w"], nn.Parameter)
-    assert first.local_state["w"].requires_grad
-    assert isinstance(first.local_state["w2"], nn.Parameter)
-    assert not first.local_state["w2"].requires_grad
-    assert type(first.local_state["scale"]) is torch.Tensor
-    assert list(first.local_state["scale"].shape) == [3]
 
 
 def test_tied_leaves_stay_one_tensor() -> None:

@@ -128,16 +128,3 @@ def test_an_odd_vocabulary(rows: int, dynamic: bool) -> None:
     if dynamic:
         assert made.verify((torch.full((2, 7), rows - 1),)).ok
     assert max(made.parameter_bytes()[1]) == 4 * 2 * math.ceil(rows / 4) * WIDTH
-
-
-def test_the_report_says_who_shares_and_what_is_uneven() -> None:
-    shared = converted(8, 2, 4, False, False)
-    said = {(note.kind, note.text) for note in shared.converted.resharded.notes}
-    assert ("mesh", "tp=4: some weights in 2 shares, each on 2 ranks in a row") in said
-    assert ("shared", "k.weight: 2 ranks hold the same share") in said
-    uneven = converted(6, 3, 2, False, False)
-    said = {(note.kind, note.text) for note in uneven.converted.resharded.notes}
-    assert (
-        "cut",
-        "q.weight: S(0, unit 8) (dim 0 cut over tp in whole units of 8), the largest share is 1.33 times an even one",
-    ) in said

@@ -1,19 +1,30 @@
-"""Models of transformers from config to tokens: exported, cut into stages times tensor ranks, run in real processes."""
+"""Stages in real processes: models of transformers from config to tokens, the command line, and every dtype."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.export import export
+from torch.utils._pytree import tree_leaves
 
-from tests.launch import run_ranks
+import tpcompiler
+from tests.launch import fork_launched, fork_ranks, run_ranks
+from tests.passes.stages import Call
 from tests.runtime.commands import call
+from tests.runtime.models import PLAN_TEXT, export_mlp, mlp_inputs
 from tests.zoo.case import randomise
+from tpcompiler.cli.commands import app
+from tpcompiler.runtime.inputs import read_tensors, write_tensors
 
 transformers = pytest.importorskip("transformers")
 MACHINE = "h100"  # whose kernels take time, which stages share
+
+
 T5_PLAN = dict.fromkeys(("q", "k", "v", "wi"), "colwise") | dict.fromkeys(("o", "wo"), "rowwise")
 PLANS = {
     "gpt2": {"attn.c_attn": "colwise", "attn.c_proj": "rowwise", "c_fc": "colwise", "mlp.c_proj": "rowwise"},
@@ -94,3 +105,73 @@ def test_an_encoder_and_its_decoder(tmp_path: Path) -> None:
     for made, *logits in run(calls, tmp_path):
         torch.testing.assert_close(made, vectors, rtol=0, atol=1e-5 * float(vectors.abs().max()))
         assert torch.equal(torch.cat([each.argmax(-1) for each in logits], 1), tokens[:, 1:])
+
+
+@pytest.mark.slow
+def test_stages_are_converted_compared_and_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = export_mlp()
+    torch.export.save(program, "model.pt2")
+    Path("plan.yaml").write_text(PLAN_TEXT)
+    write_tensors("in.safetensors", mlp_inputs())
+    convert = "convert model.pt2 --mesh pp=2,tp=2 --plan plan.yaml -o out"
+    for words in (convert, "verify out --against model.pt2 --inputs in.safetensors", "check out"):
+        app(words.split(), standalone_mode=False)
+    run = "--nproc-per-node 4 -m tpcompiler.cli run out --inputs in.safetensors --outputs made.safetensors"
+    ended = fork_launched(run.split())
+    assert not any(ended.codes), ended.shown
+    wanted = program.module()(*mlp_inputs().values())
+    for name, value in read_tensors("made.safetensors").items():
+        torch.testing.assert_close(value, wanted[name], rtol=0, atol=1e-5)
+
+
+DTYPES = [
+    *(torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.bool, torch.uint8, torch.bfloat16, torch.complex64),
+]
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+SCRIPT = """
+import json, sys, torch, tpcompiler, torch.distributed as dist
+folder, x, texts = sys.argv[1], torch.load(sys.argv[1] + "/x"), []
+for name in ("dtypes", "layers"):
+    module = tpcompiler.load(f"{folder}/{name}", check_inputs=True)
+    torch.save(module(x), f"{folder}/{name}.{dist.get_rank()}")
+module = tpcompiler.load(f"{folder}/layers", check_inputs=True)
+try:
+    module(x + dist.get_rank())
+except tpcompiler.LaunchError as error:
+    print(json.dumps(str(error)))
+dist.destroy_process_group()
+"""
+
+
+def in_all_dtypes(self: Any, x: torch.Tensor) -> Any:
+    h = self.up(x).tanh()
+    crosses = (h * 9).to(torch.int16)
+    y = self.down(h + crosses)
+    return y, [(y * 9).abs().to(each) for each in DTYPES], [(h * 9).abs().to(each) for each in DTYPES], crosses
+
+
+@pytest.mark.slow
+def test_every_dtype_and_inputs_that_differ(tmp_path: Path) -> None:
+    """The second stage of the layers takes no input of the program, only what the first stage sends."""
+    torch.save(X, tmp_path / "x")
+    models = {}
+    for name, function in {"dtypes": in_all_dtypes, "layers": lambda self, x: self.down(self.up(x).relu())}.items():
+        models[name] = randomise(Call(function, up=nn.Linear(8, 12), down=nn.Linear(12, 8)))
+        tpcompiler.parallelize(export(models[name], (X,)), {"pp": 2, "tp": 1}, {}).save(tmp_path / name)
+    *_, last = tpcompiler.open(tmp_path / "layers").values()
+    assert "x" not in [row.name for row in last.manifest().inputs]
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    ended = fork_ranks(2, script, tmp_path, timeout=90)
+    assert ended.codes == (0, 0), ended.printed
+    for rank, printed in enumerate(ended.printed):
+        for name, model in models.items():
+            results, wanted = tree_leaves(torch.load(tmp_path / f"{name}.{rank}")), tree_leaves(model(X))
+            assert [each.dtype for each in results] == [each.dtype for each in wanted]
+            for own, want in zip(results, wanted, strict=True):
+                torch.testing.assert_close(own.to(torch.complex128), want.to(torch.complex128), rtol=1e-5, atol=1e-5)
+        refusal = json.loads(printed.splitlines()[-1])
+        assert "input 'x' is torch.float32 [4, 8] of content" in refusal
+        assert "give all ranks the same" in refusal

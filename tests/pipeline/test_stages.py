@@ -23,13 +23,12 @@ from tests.state.models import PLAN, Llama, call
 from tests.zoo.case import randomise
 from tests.zoo.index import CASES
 from tests.zoo.measure import exported
-from tpcompiler import ArtifactError, InputsError, MeshError, ParallelProgram, UnsupportedError
-from tpcompiler._torch import FakeTensorMode, guards_of, tree_flatten
+from tpcompiler import InputsError, MeshError, ParallelProgram, UnsupportedError
+from tpcompiler._torch import tree_flatten
 from tpcompiler.frontend.stages import Prices, cut_stages
 from tpcompiler.judge.sound.stages import check_stages
 from tpcompiler.judge.sound.unsound import Unsound
 from tpcompiler.passes.canonicalize import canonicalize
-from tpcompiler.runtime.model_file import read_model
 from tpcompiler.runtime.records import StageRecord
 
 MACHINE = "h100"  # whose kernels take time, which stages share
@@ -270,22 +269,6 @@ def test_gradients_are_not_cut() -> None:
         tpcompiler.parallelize(program, {"pp": 2, "tp": 1}, {})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "returns",
-    [lambda y: (y, None, 3), lambda y: (None, y), lambda y: {"scale": 2.5, "y": y}],
-    ids=["last", "first", "dict"],
-)
-def test_outputs_that_are_no_tensors(returns: Any) -> None:
-    torch.manual_seed(0)
-    layers = {"up": nn.Linear(8, 12), "down": nn.Linear(12, 8)}
-    module = Call(lambda self, x: returns(self.down(self.up(x))), **layers)
-    program = export(module, (x := torch.randn(4, 8),))
-    staged = tpcompiler.parallelize(program, {"pp": 2, "tp": 2}, {"up": "colwise", "down": "rowwise"})
-    assert staged.verify((x,)).ok
-    assert not staged.verify((x,), original=export(_scaled(module), (x,))).ok
-
-
 def test_a_text_is_not_returned() -> None:
     module = Call(lambda self, x: {"y": self.down(self.up(x)), "t": "text"}, up=nn.Linear(8, 12), down=nn.Linear(12, 8))
     with pytest.raises(UnsupportedError, match="output 't' is the text 'text'"):
@@ -317,57 +300,6 @@ def test_arguments_that_are_no_tensors() -> None:
         staged.verify((x, 3, x, 5, None))
 
 
-@pytest.mark.slow
-def test_a_number_of_dynamic_size_that_bounds_a_slice(tmp_path: Path) -> None:
-    """Its checks compute with it, in the stage that takes it, and the other stage has none."""
-    module = Call(lambda self, x, n: self.b(torch.relu(self.a(x)))[:, :n], a=nn.Linear(8, 8), b=nn.Linear(8, 8))
-    x = torch.randn(4, 5, 8)
-    program = export(module, (x, 2), dynamic_shapes=(None, torch.export.Dim.DYNAMIC))
-    tpcompiler.parallelize(program, {"pp": 2, "tp": 1}, {}).save(tmp_path / "out")
-    opened = tpcompiler.open(tmp_path / "out")
-    assert opened.check().ok
-    assert opened.verify((x, 3)).ok
-    for rank in range(2):
-        file = tmp_path / "out" / f"stage_{rank}" / "rank_0.pt2"
-        guards = guards_of(torch.export.load(file))
-        assert any("8*L['n']" in each for each in guards) == bool(rank)
-        assert "n" in read_model(file).graph_signature.user_inputs or not rank
-
-
-@pytest.mark.slow
-def test_other_arguments_are_refused_in_a_call(tmp_path: Path) -> None:
-    module, (x, *rest), program = with_arguments()
-    tpcompiler.parallelize(program, {"pp": 2, "tp": 1}, {}).save(tmp_path / "out")
-    calls = [
-        (x, *rest),
-        (x, 2, x, 5, None),
-        (x, 3, x, 3, None),
-        (x, 2, x, 3, x),
-        (x, 2, None, 3, None),
-        (x, 2, x, x, None),
-    ]
-    torch.save((calls, [module(*each)["y"] for each in calls[:2]]), tmp_path / "calls")
-    script = tmp_path / "run.py"
-    script.write_text(
-        "import sys, torch, tpcompiler, torch.distributed as dist\n"
-        "from pathlib import Path\n"
-        "from tpcompiler.errors import InputsError\n"
-        "module = tpcompiler.load(Path(sys.argv[1]) / 'out')\n"
-        "calls, wanted = torch.load(Path(sys.argv[1]) / 'calls')\n"
-        "for call, want in zip(calls, wanted):\n    torch.testing.assert_close(module(*call)['y'].resolve_conj(), want)\n"
-        "for call in calls[2:]:\n"
-        "    try:\n        module(*call)\n"
-        "    except InputsError as error:\n        print(error.message)\n"
-        "dist.destroy_process_group()\n"
-    )
-    ended = fork_ranks(2, script, tmp_path, timeout=60)
-    for printed in ended.printed:
-        assert "input 'k' is 3, the program was exported with 2" in printed
-        assert "input 'mask' is a tensor, the program was exported with None" in printed
-        assert "input 'y' is of type NoneType, and the program takes a tensor" in printed
-        assert "input 'n' is of type Tensor, and the program takes a number" in printed
-
-
 def test_a_weight_that_is_returned_is_in_the_stage_of_its_layer() -> None:
     layers = {name: nn.Linear(*sizes) for name, sizes in zip("abcd", [(8, 12), (12, 8)] * 2, strict=True)}
     forward = lambda self, x: (self.d(torch.relu(self.c(self.b(torch.relu(self.a(x)))))), self.a.weight)  # noqa: E731
@@ -384,14 +316,3 @@ def _scaled(module: nn.Module) -> nn.Module:
     with torch.no_grad():
         other.down.weight.mul_(1.01)  # type: ignore[union-attr, operator]
     return other
-
-
-def test_stages_without_a_place_for_a_cut_and_without_weights(tmp_path: Path) -> None:
-    """The advice: leave the stages out; cut the weights of all stages, not of the one that lacks them."""
-    with pytest.raises(MeshError, match="there are 0 places for a cut\n  help: leave pp out of the mesh"):
-        tpcompiler.parallelize(export(Call(lambda self, x: x.relu()), (torch.randn(3, 8),)), {"pp": 2, "tp": 1}, {})
-    with FakeTensorMode():
-        program = export(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), (torch.randn(4, 8),))
-    tpcompiler.parallelize(program, {"pp": 2, "tp": 1}, {}).save(tmp_path / "out")
-    with pytest.raises(ArtifactError, match=f"help: cut them: tpcompiler cut {tmp_path / 'out'} --checkpoint DIR"):
-        tpcompiler.open(tmp_path / "out").verify((torch.randn(4, 8),))

@@ -22,7 +22,6 @@ from tpcompiler.rules.registry import _RULES, rule_of
 
 aten = torch.ops.aten
 sdpa = aten.scaled_dot_product_attention.default
-MESH = Mesh((("tp", 2),))
 RULED = [sample for sample in SAMPLES if sample.text is not None]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -94,17 +93,6 @@ def test_rows_by_hand(net: Callable[[], nn.Module], rows: int, world: int, lacks
     assert right(program, x)
 
 
-class Causal(nn.Module):
-    """A convolution in time that sees the past: padded on one side."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(2, 2, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.conv(F.pad(x, (3, 0)))  # type: ignore[no-any-return]
-
-
 WINDOWS: dict[str, Callable[[], nn.Module]] = {
     **{
         f"conv {k} {s} {p} {d}": lambda k=k, s=s, p=p, d=d: nn.Conv2d(2, 2, k, s, p, d)  # type: ignore[misc]
@@ -150,25 +138,6 @@ def test_all_sizes_and_ranks(name: str, rows: int, world: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("net", "shape", "dim"),
-    [
-        (lambda: nn.Conv1d(2, 2, 3, padding=1), (1, 2, 16), 2),
-        (lambda: nn.Conv1d(2, 2, 3, padding=1), (2, 16), 1),  # no batch
-        (lambda: nn.Conv3d(2, 2, 3, padding=1), (1, 2, 4, 8, 4), 3),
-        (lambda: nn.MaxPool1d(3, 1, 1), (1, 2, 16), 2),
-        (lambda: nn.AvgPool3d(3, 1, 1), (1, 2, 4, 8, 4), 3),
-        (Causal, (1, 2, 16), 2),
-    ],
-)
-def test_other_ranks_of_tensors(net: Callable[[], nn.Module], shape: tuple[int, ...], dim: int) -> None:
-    x = torch.randn(shape)
-    program = converted(net(), x, {"cp": dim}, {"cp": 4})
-    assert {kind for kind, _ in sent(program)} == {"all_to_all"}
-    assert right(program, x)
-
-
-@pytest.mark.slow
 def test_infinities() -> None:
     """What a maximum is padded with is no larger than any number; NaN stays where it is reached."""
     x = torch.full((1, 1, 8, 4), -float("inf"))
@@ -181,32 +150,6 @@ def test_rows_and_columns_over_two_axes() -> None:
     x = torch.randn(1, 2, 8, 8)
     program = converted(nn.Conv2d(2, 2, 3, padding=1), x, {"dp": 2, "tp": 3}, {"dp": 2, "tp": 2})
     assert sorted(sent(program)) == [("all_to_all", 2 * 4 * ITEM), ("all_to_all", 2 * 5 * ITEM)]
-    assert right(program, x)
-
-
-@pytest.mark.slow
-def test_rows_and_groups_over_two_axes() -> None:
-    x = torch.randn(1, 4, 8, 8)
-    program = converted(nn.Conv2d(4, 4, 3, padding=1, groups=4), x, {"dp": ROWS, "tp": 1}, {"dp": 2, "tp": 2})
-    assert sent(program) == [("all_to_all", 2 * 8 * ITEM)]
-    assert right(program, x)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [7, 8])
-def test_rows_over_two_axes(rows: int) -> None:
-    x = torch.randn(1, 2, rows, WIDTH)
-    program = converted(nn.Conv2d(2, 2, 3, padding=1), x, {"dp": ROWS, "tp": ROWS}, {"dp": 2, "tp": 2})
-    assert right(program, x)
-
-
-@pytest.mark.slow
-def test_an_image_that_is_whole_is_sliced() -> None:
-    """Each rank has the rows already."""
-    x = torch.randn(1, 2, 16, WIDTH)
-    exported = export(nn.Conv2d(2, 2, 3, padding=1), (x,))
-    program = tpcompiler.parallelize(exported, 4, {}, inputs=["R"], outputs=["S(2)"], machine="ideal")
-    assert not program.collectives()
     assert right(program, x)
 
 
@@ -247,28 +190,6 @@ def test_dynamic_rows_gather() -> None:
 
 
 @pytest.mark.slow
-def test_a_dynamic_batch() -> None:
-    """Numbers of bytes that grow with the batch; padding keeps its size dynamic."""
-    net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Upsample(scale_factor=2), nn.AvgPool2d(3, 1, 1))
-    x, sizes = torch.randn(3, 2, 16, WIDTH), ({0: torch.export.Dim("batch", min=1, max=64)},)
-    program = converted(net, x, {"cp": ROWS}, {"cp": 4}, dynamic_shapes=sizes)
-    assert sent(program) == [("all_to_all", 2 * 3 * 2 * WIDTH * ITEM), ("all_to_all", 2 * 3 * 4 * 2 * WIDTH * ITEM)]
-    formulas = [cost.formula for cost in program.cost().costs]
-    assert formulas == [f"{2 * 2 * WIDTH * ITEM}*batch", f"{2 * 4 * 2 * WIDTH * ITEM}*batch"]
-    for samples in (3, 1, 5):
-        assert right(program, torch.randn(samples, 2, 16, WIDTH))
-
-
-@pytest.mark.slow
-def test_columns_in_another_memory_order() -> None:
-    x = torch.randn(1, 4, 16, WIDTH).to(memory_format=torch.channels_last)
-    net = nn.Conv2d(4, 4, 3, padding=1).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    program = converted(net, x, {"cp": ROWS}, {"cp": 4})
-    assert sent(program) == [("all_to_all", 2 * 4 * WIDTH * ITEM)]
-    assert right(program, x)
-
-
-@pytest.mark.slow
 def test_gradients_gather_rows() -> None:
     """The backward of a convolution has no windows, and the numbers are right."""
 
@@ -285,17 +206,6 @@ def test_gradients_gather_rows() -> None:
     program = tpcompiler.parallelize(exported, {"cp": 4}, {}, inputs=[at, at], machine="ideal")
     assert program.verify((x, y)).ok
     assert program.check().ok
-
-
-@pytest.mark.slow
-def test_the_search_without_a_plan_cuts_rows() -> None:
-    """The image is large next to the weights, and is whole at both ends: ranks slice it, and gather the result."""
-    x = torch.randn(1, 3, 64, 64)
-    sizes = [3, 16, 16, 3]
-    net = nn.Sequential(*(nn.Conv2d(*pair, 3, padding=1) for pair in itertools.pairwise(sizes)))
-    program = tpcompiler.parallelize(export(randomise(net), (x,)), 4, "auto", machine="ideal")
-    assert [each.kind for each in program.collectives()] == ["all_to_all", "all_to_all", "all_gather"]
-    assert right(program, x)
 
 
 SPANS = "S(2, spans 0:9 7:17 15:25 23:32)"

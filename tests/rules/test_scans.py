@@ -131,6 +131,15 @@ def test_a_layer_before_extrema_stays_cut(name: str, world: int) -> None:
 CHUNK, HEADS, STATE, WIDTH = 8, 2, 4, 4
 
 
+CHUNK, HEADS, STATE, WIDTH = 8, 2, 4, 4
+
+
+CHUNK, HEADS, STATE, WIDTH = 8, 2, 4, 4
+
+
+CHUNK, HEADS, STATE, WIDTH = 8, 2, 4, 4
+
+
 def segments(x: torch.Tensor) -> torch.Tensor:
     """Return the sums of all segments that end at one place and begin after another, -inf where there is none."""
     size = x.shape[-1]

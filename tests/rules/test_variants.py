@@ -13,7 +13,6 @@ from torch import nn
 from torch.export import Dim, export
 
 import tpcompiler
-from tests.passes.stages import Call
 from tests.rules.recurrent_samples import RECURRENT
 from tests.rules.sample import Sample, call, node_of
 from tests.zoo.case import randomise
@@ -213,16 +212,6 @@ def test_the_totals_of_the_ranks_before(name: str, world: int) -> None:
     assert gathered // totals == 256 // world
 
 
-def test_a_running_sum_over_a_dynamic_dim() -> None:
-    exported = export(
-        Call(lambda self, x: x.cumsum(1) * self.w, w=torch.ones(())),
-        (torch.randn(2, 8),),
-        dynamic_shapes=({1: 2 * Dim("half", min=2, max=64)},),
-    )
-    program = tpcompiler.parallelize(exported, 2, {}, inputs=["S(1)"], outputs=["S(1)"])
-    assert program.verify((torch.randn(2, 12),)).ok
-
-
 def test_a_wrong_total_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: a total that counts the rank's own block too."""
     monkeypatch.setattr(scans, "_shifted", lambda totals, dim, start: totals)
@@ -314,20 +303,6 @@ def test_recurrent_layers(kind: type[nn.RNNBase], how: dict[str, Any], gathers: 
     assert program.verify((x,)).ok
 
 
-@pytest.mark.slow
-def test_samples_of_a_recurrent_layer_are_independent() -> None:
-    net, x = randomise(Read(nn.LSTM)), torch.randn(5, STEPS, 24)
-    program = tpcompiler.parallelize(export(net, (x,)), 2, {}, inputs=["S(1)"], outputs=["S(1)"])
-    assert not program.collectives()
-    assert program.verify((x,)).ok
-
-
-@pytest.mark.slow
-def test_the_report_names_them() -> None:
-    program = converted(WITH_DOWN["softmax"][0], 2, True)
-    assert "replaced by simpler ops, because a dim that they need whole is cut: softmax" in program.report()
-
-
 def converted(
     what: Callable[[Between, torch.Tensor], Any], mesh: Any, has_down: bool, dynamic: Any = None
 ) -> tpcompiler.ParallelProgram:
@@ -337,12 +312,3 @@ def converted(
     program = tpcompiler.parallelize(exported, mesh, plan)
     assert program.verify((x,)).ok
     return program
-
-
-@pytest.mark.slow
-def test_an_op_that_nothing_cuts_stays_itself() -> None:
-    exported = export(Between(lambda m, h: m.down(h).softmax(-1)), (torch.randn(2, 8, 64),))
-    program = tpcompiler.parallelize(exported, 2, {"up": "colwise", "down": "rowwise"})
-    assert "softmax" in {
-        str(node.target).split(".")[1] for node in program.rank_program(0).graph.nodes if "aten" in str(node.target)
-    }

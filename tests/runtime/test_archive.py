@@ -23,8 +23,6 @@ from tests.runtime.poisons import (
 )
 from tpcompiler.runtime.model_file import read_model
 
-TRUST = "if you trust who made the file, pass trust=True"
-
 
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:

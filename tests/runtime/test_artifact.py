@@ -13,7 +13,6 @@ from tpcompiler.errors import ArtifactError
 from tpcompiler.runtime.artifact import FORMAT, SINGLE, Manifest, read_manifest
 from tpcompiler.runtime.program_files import ProgramFiles
 from tpcompiler.runtime.records import Asked, Calling, TensorRecord
-from tpcompiler.runtime.target import free_target
 
 ROW = TensorRecord(name="w", kind="parameter", shape=[4], dtype="f32", sharding="S(0)")
 
@@ -60,28 +59,6 @@ def test_what_is_written_is_read(out: Path) -> None:
         "rank 1",
     ]
     assert list(out.parent.iterdir()) == [out]
-
-
-def test_a_folder_that_is_missing_is_made(tmp_path: Path) -> None:
-    write_artifact(tmp_path / "a" / "b", manifest(), content)
-    assert read_manifest(tmp_path / "a" / "b").world_size == 2
-
-
-def test_a_target_under_a_file(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(
-        ArtifactError, match=rf"^cannot write {tmp_path}/file/out: {tmp_path}/file is not a directory\n"
-    ):
-        write_artifact(tmp_path / "file" / "out", manifest(), content)
-
-
-def test_free_target(out: Path, tmp_path: Path) -> None:
-    assert free_target(tmp_path / "new") == tmp_path / "new"
-    assert free_target(out, force=True) == out
-    with pytest.raises(ArtifactError, match="exists already"):
-        free_target(out)
-    with pytest.raises(ArtifactError, match="is not an artifact"):
-        free_target(tmp_path, force=True)
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), OSError()])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import astuple
-from safetensors.torch import load, load_file, save_file
+from safetensors.torch import load, save_file
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
@@ -19,7 +19,7 @@ from tests.runtime.models import export_mlp, mlp_inputs
 from tests.runtime.test_artifact import manifest as plain_manifest
 from tpcompiler._torch import TorchDispatchMode
 from tpcompiler.cli.boundary import cut_inputs
-from tpcompiler.errors import ArtifactError, InputsError
+from tpcompiler.errors import InputsError
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.inputs import arrange_inputs, check_values, write_tensors
 from tpcompiler.runtime.records import BoundaryRecord
@@ -74,20 +74,6 @@ def test_what_does_not_fit(mixed: ExportedProgram, change: dict[str, Any], expec
     assert str(raised.value) == expected
 
 
-def test_tensors_come_back_from_a_file(tmp_path: Path) -> None:
-    whole = torch.arange(6.0).view(2, 3)
-    tensors = {"t": whole.t(), "same": whole, "again": whole, "grad": nn.Parameter(torch.ones(2))}
-    write_tensors(tmp_path / "a", tensors)
-    found = load_file(tmp_path / "a")
-    assert sorted(found) == sorted(tensors)
-    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
-
-
-def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match=f"^cannot write {tmp_path}/no/a: "):
-        write_tensors(tmp_path / "no" / "a", {"x": torch.ones(1)})
-
-
 def manifest(inputs: dict[str, str], outputs: dict[str, str]) -> Manifest:
     rows = [
         [BoundaryRecord(name=name, shape=[], dtype="f32", sharding=text) for name, text in rows.items()]
@@ -105,17 +91,6 @@ def test_run_file_names_the_tensor_outputs(tmp_path: Path) -> None:
     expected = program.module()(*mlp_inputs().values())
     assert list(named) == ["hidden", "logits"]
     assert all(torch.equal(named[name], expected[name]) for name in named)
-
-
-def test_run_file_says_what_the_program_refuses(mixed: ExportedProgram, tmp_path: Path) -> None:
-    module = mixed.module()
-    module.exported_program = mixed  # type: ignore[assignment]
-    many = {"a": torch.ones(9, 2), "rest_0": torch.ones(9, 2), "rest_1": torch.ones(2), "last": torch.ones(1)}
-    save_file(many, tmp_path / "in")
-    with pytest.raises(
-        InputsError, match=rf"^{tmp_path}/in: the program does not run: .*\n  help: check the sizes and values$"
-    ):
-        run_file(module, manifest({}, {"output": "R"}), tmp_path / "in")
 
 
 def test_run_file_says_what_an_op_refuses(tmp_path: Path) -> None:

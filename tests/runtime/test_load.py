@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
-from tests.runtime.models import PLAN, export_mlp, mlp_inputs
+from tests.runtime.models import PLAN, export_mlp
 from tpcompiler import load, parallelize
 from tpcompiler.errors import ArtifactError, LaunchError, UnsupportedError
 from tpcompiler.judge.compare.processes import share_gpus
@@ -36,17 +36,6 @@ def world_of_one() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("world_of_one")
-def test_load_in_a_world_of_one(artifacts: Path) -> None:
-    module = load(artifacts / "one")
-    inputs = mlp_inputs(seed=3).values()
-    expected = export_mlp().module()(*inputs)
-    torch.testing.assert_close(module(*inputs), expected)
-    assert isinstance(module.exported_program, torch.export.ExportedProgram)
-    torch.testing.assert_close(load(artifacts / "one", rank=0)(*inputs), expected)
 
 
 @pytest.mark.usefixtures("world_of_one")
@@ -230,16 +219,6 @@ def test_a_group_that_does_not_answer_is_named(artifacts: Path, monkeypatch: pyt
     monkeypatch.setattr(dist, "all_reduce", lambda value, group: value.fill_(2))
     with pytest.raises(LaunchError, match="did not answer within 300 s: counts 2 ranks"):
         load(artifacts / "one")
-
-
-@pytest.mark.usefixtures("world_of_one")
-def test_processes_of_a_group_of_their_own_may_share_a_gpu(
-    for_cuda: Path, gpus: Callable[[int], list[torch.device]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen = gpus(1)
-    environment(monkeypatch, LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
-    assert own_device(read_manifest(for_cuda)) == torch.device("cuda:0")
-    assert chosen == [torch.device("cuda:0")]
 
 
 @pytest.mark.slow

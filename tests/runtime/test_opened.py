@@ -165,24 +165,6 @@ def test_a_module_without_a_name(clean: Path) -> None:
     assert refused("inspect", clean) == f"{clean}: it names a module []\n  help: export the model again\n"
 
 
-@pytest.mark.parametrize("content", [[], [("rank_1/", b"")]], ids=["no entry", "a folder"])
-def test_a_rank_without_entries(content: list[tuple[str, bytes]], out: Path, tmp_path: Path) -> None:
-    path = copied(out, tmp_path) / "rank_1.pt2"
-    zipped(path, content)
-    sign(path)
-    assert refused("check", path.parent).startswith(f"{path} ")
-
-
-def test_example_inputs_of_another_form(clean: Path, tmp_path: Path) -> None:
-    entries = entries_of(clean)
-    entries[EXAMPLES] = saved((torch.ones(2), torch.ones(2), torch.ones(2)))
-    write_entries(tmp_path / "model.pt2", entries)
-    said = "its example inputs are of type tuple, not (args, kwargs)\n  help: export the model again"
-    with pytest.raises(ArtifactError) as raised:
-        read_model(tmp_path / "model.pt2")
-    assert str(raised.value) == f"{tmp_path / 'model.pt2'}: {said}"
-
-
 @pytest.mark.slow
 def test_a_poisoned_rank_is_not_parsed(out: Path, tmp_path: Path) -> None:
     path = copied(out, tmp_path) / "rank_1.pt2"

@@ -118,17 +118,6 @@ def test_a_size_in_many_places_is_read_once(clean: Path, tmp_path: Path) -> None
         read_model(path)
 
 
-def test_a_module_that_is_imported_makes_an_enum_loadable(clean: Path, tmp_path: Path) -> None:
-    entries, path = entries_of(clean), tmp_path / "model.pt2"
-    next(poison for poison, _, _ in POISONS if poison.__name__ == "imported_enum")(entries, tmp_path / "marker")
-    write_entries(path, entries)
-    assert refusal(path).partition("help: ")[2] == f"import poison_module first; or, {TRUST}"
-    entries[EXAMPLES] = b""  # which have another key
-    write_entries(path, entries)
-    spec = read_model(path, ["poison_module"]).call_spec.in_spec
-    assert "Kind.A" in repr(spec)
-
-
 @pytest.fixture
 def poisoned(tmp_path: Path) -> Path:
     """A model that every command can work with, but for its example inputs."""

@@ -81,6 +81,15 @@ REFUSED = {
         Function('f')
         Integer(1) # s0
         9**9**9
+        9**Rational(64, Rational(1, 10**18))
+        1e9999999999
+        1e9_9_9_9_9_9_9_9
+        Float('0.1', 1000000000)
+        Pow(9, 9999999999, 1)
+        Pow(Pow(Pow(Pow(9, e=1000), e=1000), e=1000), e=1000)
+        Pow(Add(s0,s1,s2,s3,s4,s5,s6,s7), 50)
+        ModularIndexing(s0**Rational(1,3), Add(s1, 1e300), ModularIndexing(s2, s1, 0))
+        Abs(2**Rational(1,7)+3**Rational(1,7)-(2**Rational(2,7)+3**Rational(2,7)+2*6**Rational(1,7))**Rational(1,2))
         Pow(9, Pow(9, 9))
         Pow(Pow(Pow(9, 64), 64), 64)
         Pow(Pow(Pow(Pow(9, 9), 9), 9), 0)
@@ -109,6 +118,8 @@ REFUSED = {
         L.size() == 1
         L['x'].size() * 9999999999 == 1
         (1, 2) * 9999999999 == 1
+        L['x'].shape * 700000000 == 0
+        round(5, -9999999999) == 0
         L['x'].size(L['y'].data) == 1
         L['mode'] == 'fast'
         L['x']['a'] + 'b' == 1

@@ -69,42 +69,6 @@ def test_a_power_of_a_negative_number_is_refused() -> None:
         tpcompiler.parallelize(exported, 2, PLAN)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    "made",
-    [
-        "h / complex('inf+1j')",
-        "h * complex(-0.5, -2)",
-        "h * -2j",
-        "h * torch_.full((1,), complex('nan'))",
-        "h * -0.0",
-        "h.masked_fill(h > 0, -float('inf'))",
-        "h // -7 + 2 ** x.shape[0]",
-        "(h - (-x.shape[0])).to(torch_.float64, memory_format=torch_.contiguous_format)[:, None, ..., ::3]",
-    ],
-)
-def test_other_constants_are_taken(made: str, tmp_path: Path) -> None:
-    exported = export(model_of("x", "y", f"({made}, y)"), (X, Y), dynamic_shapes=({0: Dim("rows")}, {0: Dim("rows")}))
-    tpcompiler.parallelize(exported, 2, PLAN).save(tmp_path / "out")  # and checks the files
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "made"),
-    [
-        ("input_1", "input", "h - input"),
-        ("input", "max_1", "h - max_1"),
-        ("x", "x_1", "h - x_1"),
-        ("x", "up_weight", "h - up_weight"),
-        ("x", "_guards_fn", "h - _guards_fn"),
-    ],
-)
-def test_other_inputs_are_taken(first: str, second: str, made: str) -> None:
-    model = model_of(first, second, made)
-    exported = export(model, (X, Y))
-    tpcompiler.parallelize(exported, 2, PLAN)
-    assert torch.equal(exported.module()(X, Y), model(X, Y))
-
-
 @pytest.mark.parametrize("keys", [["\xb5", "\u03bc"], ["cafe\u0301"]])
 def test_modules_that_python_takes_for_one_another_are_refused(keys: list[str]) -> None:
     layers = nn.Sequential()
@@ -113,13 +77,6 @@ def test_modules_that_python_takes_for_one_another_are_refused(keys: list[str]) 
     exported = export(layers, (X,))
     with pytest.raises(ProgramError, match=r"of a module or weight is '(\u03bc|caf\xe9)' to Python"):
         tpcompiler.parallelize(exported, 2, {"*": "replicate"})
-
-
-@pytest.mark.slow
-def test_a_composed_letter_is_a_name() -> None:
-    layers = nn.Sequential()
-    layers.add_module("caf\xe9", nn.Linear(8, 8))
-    assert tpcompiler.parallelize(export(layers, (X,)), 2, {"caf\xe9": "replicate"}).verify((X,)).ok
 
 
 class Branches(nn.Module):

@@ -84,12 +84,6 @@ def test_other_folders_are_left(tmp_path: Path) -> None:
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_name_that_leaves_no_room(tmp_path: Path) -> None:
-    for name in ("n" * 255, "\N{GRINNING FACE}" * 63):
-        save(tmp_path / name, b"a")
-        assert found(tmp_path / name) == "61"
-
-
 @pytest.mark.slow
 def test_what_reshard_writes_is_locked_to_its_end(tmp_path: Path) -> None:
     tpcompiler.parallelize(export_mlp(), 2, PLAN).save(tmp_path / "out", layout="shared")

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.export import ExportedProgram, export
@@ -59,26 +58,6 @@ def out(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.slow
-def test_what_is_written(out: Path) -> None:
-    """21 ids are cut evenly by three ranks only; by four there are two graphs: of 6 ids, and of 3."""
-    manifest = read_manifest(out)
-    world = manifest.world_size
-    assert (
-        manifest.programs
-        == {
-            3: {"program.pt2": [0, 1, 2]},
-            4: {"program_0.pt2": [0, 1, 2], "program_1.pt2": [3]},
-        }[world]
-    )
-    assert sorted(path.name for path in out.iterdir()) == sorted(
-        ["manifest.json", "model.pt2", *manifest.programs, *(weights_file(rank) for rank in range(world))]
-    )
-    names = {row.name for row in manifest.tensors if row.tied_to is None} | {"rank_numbers"}
-    for rank in range(world):
-        assert set(load_file(out / weights_file(rank))) == names
-
-
-@pytest.mark.slow
 def test_the_weights_are_those_of_the_other_layout(out: Path, tmp_path: Path) -> None:
     world = read_manifest(out).world_size
     tpcompiler.parallelize(exported(), world, PLAN).save(tmp_path / "out")
@@ -94,13 +73,6 @@ def test_the_weights_are_those_of_the_other_layout(out: Path, tmp_path: Path) ->
                     other[name].requires_grad,
                 )
         assert one.state_dict["head.weight"] is one.state_dict["table.weight"]
-
-
-@pytest.mark.slow
-def test_the_same_bytes_again(out: Path, tmp_path: Path) -> None:
-    tpcompiler.parallelize(exported(), read_manifest(out).world_size, PLAN).save(tmp_path / "out", layout="shared")
-    for path in out.iterdir():
-        assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes(), path.name
 
 
 @pytest.mark.sample(1)
@@ -229,13 +201,3 @@ def test_a_dtype_that_the_format_lacks(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"'weight' is of torch.complex128, .*\n  help: .*layout=.ranks."):
         program.save(tmp_path / "out", layout="shared")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_an_artifact_for_eight_ranks_holds_one_program(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
-    program = tpcompiler.parallelize(export(model, (torch.ones(2, 8),)), 8, {"0": "colwise", "2": "rowwise"})
-    program.save(tmp_path / "out", layout="shared")
-    assert list(read_manifest(tmp_path / "out").programs.values()) == [list(range(8))]
-    with safe_open(tmp_path / "out" / weights_file(5), "pt") as file:
-        assert torch.equal(file.get_tensor("0.weight"), model[0].weight[40:48])

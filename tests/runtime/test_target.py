@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 import torch
 
 import tpcompiler
-from tests.runtime.commands import call
 from tests.runtime.models import PLAN, export_mlp
 from tests.runtime.test_artifact import content, manifest
 from tests.runtime.written import write_artifact, write_set
@@ -144,13 +142,6 @@ def test_what_is_called_as_a_part_and_is_none(name: str, tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_the_folder_that_one_is_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_artifact(tmp_path / "out", manifest(), content)
-    monkeypatch.chdir(tmp_path / "out")
-    write_artifact(".", manifest(plan={"w": "R"}), content, force=True)
-    assert read_manifest(tmp_path / "out").plan == {"w": "R"}
-
-
 def test_a_link_to_an_artifact_is_replaced_and_not_followed(tmp_path: Path) -> None:
     write_artifact(tmp_path / "real", manifest(), content)
     (tmp_path / "out").symlink_to(tmp_path / "real")
@@ -158,13 +149,6 @@ def test_a_link_to_an_artifact_is_replaced_and_not_followed(tmp_path: Path) -> N
     assert not (tmp_path / "out").is_symlink()
     assert [read_manifest(tmp_path / name).plan for name in ("out", "real")] == [{"w": "R"}, {"w": "S(0)"}]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "real"]
-
-
-def test_a_relative_link_is_replaced(tmp_path: Path) -> None:
-    write_artifact(tmp_path / "real", manifest(), content)
-    (tmp_path / "out").symlink_to("real")
-    write_artifact(tmp_path / "out", manifest(plan={"w": "R"}), content, force=True)
-    assert [read_manifest(tmp_path / name).plan for name in ("out", "real")] == [{"w": "R"}, {"w": "S(0)"}]
 
 
 def test_folders_that_were_made_for_nothing_are_removed(tmp_path: Path) -> None:
@@ -250,18 +234,6 @@ def test_a_link_is_not_written_through(tmp_path: Path) -> None:
     assert not any((tmp_path / name).is_symlink() for name in "ab")
 
 
-def test_a_new_file_has_the_mode_of_any_other(tmp_path: Path) -> None:
-    with replacing(tmp_path / "a") as temporary:
-        temporary.write_text("new")
-    (tmp_path / "b").write_text("any")
-    (tmp_path / "c").write_text("old")
-    (tmp_path / "c").chmod(0o600)
-    with replacing(tmp_path / "c") as temporary:
-        temporary.write_text("new")
-    modes = [os.stat(tmp_path / name).st_mode & 0o777 for name in "abc"]
-    assert (modes[0], modes[2]) == (modes[1], 0o600)
-
-
 def test_a_file_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though its directory may. (The system lets root write every file.)"""
     (tmp_path / "a").write_text("mine")
@@ -269,39 +241,6 @@ def test_a_file_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(PermissionError), replacing(tmp_path / "a"):
         pass
     assert files_of(tmp_path) == {"a": "mine"}
-
-
-def test_a_link_below_dev_is_one_too(tmp_path: Path) -> None:
-    """Ordinary files lie there as well."""
-    folder = Path("/dev/shm")
-    if not os.access(folder, os.W_OK):
-        pytest.skip("this machine has no /dev/shm to write to")
-    with tempfile.TemporaryDirectory(dir=folder) as name:
-        mine, link = Path(name) / "mine", Path(name) / "link"
-        mine.write_text("mine")
-        link.symlink_to(mine)
-        with replacing(link) as temporary:
-            temporary.write_text("new")
-        assert mine.read_text() == "mine"
-
-
-def test_show_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "out.txt").write_text("old")
-
-    def full(path: Path, *_: object, **__: object) -> None:
-        path.touch()
-        raise OSError(28, "No space left on device")
-
-    artifact = SimpleNamespace(show=lambda *_, **__: "new")
-    monkeypatch.setattr("tpcompiler.api.parallel_program.open", lambda *_: artifact)
-    monkeypatch.setattr(Path, "write_bytes", full)
-    result = call("inspect", tmp_path, "-o", tmp_path / "out.txt")
-    monkeypatch.undo()
-    assert (result.exit_code, result.stderr) == (
-        2,
-        f"cannot write {tmp_path}/out.txt: No space left on device\n  help: choose another file\n",
-    )
-    assert files_of(tmp_path) == {"out.txt": "old"}
 
 
 def test_an_artifact_that_a_set_does_not_name_is_left(tmp_path: Path) -> None:

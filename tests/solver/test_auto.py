@@ -98,54 +98,12 @@ def test_no_worse_than_the_experts_plan(name: str, world: int) -> None:
     assert held(least) <= min(held(auto), held(tpcompiler.parallelize(program, world, case.asked())))
 
 
-@pytest.mark.slow
-def test_each_weight_of_a_module_that_has_several() -> None:
-    case, program = CASES["einsum_transformer"], exported("einsum_transformer")
-    auto = tpcompiler.parallelize(program, 2, "auto", optimize="memory")
-    assert auto.converted.plan.to_data()["layers.*.wq"] == "S(1)"
-    assert auto.converted.plan.to_data()["layers.*.wo"] == "S(0)"
-    assert held(auto) <= held(tpcompiler.parallelize(program, 2, case.asked()))
-
-
 def test_convolutions_at_their_optimum() -> None:
     """Two blocks of two convolutions reduce once each; column by column each would be gathered."""
     case, program = CASES["resnet"], exported("resnet")
     auto = tpcompiler.parallelize(program, 2, "auto")
     assert auto.verify((), case.inputs(*case.example)).ok
     assert spent(auto)[0] <= 0.71 * spent(tpcompiler.parallelize(program, 2, case.asked()))[0]
-
-
-@pytest.mark.slow
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("mesh", [2, {"dp": 2, "tp": 2}])
-def test_dynamic_sizes(mesh: Any) -> None:
-    case = CASES["llama"]
-    auto = tpcompiler.parallelize(exported("llama", True), mesh, "auto")
-    for size in (case.example, *case.others):
-        assert auto.verify((), case.inputs(*size)).ok
-
-
-@pytest.mark.slow
-def test_what_the_caller_asks_of_the_boundary_holds() -> None:
-    auto = tpcompiler.parallelize(mlp(), 2, "auto", outputs=["S(1)"])
-    assert [c.kind for c in auto.collectives()] == ["reduce_scatter"]
-    assert auto.verify((torch.randn(2, 8, 64),)).ok
-
-
-@pytest.mark.slow
-def test_several_programs_agree() -> None:
-    """Weights that both share are placed alike."""
-    programs = {"prefill": mlp(), "decode": export(_model(), (torch.randn(2, 1, 64),))}
-    made = tpcompiler.parallelize(programs, 2, "auto")
-    assert all(
-        each.verify(program.example_inputs[0]).ok
-        for each, program in zip(made.values(), programs.values(), strict=True)
-    )
-
-
-def _model() -> Mlp:
-    torch.manual_seed(0)
-    return Mlp()
 
 
 def test_nothing_fits() -> None:

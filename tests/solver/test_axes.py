@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,13 +33,6 @@ from tpcompiler.solver.task import Task
 from tpcompiler.solver.turn import Turn
 
 MESH = {"dp": 2, "tp": 2}
-MACHINE_FILE = """
-flops: 1.0e+13
-memory_bandwidth: 1.0e+11
-memory: 8.0e+10
-links:
-  - {latency: 3.0e-06, bandwidth: 7.0e+10}
-"""
 SLOW = Objective.of(Machine(1e13, 1e11, 8e10, {("", 0): [Link(3e-6, 7e10)]}))
 TP_FIRST: Turns = (("tp",), ("dp",))
 DP_FIRST: Turns = (("dp",), ("tp",))
@@ -149,74 +141,6 @@ def test_too_large_tables_give_the_better_order(boundary: dict[str, Any], monkey
     assert found.styles
     assert found.seconds >= least
     assert found.above is None
-
-
-def note(program: tpcompiler.ParallelProgram) -> str:
-    return next(note.text for note in program.converted.notes if "least" in note.text)
-
-
-@pytest.mark.slow
-def test_the_report_names_the_order_and_the_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = tmp_path / "slow.yaml"
-    machine.write_text(MACHINE_FILE)
-
-    def converted(**boundary: Any) -> str:
-        return note(tpcompiler.parallelize(exported(), MESH, "auto", machine=machine, **boundary))
-
-    assert converted(**CUT).endswith("the least of all choices that were compared, over dp and tp at once")
-    whole = tpcompiler.parallelize(exported(), MESH, "auto", machine=machine).converted.notes
-    shared = "over dp ranks share the batch of inputs that are equal on all of them"
-    assert shared in [text.text for text in whole]
-    cut = tpcompiler.parallelize(exported(), MESH, "auto", machine=machine, **CUT).converted.notes
-    assert not any(text.text == shared for text in cut)
-    monkeypatch.setattr(domains, "MOST_TOGETHER", 1)
-    assert converted(**CUT).endswith(
-        "one axis after the other: dp, then tp; how far above the least of all choices it may be is not known"
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("most", [domains.MOST_TOGETHER, 1])
-def test_the_plan_that_was_found_gives_the_same_files(
-    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(domains, "MOST_TOGETHER", most)
-    machine = tmp_path / "slow.yaml"
-    machine.write_text(MACHINE_FILE)
-    how: dict[str, Any] = {"machine": machine, **CUT}
-    plan = tpcompiler.find_plan(exported(), MESH, **how)
-    assert len(plan.entries) > 1
-    for name, given in (("auto", "auto"), ("plan", plan)):
-        made = tpcompiler.parallelize(exported(), MESH, given, **how)
-        assert made.verify((X,)).ok
-        made.save(tmp_path / name)
-    files = [{file.name: file.read_bytes() for file in (tmp_path / name).glob("*.pt2")} for name in ("auto", "plan")]
-    assert files[0] == files[1]
-
-
-class SharedHeads(nn.Module):
-    """Attention with 2 heads of keys, whose matrices are worth cutting."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(64, width, bias=False) for width in (64, 32, 32, 64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (own(x).view(1, 2, -1, 16).transpose(1, 2) for own in (self.q, self.k, self.v))
-        made = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-        result: torch.Tensor = self.o(made.transpose(1, 2).reshape(1, 2, 64))
-        return result
-
-
-@pytest.mark.slow
-def test_halves_of_an_axis_are_searched_in_turns_and_no_bound_is_claimed() -> None:
-    exported = export(SharedHeads(), (torch.randn(1, 2, 64),))
-    made = tpcompiler.parallelize(exported, {"dp": 2, "tp": 4}, "auto", machine="ideal", outputs=[{"dp": "S(0)"}])
-    texts = [own.text for own in made.converted.notes if own.kind == "search"]
-    order = "one axis after the other: tp[::2], then tp[:2]"
-    assert f"that is the least found, {order}; how far above the least of all choices it may be is not known" in texts
-    assert "over dp nothing was compared: no op has a choice" in texts  # and yet the output is cut there
-    assert not any(text.startswith("over tp") for text in texts)
 
 
 @pytest.mark.slow

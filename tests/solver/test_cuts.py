@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -227,18 +226,6 @@ def test_a_packed_style(style: str, forward: Callable[..., torch.Tensor], seed: 
     assert made.verify((X,)).ok
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("style", "cut"), [("packed_rowwise", "S(1, parts 8 4)"), ("packed_rowwise:8,4", "S(1, parts 8 4)")]
-)
-def test_a_packed_style_of_inputs(style: str, cut: str) -> None:
-    plan = {"a": "colwise", "b": "colwise", "down": style}
-    assert f"down.weight: {cut}" in cuts(put_together, plan=plan)
-    made = tpcompiler.parallelize(export(module(put_together), (X,)), 2, plan)
-    assert made.verify((X,)).ok
-    assert [c.why for c in made.collectives()] == ["inherent"]
-
-
 def refusal(forward: Callable[..., torch.Tensor], style: str) -> str:
     with pytest.raises(PlanError) as caught:
         tpcompiler.parallelize(export(module(forward), (X,)), 2, {"up": style})
@@ -262,18 +249,6 @@ style 'packed_colwise:3' does not fit dim 0 of 'up.weight': 16 is no multiple of
     )
 
 
-def test_uses_that_show_no_parts() -> None:
-    assert_expected_inline(
-        refusal(head_by_head, "packed_colwise"),
-        """\
-'up.weight' is to be cut in parts, but its uses show none
-  help: use the style without 'packed_', or give the sizes of the parts, as in 'packed_colwise:64,16,16'
-  asked by: the plan ("up": "packed_colwise")""",
-    )
-    whole = tpcompiler.parallelize(export(module(head_by_head), (X,)), 1, {"up": "packed_colwise"})
-    assert whole.collectives() == []  # on one rank nothing is cut
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("second", ["colwise", "replicate"])
 def test_a_planned_cut_is_not_given_up_for_fewer_bytes(second: str) -> None:
@@ -283,61 +258,3 @@ def test_a_planned_cut_is_not_given_up_for_fewer_bytes(second: str) -> None:
     made = tpcompiler.parallelize(torch.export.export(module, (x,)), 2, {"0": "colwise", "2": second, "2.bias": "S(0)"})
     assert shardings_of(made.only)["0.weight"].text(made.mesh) == "S(0)"
     assert made.verify((x,)).ok
-
-
-def halves_by_split(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """Equal halves, the first in three and the second in two."""
-    y, z = self.up(x).split([12, 12], -1)
-    q, k, v = y.chunk(3, -1)
-    b, c = z.chunk(2, -1)
-    return self.down(torch.cat([q * k + v, b * c], -1))
-
-
-def halves_by_slices(self: Any, x: torch.Tensor) -> torch.Tensor:
-    made = self.up(x)
-    y, z = made[..., :12], made[..., 12:]
-    return self.down(torch.cat([y[..., :4] * y[..., 4:8] + y[..., 8:], z[..., :6] * z[..., 6:]], -1))
-
-
-def half_by_slices(self: Any, x: torch.Tensor) -> torch.Tensor:
-    y, z = self.up(x).split([12, 12], -1)
-    q, k, v = y.chunk(3, -1)
-    return self.down(torch.cat([q * k + v, z[..., :6] * z[..., 6:]], -1))
-
-
-def halves_by_chunk(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """No op has the sizes of the parts as numbers."""
-    y, z = self.up(x).chunk(2, -1)
-    q, k, v = y.split(4, -1)
-    b, c = z.chunk(2, -1)
-    return self.down(torch.cat([q * k + v, b * c], -1))
-
-
-def chunks_of_chunks(self: Any, x: torch.Tensor) -> torch.Tensor:
-    (a, b), (c, d) = (half.chunk(2, -1) for half in self.up(x).chunk(2, -1))
-    e, f = a.chunk(2, -1)
-    return self.down(torch.cat([e * f, b * c * d], -1))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 3])
-def test_chunks_of_chunks(world: int, tmp_path: Path) -> None:
-    model = randomise(Call(chunks_of_chunks, up=nn.Linear(8, 24), down=nn.Linear(9, 8)))
-    made = tpcompiler.parallelize(export(model, (X,)), world, PLAN)
-    assert [(c.kind, c.why) for c in made.collectives()] == [("all_reduce", "inherent")]
-    assert made.verify((X,)).ok
-    made.save(tmp_path / "out")
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("forward", [halves_by_split, halves_by_slices, half_by_slices, halves_by_chunk])
-def test_equal_parts_that_are_cut_again(forward: Callable[..., torch.Tensor], tmp_path: Path) -> None:
-    model = randomise(Call(forward, up=nn.Linear(8, 24), down=nn.Linear(10, 8)))
-    made = tpcompiler.parallelize(export(model, (X,)), 2, PLAN)
-    assert {row.name: row.sharding for row in made.manifest().tensors if "weight" in row.name} == {
-        "up.weight": "S(0, parts 12b4 12b6)",
-        "down.weight": "S(1, parts 4 6)",
-    }
-    assert [(c.kind, c.why) for c in made.collectives()] == [("all_reduce", "inherent")]
-    assert made.verify((X,)).ok
-    made.save(tmp_path / "out")  # which proves it

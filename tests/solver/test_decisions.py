@@ -9,19 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.export import ExportedProgram
 
 import tpcompiler
 from tests.long import in_long_runs
 from tests.solver.test_auto import mlp
-from tools.bench_decisions import EVEN, decide_call, find_calls, find_machines, render_table, with_latencies
+from tools.bench_decisions import EVEN, decide_call, find_calls, find_machines, render_table
 from tools.published.model import Dims, export_decoder, megatron_plan
 from tpcompiler.api import conversions_of, read_plan
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.errors import PlanError
-from tpcompiler.ir import edit
 from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.solver.estimate import measure_step_time, sent_by
 from tpcompiler.solver.solution import Solution
@@ -79,62 +77,6 @@ def test_a_decode_is_megatrons() -> None:
     found, _ = solved(LLAMA, DECODE, 8, "auto", read_machine("h100"))
     assert Counter(kind for kind, _, _ in sent_by(found)) == {"all_reduce": 2 * LAYERS, "all_gather": 1}
     assert found.styles["layers.1.attention.o"] == found.styles["layers.1.mlp.down"] == "rowwise"
-
-
-@pytest.mark.slow
-def test_a_batch_of_one_is_not_cut() -> None:
-    """One rank would do all of the work, for next to nothing is sent to it: the attention's result goes there alone."""
-    found, _ = solved(LLAMA, (1, 2048, False), 4, "auto", read_machine("h100"))
-    for node, choice in found.choices.items():
-        for value, made in zip(edit.outputs(node), choice.made, strict=True):
-            assert not any(cut.axes for size, cut in zip(value.shape, made.dims, strict=True) if size == 1), node
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("factor", [0.5, 2.0])
-def test_a_decode_does_not_hang_on_a_latency(factor: float) -> None:
-    machine = read_machine("h100")
-    other = with_latencies(machine, factor)
-    assert solved(LLAMA, DECODE, 4, "auto", machine)[0].styles == solved(LLAMA, DECODE, 4, "auto", other)[0].styles
-
-
-@pytest.mark.slow
-def test_small_layers_stay_whole_on_a_real_machine() -> None:
-    """What an all_reduce takes is a hundred times what a cut of them saves; without latencies they are cut."""
-    assert not tpcompiler.parallelize(mlp(), 2, "auto", machine="h100").collectives()
-    assert tpcompiler.parallelize(mlp(), 2, "auto", machine="ideal").collectives()
-
-
-class Quantised(torch.nn.Module):
-    """`down(relu(up(x)))`, where `down` has one byte for each number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = torch.nn.Linear(64, 256, bias=False)
-        self.register_buffer("down", torch.randint(-8, 8, (64, 256), dtype=torch.int8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(torch.relu(self.up(x)), self.down.to(x.dtype) * 0.1)
-
-
-@pytest.mark.slow
-def test_a_planned_weight_is_not_gathered_as_floats(tmp_path: Path) -> None:
-    """Not even where two all_gather take less than the one all_reduce that the plan needs."""
-    (tmp_path / "m.yaml").write_text(
-        "base: ideal\nlinks:\n- {collective: all_reduce, latency: 1.0, bandwidth: 1.0e+9}\n"
-    )
-    program = torch.export.export(Quantised(), (torch.randn(4, 64),))
-    made = tpcompiler.parallelize(program, 2, {"up": "colwise", "down": "S(1)"}, machine=tmp_path / "m.yaml")
-    assert max(each.payload_bytes for each in made.collectives()) < 64 * 256
-    assert made.verify((torch.randn(4, 64),)).ok
-
-
-@pytest.mark.slow
-def test_fewest_bytes() -> None:
-    fast = tpcompiler.parallelize(mlp(), 2, "auto", machine="h100")
-    small = tpcompiler.parallelize(mlp(), 2, "auto", machine="h100", optimize="memory")
-    assert max(small.parameter_bytes()[1]) == max(fast.parameter_bytes()[1]) // 2
-    assert len(small.collectives()) == 1  # of those that hold as little, the fastest
 
 
 @pytest.mark.slow

@@ -15,11 +15,7 @@ import tpcompiler
 from tests.zoo.found import from_file, written
 from tests.zoo.index import CASES
 from tpcompiler import Plan
-from tpcompiler.api import conversions_of
 from tpcompiler.errors import PlanError
-from tpcompiler.parallel.converted_program import convert_programs
-from tpcompiler.solver.estimate import measure_memory
-from tpcompiler.solver.task import Aim
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 
@@ -74,42 +70,6 @@ def mlp() -> ExportedProgram:
     return export(Mlp(), (torch.randn(512, 64),))
 
 
-WHOLE_NARROW = {"up": "colwise", "down": "rowwise", "narrow": "replicate", "wide": "replicate", "**": "auto"}
-
-
-@pytest.mark.slow
-def test_the_same_files(tmp_path: Path) -> None:
-    tpcompiler.parallelize(mlp(), 2, "auto").save(tmp_path / "auto")
-    from_file(mlp(), 2, tmp_path).save(tmp_path / "file")
-    files = sorted(path.name for path in (tmp_path / "auto").iterdir())
-    assert "rank_1.pt2" in files
-    assert all((tmp_path / "auto" / name).read_bytes() == (tmp_path / "file" / name).read_bytes() for name in files)
-
-
-@pytest.mark.slow
-def test_the_same_where_a_limit_binds(tmp_path: Path) -> None:
-    """But for how near to the least it is said to be, which only the search of all placements can tell."""
-    assert tpcompiler.find_plan(mlp(), 2).to_data() == WHOLE_NARROW
-    found, _ = convert_programs(conversions_of(mlp(), 2, Plan().with_search()), Aim())
-    limit = measure_memory(found).total - 1
-    auto = tpcompiler.parallelize(mlp(), 2, "auto", memory=limit)
-    assert auto.converted.plan.to_data() != WHOLE_NARROW
-    ours, theirs = written(from_file(mlp(), 2, tmp_path, memory=limit)), written(auto)
-    apart = [
-        (a["text"], b["text"]) for a, b in zip(ours[0].pop("notes"), theirs[0].pop("notes"), strict=True) if a != b
-    ]
-    assert all("above the" not in a and "above the least of all" in b for a, b in apart)
-    assert ours == theirs
-
-
-@pytest.mark.slow
-def test_another_style_is_another_program(tmp_path: Path) -> None:
-    auto = tpcompiler.parallelize(mlp(), 2, "auto")
-    other = tpcompiler.parallelize(mlp(), 2, {**WHOLE_NARROW, "narrow": "rowwise"})
-    assert written(other)[1] != written(auto)[1]
-    assert other.verify((torch.randn(512, 64),)).ok
-
-
 @pytest.mark.slow
 def test_what_is_pinned_holds_and_the_rest_follows() -> None:
     found = tpcompiler.find_plan(mlp(), 2, {"u*": "rowwise"})
@@ -123,14 +83,6 @@ def test_what_is_pinned_holds_and_the_rest_follows() -> None:
     made = tpcompiler.parallelize(mlp(), 2, {"up": "rowwise", "**": "auto"})
     by_name = {row.name: row.sharding for row in made.manifest().tensors}
     assert by_name["up.weight"] == "S(1)"
-    assert made.verify((torch.randn(512, 64),)).ok
-
-
-@pytest.mark.slow
-def test_a_placement_is_pinned_where_it_is_said_to_be() -> None:
-    made = tpcompiler.parallelize(mlp(), 2, {"up.weight": "S(0, parts 128 128)", "**": "auto"})
-    by_name = {row.name: row.sharding for row in made.manifest().tensors}
-    assert by_name["up.weight"] == "S(0, block 128)"
     assert made.verify((torch.randn(512, 64),)).ok
 
 

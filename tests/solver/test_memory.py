@@ -14,7 +14,7 @@ import tpcompiler
 from tpcompiler.api import conversions_of, read_plan
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.objective import Objective
-from tpcompiler.errors import BudgetError, ShardingError
+from tpcompiler.errors import ShardingError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.parallel.converted_program import convert_programs
 from tpcompiler.passes.apply_plan import apply_plan
@@ -151,35 +151,10 @@ def test_a_plan_that_does_not_fit() -> None:
         tpcompiler.parallelize(_exported(), 2, {"up": "replicate"}, memory="1kB")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("call", [tpcompiler.parallelize, tpcompiler.find_plan])
-def test_an_amount_without_its_unit(call: Any) -> None:
-    for memory in (24, "22.5"):
-        with pytest.raises(BudgetError, match=f"a rank's memory of {memory} is .*\n.*did you mean '{memory}GB'"):
-            call(_exported(), 2, "auto", memory=memory)
-        with pytest.raises(BudgetError, match=f"did you mean '{memory}GB'"):
-            tpcompiler.diagnose(_exported(), memory=memory)
-    with pytest.raises(BudgetError, match="did you mean '12GB'"):
-        tpcompiler.diagnose(_exported(), devices=["24GB", "12"])
-
-
 def test_a_machine_that_is_given_limits_what_is_held(tmp_path: Path) -> None:
     (tmp_path / "small.yaml").write_text("base: h100\nmemory: 1.0e+3\n")
     with pytest.raises(ShardingError, match=r"more than the limit of 500 B\."):
         tpcompiler.parallelize(_exported(), 2, "auto", machine=tmp_path / "small.yaml")
-
-
-@pytest.mark.slow
-def test_what_the_report_says_of_the_search() -> None:
-    said = tpcompiler.parallelize(_exported(), 2, "auto").report().partition("the search for placements:\n")[2]
-    lines = said.splitlines()
-    assert (
-        lines[0]
-        == "  one call takes 0.934 ns (weights 0.306 ns, copies 0.153 ns, other 0.191 ns, network 0.284 ns) on ideal"
-    )
-    assert lines[1] == "  that is the least of all choices that were compared"
-    assert lines[2].startswith("  a rank holds about ")
-    assert "searched once" in lines
 
 
 def test_weights_are_gathered_where_that_is_asked_for() -> None:

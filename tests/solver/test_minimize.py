@@ -141,15 +141,3 @@ def test_what_is_too_large_is_said() -> None:
         tables.price(pair, numpy.zeros((3, 3)))
     with pytest.raises(UnsupportedError, match="tables of 27 cells"):
         eliminate(tables, most=8)
-
-
-def test_what_is_too_large_is_known_before_anything_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes alone say so: smaller tables on the way there take seconds each."""
-    tables = Tables()
-    over = [tables.variable(3) for _ in range(4)]
-    for pair in itertools.combinations(over[:3], 2):
-        tables.price(pair, numpy.zeros((3, 3)))
-    tables.price((over[0], over[3]), numpy.zeros((3, 3)))  # the first to go, with a small table
-    monkeypatch.setattr(solver, "_sum", lambda *_: pytest.fail("a table was summed"))
-    with pytest.raises(UnsupportedError, match="tables of 27 cells"):
-        eliminate(tables, most=9)

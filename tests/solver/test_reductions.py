@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import nn
 
@@ -74,25 +73,6 @@ def test_equal_at_that_many_collectives(
     forward: Callable[..., torch.Tensor], count: int, plan: dict[str, str], world: int
 ) -> None:
     assert kinds(two(forward), (X,), plan, world) == ["all_reduce"] * count
-
-
-@pytest.mark.slow
-def test_rows_of_a_table_are_reduced_as_their_sum() -> None:
-    module = Call(lambda self, ids: self.table(ids).sum(1), table=nn.Embedding(10, 4))
-    made = tpcompiler.parallelize(
-        torch.export.export(module, (torch.randint(0, 10, (3, 5)),)), 2, {"table": "embedding_rowwise"}
-    )
-    (collective,) = made.collectives()
-    assert collective.payload_bytes == 3 * 4 * 4
-    assert made.verify((torch.randint(0, 10, (3, 5)),)).ok
-
-
-@pytest.mark.slow
-def test_what_would_be_dearer_to_reduce_is_not_delayed() -> None:
-    module = Call(lambda self, x: F.linear(self.a(x), self.wide), a=nn.Linear(8, 2), wide=torch.randn(30, 2))
-    made = tpcompiler.parallelize(torch.export.export(module, (X,)), 2, {"a": "rowwise_split_input"})
-    (collective,) = made.collectives()
-    assert collective.payload_bytes == 4 * 2 * 4
 
 
 @pytest.mark.slow

@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
 from tests.ir.drawn import GRID
-from tools.bench_convert import export
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.objective import Objective
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
-from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.passes.apply_plan import apply_plan
-from tpcompiler.passes.canonicalize import canonicalize
-from tpcompiler.plan.plan import Plan
-from tpcompiler.solver import search
 from tpcompiler.solver.resharding_cost import price_changes
-from tpcompiler.solver.search import PLACING, solve
-from tpcompiler.solver.task import Task
 from tpcompiler.solver.turn import Memo
 
 OBJECTIVE = Objective.of(read_machine("h100"))
@@ -57,27 +48,3 @@ def test_as_by_itself() -> None:
 
 def misfit(cut: DimSharding, size: int) -> str:
     return cut.find_misfit(size, GRID)
-
-
-def test_a_view_is_priced_with_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many bytes, and the last dim gathered: one price, whatever the dims before are."""
-    asked = list[Sharding]()
-
-    def priced(objective: Objective, source: Sharding, *others: Any) -> float:
-        asked.append(source)
-        return 1.0
-
-    monkeypatch.setattr(Objective, "change_seconds", priced)
-    mesh, known = Mesh.of(4), Memo()
-    for shape in ((4, 8, 16), (32, 16), (8, 4, 16)):
-        cut = Sharding.of({"tp": torch.distributed.tensor.Shard(len(shape) - 1)}, mesh, len(shape), "x")
-        price_changes([cut] * 3, [Sharding.replicated(len(shape))] * 2, torch.empty(shape), mesh, OBJECTIVE, known)
-    assert len(asked) == 1
-
-
-@pytest.mark.slow
-def test_a_mask_of_few_samples_has_no_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two samples on 8 ranks: the dim of a mask is no dim of heads that ranks could share."""
-    monkeypatch.setattr(search, "on_split_axis", lambda *_: pytest.fail("the axis was tried as two"))
-    program = apply_plan(canonicalize(export(1, dynamic=False)), Plan().with_search(), Mesh.of(8))
-    assert solve(Task([program], OBJECTIVE), PLACING).styles["model.layers.0.mlp.down_proj"] == "rowwise"

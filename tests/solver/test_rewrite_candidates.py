@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,18 +21,14 @@ from tpcompiler.api import conversions_of, read_plan
 from tpcompiler.cost.fusion import find_kernels
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.errors import ShardingError
-from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.ir.text import op_name
 from tpcompiler.parallel import pipeline
 from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.passes._rewrite_candidates import find_forms
 from tpcompiler.rules.experts import BY_BLOCK
-from tpcompiler.solver import search
 from tpcompiler.solver.estimate import measure_step_time, seconds_of_ops, sent_by
-from tpcompiler.solver.problem import Problem
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.task import Aim
-from tpcompiler.solver.turn import Turn
 
 MACHINE = str(Path(__file__).with_name("waits.yaml"))
 BANDWIDTH = 1e9
@@ -203,27 +198,6 @@ def test_by_how_much(name: str, ranks: int) -> None:
     assert seconds(case.placed(ranks)) == seconds(case.placed(ranks, {**form, "**": "auto"})) < seconds(alone)
 
 
-def test_ordinary_models_are_searched_in_one_form() -> None:
-    """Experts that are cut inside evenly, short sequences, attention for which there is room; a control is tried."""
-    for case, is_tried in ((PLAIN, False), (SHORT, False), (KEYS, False), (LONG, True)):
-        assert ("in other forms" in case.placed(2).searches) is is_tried
-
-
-@pytest.mark.parametrize("steps", [16, 64])
-def test_no_form_is_tried_where_ranks_send_nothing(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that they could share takes less time than one collective; no form would be better."""
-    case, aim = Case(Blocks(), ids(steps)), Aim(read_machine("h100"))
-    conversions = [*conversions_of(case.exported(), 2, read_plan("auto")).values()]
-    found = find_placements(conversions, aim)
-    assert not [*sent_by(found)]
-    assert "in other forms" not in found.searches
-    monkeypatch.setattr(search, "_could_gain", lambda *_: True)
-    tried = find_placements(conversions, aim)
-    assert "in other forms" in tried.searches
-    assert tried.seconds == found.seconds
-    assert not tried.forms
-
-
 def test_a_form_that_cannot_be_had_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else changes: the form of another finder is still taken."""
     finders = [lambda found: {"layers.0.up": "attend_in_turns"}, *find_forms("cpu")]
@@ -233,22 +207,6 @@ def test_a_form_that_cannot_be_had_is_reported(monkeypatch: pytest.MonkeyPatch) 
     (declined,) = [line for line in auto.report().splitlines() if "attend_in_turns" in line]
     assert declined.startswith("  attend_in_turns was tried, and cannot be had: style 'attend_in_turns' does not fit ")
     assert "searched 4 times (1 with simpler ops, 2 in other forms)" in auto.report().splitlines()
-
-
-def test_no_problem_is_stated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A form that loses is tried with its own layers and with the best ones: without either plan both are one."""
-    stated = list[object]()
-    state = search.build_problem
-
-    def note(programs: Sequence[PlannedProgram], turn: Turn, *more: Any) -> Problem:
-        stated.append((turn.what, *((own.graph, *own.constraints.items()) for own in programs)))
-        return state(programs, turn, *more)
-
-    monkeypatch.setattr(pipeline, "find_forms", lambda device: [lambda found: {"layers.0.up": "replicate"}])
-    monkeypatch.setattr(search, "_could_gain", lambda *_: True)
-    monkeypatch.setattr(search, "build_problem", note)
-    assert "in other forms" in SHORT.converted(2).converted.searches
-    assert len(stated) == len(set(stated)) > 2
 
 
 @pytest.mark.parametrize(("tokens", "own_rows", "chosen"), [(6, 6, 2 * (1 - 0.5**6)), (1, 1, 1.0)])
@@ -328,30 +286,3 @@ def test_a_length_that_may_be_odd_is_not_cut() -> None:
     for length, form in ((Dim("length", min=2, max=4096), {}), (2 * Dim("half", min=2, max=2048), NORMS)):
         made = tpcompiler.parallelize(export(Blocks(), (x,), dynamic_shapes=[{1: length}]), 2, "auto")
         assert forms_of(made) == form
-
-
-INSIDE = {  # a value of each form, and a leaf
-    "experts": ("grouped_mm_by_block", "up"),
-    "norms": ("layer_norm_1", "layers.1.norm.weight"),
-    "turns": ("scaled_dot_product_attention", "q"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize("name", INSIDE)
-def test_explain_holds_to_the_form(name: str, tmp_path: Path) -> None:
-    """On another machine too, on which the search would not take it; and to none where none was taken."""
-    case, _, limits = TAKEN[name]
-    case.converted(2, memory=limits[2]).save(tmp_path / "out")
-    for value in INSIDE[name]:
-        alternatives = tpcompiler.open(tmp_path / "out").explain(value).alternatives
-        (own,) = [each for each in alternatives if each.is_chosen] or [None]
-        assert own is None or own.seconds == pytest.approx(0, abs=1e-12)
-    assert tpcompiler.open(tmp_path / "out").explain(INSIDE[name][0], machine="ideal").kind == "op"
-
-
-@pytest.mark.slow
-def test_explain_takes_no_form(tmp_path: Path) -> None:
-    NORMED.converted(2, machine="ideal").save(tmp_path / "out")
-    assert tpcompiler.open(tmp_path / "out").explain("rms_norm", machine=MACHINE).kind == "op"

@@ -100,16 +100,3 @@ def test_sizes_are_drawn_anew() -> None:
     assert len(set(drawn)) > 10
     assert all(LEAST <= size <= LEAST + SPREAD for size in drawn)
     assert [DrawnSizes(first.chosen).of(symbol, None) != first.chosen[symbol] for symbol in symbols] == [True] * 40
-
-
-def test_an_empty_share_beside_a_dynamic_size() -> None:
-    """Nothing is sent to a rank that has none of 2 columns, whatever the number of rows is."""
-
-    class Twice(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * 2
-
-    exported = export(Twice(), (torch.randn(6, 4, 2),), dynamic_shapes=({0: Dim("rows")},))
-    program = tpcompiler.parallelize(exported, 4, {}, inputs=["S(2)"], outputs=["S(1)"])
-    artifact = Artifact.of(program)
-    assert check_programs(artifact.written(), artifact.manifest).findings == []

@@ -34,18 +34,6 @@ class Assert(nn.Module):
         return x * 2
 
 
-class Last(nn.Module):
-    """As many of the last rows of a table as there are in x."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(16, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        start = torch.sym_max(0, len(self.table) - x.shape[0])
-        return x.sum(0) + self.table[start : torch.sym_min(16, start + 9)].sum(0)
-
-
 class Windows(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x.reshape(-1, 4, 8) * 2).reshape(x.shape[0], x.shape[1], 8)
@@ -82,15 +70,6 @@ def test_a_change_that_a_rank_without_a_share_does_not_use() -> None:
     unused = [node for node in made.ranks[3].graph.nodes if node.op == "call_function" and not node.users]
     assert "index_select" in [node.name for node in unused]
     assert checked(made).findings == []
-
-
-def test_maxima_of_sizes(tmp_path: Path) -> None:
-    """A file has sympy's maxima in place of torch's, and neither takes the other for equal."""
-    program = export(Last(), (torch.randn(4, 8),), dynamic_shapes=({0: Dim.AUTO(max=64)},))
-    tpcompiler.parallelize(program, 2, {"table": "S(1)"}).save(tmp_path / "out")
-    report = tpcompiler.open(tmp_path / "out").check()
-    assert report.ok
-    assert "ops that cannot be run here" not in report.counts
 
 
 @pytest.mark.slow

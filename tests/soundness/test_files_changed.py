@@ -21,7 +21,6 @@ from tpcompiler.runtime.artifact import MANIFEST, rank_file, sha256
 from tpcompiler.runtime.program_files import open_program
 from tpcompiler.runtime.rank_file import read_rank
 
-aten = torch.ops.aten
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 

@@ -22,8 +22,6 @@ from tpcompiler.judge.sound.check import check_programs
 from tpcompiler.judge.sound.drawn import LEAST, MULTIPLE, DrawnSizes
 from tpcompiler.judge.sound.folded import folded
 
-assert collectives  # it registers its kinds
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -39,6 +37,9 @@ def test_a_change_is_small_where_nothing_happens(placement: str, shape: list[int
     made = folded(artifact.ranks[0], artifact.manifest, Mesh.of(artifact.manifest.mesh, artifact.manifest.factors), {})
     region = next(each for each in made.regions.values() if any(map(edit.is_collective, each.nodes)))
     assert change_shape(made, region.nodes, region) == shape
+
+
+assert collectives  # it registers its kinds
 
 
 def test_many_numbers_are_short() -> None:

@@ -21,30 +21,11 @@ from tpcompiler.artifact.stored import StoredProgram
 from tpcompiler.judge.sound.check import CheckReport, check_programs
 from tpcompiler.judge.sound.written import read_ranks
 from tpcompiler.runtime.artifact import rank_file, sha256
-from tpcompiler.runtime.opened import Opened
-from tpcompiler.runtime.pt2 import Pt2
 
 
 def check(program: tpcompiler.ParallelProgram, directory: Path) -> CheckReport:
     program.save(directory)
     return tpcompiler.open(directory).check(program.only.original())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "rows, 4 ranks",  # a body, packed parts, buffers that are written; uneven: a graph for each rank
-        "images",  # one graph for all ranks
-        "choose",  # control flow, taken whole
-    ],
-)
-def test_a_sound_artifact(name: str, tmp_path: Path) -> None:
-    """tests/trust has more of them, in memory."""
-    report = check(subject(name).program, tmp_path / "out")
-    assert (report.ok, report.findings) == (True, [])
-    assert report.counts["graphs"] == (2 if name == "rows, 4 ranks" else 1)
-    assert min(report.counts.values()) > 0
 
 
 @pytest.mark.slow
@@ -130,17 +111,6 @@ def test_a_graph_is_read_once(attend: Path) -> None:
     held = {**read.state_dict, **read.constants}
     assert all(torch.equal(second.state[name], value) for name, value in held.items())
     assert not torch.equal(first.state["rank_numbers"], second.state["rank_numbers"])
-
-
-@pytest.mark.slow
-def test_tensors_take_no_memory_until_they_are_used(attend: Path) -> None:
-    path = attend / rank_file(1)
-    with Opened(path) as file:
-        state = Pt2(file).state()
-    assert str(path) in Path("/proc/self/maps").read_text()
-    read = torch.export.load(path)
-    assert state.keys() == read.state_dict.keys() | read.constants.keys()
-    assert all(torch.equal(state[name], value) for name, value in {**read.state_dict, **read.constants}.items())
 
 
 def test_a_damaged_file(attend: Path, tmp_path: Path) -> None:

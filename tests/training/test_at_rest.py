@@ -111,15 +111,6 @@ def test_what_no_axis_divides_stays_whole_and_is_named() -> None:
     assert made.verify().ok
 
 
-@pytest.mark.slow
-def test_for_inference_too() -> None:
-    """The weights are gathered for their use."""
-    exported = torch.export.export(Mlp(), (torch.randn(4, 8),))
-    made = tpcompiler.parallelize(exported, {"dp": 4}, REST)
-    assert Counter(each.kind for each in made.collectives()) == {"all_gather": 6}
-    assert made.verify().ok
-
-
 MLP: dict[str, Any] = {"inputs": {"x": ROWS, "labels": ROWS}, "outputs": {"outputs.output": ROWS}}
 
 

@@ -14,7 +14,7 @@ from torch import fx, nn
 
 import tpcompiler
 from tests.passes.stages import Call
-from tests.training.test_gradients import ROWS, built
+from tests.training.test_gradients import ROWS
 from tests.trust.damage import Artifact
 from tpcompiler.ir import edit
 from tpcompiler.ir.buckets import BUCKET, take_apart
@@ -145,17 +145,3 @@ def test_taken_apart() -> None:
     assert kinds == {"all_reduce": 2 * LAYERS + 1}
     assert not any(node.target is operator.getitem for node in apart.graph.nodes)
     assert take_apart(apart) is apart
-
-
-@pytest.mark.slow
-def test_pictures_and_explanations(tmp_path: Path) -> None:
-    made, _ = converted({"dp": 2})
-    made.save(tmp_path / "out")
-    artifact = tpcompiler.open(tmp_path / "out")
-    (bucket,) = buckets(made.rank_program(0).graph)
-    name = bucket.name
-    assert "all_reduce over dp" in str(artifact.explain(name))
-    last: Any = bucket.args[0]
-    assert name in str(artifact.explain(last[-1].name))
-    _, program, *_ = built("mlp")
-    assert tpcompiler.parallelize(program, {"tp": 2}, {}).collectives() == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 from tests.runtime.commands import refused, right
-from tests.training.test_gradients import PLAN
 from tpcompiler.errors import ProgramError
 from tpcompiler.frontend.exporting import export_without_weights
 
@@ -24,17 +22,6 @@ def directory(folder: Path, name: str, **more: Any) -> Path:
     config.architectures = [name]
     config.save_pretrained(folder)
     return folder
-
-
-@pytest.mark.slow
-def test_from_a_config_to_files(tmp_path: Path) -> None:
-    source = directory(tmp_path / "llama", "LlamaForCausalLM", num_key_value_heads=2)
-    (tmp_path / "plan.json").write_text(json.dumps({**PLAN, "**": "shard_at_rest(dp)"}))
-    model, out = str(tmp_path / "training.pt2"), str(tmp_path / "out")
-    assert "batch" in right("export", str(source), "--training", "--batch", "4", "-o", model)
-    rows = ["--input", "input_ids=dp:S(0)", "--input", "labels=dp:S(0)"]
-    plan = ["--plan", str(tmp_path / "plan.json"), "--mesh", "dp=2,tp=2"]
-    assert "reduce_scatter" in right("convert", model, *plan, *rows, "--output", "outputs.logits=dp:S(0)", "-o", out)
 
 
 @pytest.mark.sample(1)

@@ -17,10 +17,9 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import OutputKind
 
 import tpcompiler
-from tests.passes.stages import Call
 from tests.trust.damage import Artifact
 from tests.zoo.faults import collectives_of, without_collective
-from tpcompiler.errors import InputsError, UnsupportedError
+from tpcompiler.errors import UnsupportedError
 from tpcompiler.judge.sound.check import check_programs
 from tpcompiler.parallel.program_subject import compared_calls, subject_of
 from tpcompiler.passes.canonicalize import canonicalize
@@ -187,17 +186,6 @@ def test_sums_over_samples() -> None:
 
 
 @pytest.mark.slow
-def test_a_pin_of_layers_gathers_no_samples() -> None:
-    """Of whole logits each rank has its own samples, until the boundary asks for all."""
-    _, program, args, named = built("llama")
-    plan = {**PLAN, "lm_head": "colwise_gather_output"}
-    made = tpcompiler.parallelize(program, {"dp": 2, "tp": 2}, plan, inputs=dict.fromkeys(named, ROWS))
-    gathers = [(each.axis, each.payload_bytes) for each in made.collectives() if each.kind == "all_gather"]
-    assert sorted(gathers) == [("dp", 4 * 6 * 64 * 4), ("tp", 2 * 6 * 64 * 4)]
-    assert made.verify(args, named).ok
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
 def test_all_ranks_together(name: str, mesh: dict[str, int]) -> None:
@@ -293,35 +281,6 @@ def test_gradients_of_other_parameters_are_refused() -> None:
     assert swapped(made, "gate.weight", "gate.weight") == []
     assert swapped(made, "gate.weight", "down.weight")  # cut otherwise
     assert swapped(made, "gate.weight", "up.weight")  # cut alike
-
-
-@pytest.mark.parametrize(
-    ("loss", "said"),
-    [
-        (None, "none of the outputs ['output'] can be the loss"),
-        ("gain", "none of the outputs ['output'] is 'gain', a float without dims"),
-    ],
-)
-def test_no_output_is_the_loss(loss: Any, said: str) -> None:
-    with pytest.raises(InputsError) as raised:
-        tpcompiler.export_training(Mlp(), (torch.randn(4, 8),), loss=loss)
-    assert str(raised.value).splitlines()[0] == said
-
-
-@pytest.mark.slow
-def test_an_argument_with_the_name_of_a_builtin() -> None:
-    model, x, labels = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), torch.randn(4, 8), torch.randn(4, 8)
-    program = tpcompiler.export_training(model, (x,), loss=squares, targets={"labels": labels})
-    made = tpcompiler.parallelize(program, 2, {"0": "colwise", "2": "rowwise"})
-    assert made.verify((x,), {"labels": labels}).ok
-
-
-def test_two_outputs_could_be_the_loss() -> None:
-    both = Call(lambda self, x: (self.up(x).sum(), self.up(x).mean()), up=nn.Linear(8, 8))
-    with pytest.raises(InputsError, match="2 of the outputs"):
-        tpcompiler.export_training(both, (torch.randn(4, 8),))
-    program = tpcompiler.export_training(both, (torch.randn(4, 8),), loss="1")
-    assert [s.kind.name for s in program.graph_signature.output_specs[:2]] == ["USER_OUTPUT", "LOSS_OUTPUT"]
 
 
 def test_hooks_of_a_model_with_a_loss_function() -> None:

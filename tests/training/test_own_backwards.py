@@ -14,7 +14,6 @@ import tpcompiler
 from tests.passes.stages import Call
 from tpcompiler._torch import FakeTensor
 from tpcompiler.errors import ProgramError, TpCompilerError, TpCompilerWarning, UnsupportedError
-from tpcompiler.frontend.exporting import export_without_weights
 
 
 class Reverse(torch.autograd.Function):
@@ -310,18 +309,6 @@ def test_a_backward_that_is_kept(between: Any) -> None:
     torch.testing.assert_close(program.module(check_guards=False)(X)["gradients"], wanted)
     plan = {"i": "colwise", "a": "rowwise"}
     assert tpcompiler.parallelize(program, 2, plan).verify((X,)).ok
-
-
-def build() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    return layers(Reverse.apply), (X,)
-
-
-def test_without_weights_there_is_nothing_to_compare() -> None:
-    with tpcompiler.weightless(), pytest.raises(UnsupportedError, match="Reverse"):
-        tpcompiler.export_training(layers(Reverse.apply), (X,))
-    with pytest.raises(UnsupportedError, match="Reverse"):
-        export_without_weights("tests.training.test_own_backwards:build", training=True)
-    assert export_without_weights("tests.training.test_own_backwards:build").program is not None
 
 
 def test_a_module_without_a_backward() -> None:

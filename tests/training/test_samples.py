@@ -85,12 +85,3 @@ def test_sorted_tokens_are_shared_out() -> None:
     ]
     assert made.verify().ok
     assert made.check().ok
-
-
-@pytest.mark.slow
-def test_a_loop_of_many_values_is_searched_whole() -> None:
-    """RWKV's recurrence is unrolled: choices that no elimination of variables finds."""
-    made = converted(CASES["rwkv"], MESH)
-    assert [c for c in made.collectives() if c.why == "fallback"] == []
-    assert made.verify().ok
-    assert made.check().ok

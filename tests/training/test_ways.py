@@ -161,27 +161,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_is_made_without_a_trace(name: str) -> None:
-    """For a checkpoint before the first step: gradients that wait stay, and steps are those of a new optimizer."""
-    torch.manual_seed(0)
-    start, gradient = torch.randn(4), torch.randn(4)
-    results = []
-    for makes_state in (True, False):
-        value, frozen = nn.Parameter(start.clone()), nn.Parameter(start.clone())
-        value.grad = gradient.clone()
-        optimizer = OPTIMIZERS[name]([value, frozen])
-        if makes_state:
-            _make_state(optimizer, [value])
-            assert torch.equal(value, start)
-            assert torch.equal(value.grad, gradient)
-            assert [*optimizer.state] == [value]
-        for _ in range(3):
-            optimizer.step()
-        results.append(value.detach())
-    assert torch.equal(*results)
-
-
 @pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -417,12 +396,3 @@ def test_norms_and_wrong_arguments(tmp_path: Path, group_of_one: None) -> None:
         module.clip_grad_norm_(1.0, error_if_nonfinite=True)
     with pytest.raises(InputsError, match="the norm 0 is not positive"):
         module.clip_grad_norm_(1.0, 0)
-
-
-def test_an_input_that_requires_a_gradient_is_named(tmp_path: Path, group_of_one: None) -> None:
-    model = Call(lambda self, x, u=None, v=None: (self.a(x) * u - v).square().mean(), a=nn.Linear(8, 8))
-    x = torch.randn(4, 8)
-    program = tpcompiler.export_training(model, (x,), {"u": x + 1, "v": x + 2})
-    tpcompiler.parallelize(program, 1, {}).save(tmp_path / "out")
-    with pytest.raises(InputsError, match="input 'v' requires a gradient"):
-        tpcompiler.load(tmp_path / "out", training=True)(x, v=x.clone().requires_grad_(), u=x)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 
 import pytest
 import torch
@@ -175,13 +174,3 @@ def test_a_choice_between_near_equals_is_judged_in_float32(dtype: torch.dtype) -
         assert narrow.abs > 0, "the reason for it"
     ((_, broken),) = without_each(program, x)
     assert not broken.ok
-
-
-@pytest.mark.slow
-def test_files_keep_the_dtype() -> None:
-    program = converted(torch.bfloat16, 2)
-    file = io.BytesIO()
-    torch.export.save(program.rank_program(1), file)
-    file.seek(0)
-    loaded = torch.export.load(file)
-    assert {value.dtype for value in loaded.state_dict.values()} == {torch.bfloat16}

@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.export import Dim, export
+from torch.export import export
 
 import tpcompiler
-from tests.launch import fork_code
 from tests.runtime.models import export_divided
 from tpcompiler._torch import set_guards
 from tpcompiler.judge.compare.compare import compare_calls
@@ -254,55 +253,6 @@ def test_an_op_without_a_wider_kernel_is_moved_by_its_rounding() -> None:
     program = export(Net(lambda y, held: only_narrow(held)), (x,))
     want, exact = (run_single(program, [x], run).outputs[0].double() for run in (None, torch.float64))
     assert 2**-25 < ((exact - want) / want).abs().max() < 2**-23
-
-
-@pytest.mark.slow
-def test_a_size_that_the_export_found_to_be_one_number() -> None:
-    """Dim.AUTO leaves it a symbol by name; torch's module refuses others too."""
-    net, x = Net(lambda y, held: y.div_(float(y.shape[0]))), torch.randn(6, 8)
-    program = export(net, (x,), dynamic_shapes=({0: Dim.AUTO},))
-    made = tpcompiler.parallelize(program, 2, PLAN)
-    assert made.verify((x,)).ok
-    with pytest.raises(tpcompiler.InputsError, match=r"the program takes torch.float32 \[6, 8\]"):
-        made.verify((torch.randn(10, 8),))
-
-
-class Divided(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x)) * (100 // k.sum().item())  # type: ignore[no-any-return]
-
-
-@pytest.mark.slow
-def test_a_number_that_data_decide() -> None:
-    x, k = torch.randn(4, 8), torch.tensor([2, 3])
-    made = tpcompiler.parallelize(export(Divided(), (x, k)), 2, PLAN)
-    assert made.verify((x, k)).ok
-    with pytest.raises(
-        tpcompiler.InputsError, match="does not run on these inputs: integer division or modulo by zero"
-    ):
-        made.verify((x, torch.zeros_like(k)))
-
-
-@pytest.mark.slow
-def test_torch_says_nothing_beside_the_error() -> None:
-    """Its log has tracebacks of what cannot be retraced."""
-    script = """
-import torch, tpcompiler
-program = torch.export.export(torch.nn.Linear(8, 8), (torch.randn(4, 8),))
-(x,) = [node for node in program.graph.nodes if node.name == "input"]
-x.meta["val"] = x.meta["val"].new_empty(4, 7)
-try:
-    tpcompiler.parallelize(program, 2, {})
-except tpcompiler.ProgramError as error:
-    print(error.message)
-"""
-    done = fork_code(script)
-    said = "the program cannot be made functional: a and b must have same reduction dim, but got [4, 7] X [8, 8]."
-    assert (done.stdout, done.stderr) == (f"{said}\n", "")
 
 
 def test_inputs_that_the_export_excludes_are_refused() -> None:

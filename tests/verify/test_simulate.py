@@ -35,29 +35,6 @@ def programs(degree: int = 2, **kwargs: Any) -> list[ExportedProgram]:
     return [made.rank_program(rank) for rank in range(degree)]
 
 
-@pytest.mark.slow
-def test_every_rank_has_the_result() -> None:
-    module = Mlp()
-    made = tpcompiler.parallelize(export(module, (X,)), 4, {"up": "colwise", "down": "rowwise"})
-    results = simulate([made.rank_program(rank) for rank in range(4)], [[X]] * 4)
-    assert len(results) == 4
-    for result in results:
-        torch.testing.assert_close(result.outputs[0], module(X))
-        torch.testing.assert_close(result.mutated["seen"], X.sum())
-
-
-@pytest.mark.slow
-def test_the_programs_and_inputs_stay_as_they_are() -> None:
-    ranks = programs()
-    before = [{name: value.clone() for name, value in p.state_dict.items()} for p in ranks]
-    x = X.clone()
-    first, second = (simulate(ranks, [[x], [x]]) for _ in range(2))
-    assert torch.equal(x, X)
-    for rank, state in enumerate(before):
-        assert all(torch.equal(state[name], value) for name, value in ranks[rank].state_dict.items())
-        assert torch.equal(first[rank].mutated["seen"], second[rank].mutated["seen"])
-
-
 def test_every_value_is_shown() -> None:
     shown: dict[int, list[str]] = {0: [], 1: []}
     ranks = programs()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.needs import needs
-from tests.views.artifacts import LAYERS, Mixed, Mlp, Tower, ids, saved
+from tests.views.artifacts import LAYERS, Mixed, Tower, ids, saved
 from tests.views.opened import artifact_dot
 
 MIXED: dict[str, object] = {"up": "colwise", "out": "colwise_gather_output"}
@@ -33,87 +33,6 @@ def shown(source: str, name: str) -> list[str]:
     (label,) = re.findall(rf'^\s*"?{re.escape(name)}"? \[label=<(.*?)>  ?[a-z]+=', source, re.MULTILINE | re.DOTALL)
     rows = re.findall(r"<TR>(.*?)</TR>", label)
     return [re.sub(r"<[^>]*>", "", row) for row in rows]
-
-
-@pytest.mark.slow
-def test_edges_go_around_layout_ops_and_waits(tmp_path: Path) -> None:
-    plan: dict[str, object] = {"up": "colwise", "down": "rowwise"}
-    source = artifact_dot(saved(tmp_path / "mlp", Mlp(), torch.zeros(4, 8), plan)).source
-    assert re.findall(r"^\s*(.*) -> (\S+|\".*\") \[", source, re.MULTILINE) == [
-        ("x", "linear"),
-        ("linear", "relu"),
-        ("relu", "linear_1"),
-        ("linear_1", "all_reduce"),
-        ("x", "add"),
-        ("all_reduce", "add"),
-        ("add", '"output 0"'),
-    ]
-
-
-@pytest.mark.slow
-def test_a_collective_says_what_it_carries(tower: Path) -> None:
-    source = artifact_dot(tower).source
-    assert shown(source, "all_reduce") == [
-        "all_reduce",
-        "P(sum) &rarr; R",
-        "384 B over tp, 384 B on the wire",
-    ]
-    assert "all_reduce_1" not in source
-    assert "per call: 3 all_reduce, 1.15 kB on the wire" in source
-
-
-def test_an_op_lists_its_parameters(tower: Path) -> None:
-    assert shown(artifact_dot(tower).source, "linear") == [
-        "up",
-        "linear",
-        "S(2) f32[2, 6, 8]",
-        "weight S(0) f32[16, 8]",
-        "bias S(0) f32[16]",
-    ]
-
-
-def test_equal_layers_share_a_frame(tower: Path) -> None:
-    frames = re.findall(r"label=<<TABLE.*?<B>(.*?)</B>(.*?)> labeljust", artifact_dot(tower).source)
-    assert [(title, re.sub(r"<[^>]*>", "", each)) for title, each in frames] == [
-        ("layers.* x 3", "each: 1 all_reduce, 384 B on the wire")
-    ]
-
-
-@pytest.mark.slow
-def test_only_fallbacks_are_dashed(mixed: Path) -> None:
-    source = artifact_dot(mixed).source
-    assert shown(source, "all_gather_into_tensor") == [
-        "all_gather",
-        "S(0) &rarr; R",
-        "256 B over tp, 128 B on the wire",
-        "fallback: sort: it needs the dim of 64 whole",
-    ]
-    assert shown(source, "all_gather_into_tensor_1") == [
-        "all_gather",
-        "S(1) &rarr; R",
-        "256 B over tp, 128 B on the wire",
-        'plan-demanded: the plan ("out":',
-        '"colwise_gather_output")',
-    ]
-    dashed = [line for line in source.splitlines() if "filled,dashed" in line]
-    assert len(dashed) == 1
-
-
-def test_colours_are_explained(mixed: Path) -> None:
-    head = artifact_dot(mixed).source.splitlines()[1]
-    assert re.findall(r'BGCOLOR="(.*?)".*?<FONT.*?>(.*?)</FONT>', head) == [
-        ("#eceff1", "R whole"),
-        ("#cfe3fb", "S(0) cut"),
-        ("#d3efd6", "S(1) cut"),
-        ("#b3123f", "collective"),
-        ("#ffffff", "fallback"),
-    ]
-
-
-def test_the_same_files_make_the_same_text(tower: Path) -> None:
-    assert artifact_dot(tower).source == artifact_dot(tower).source
-    assert artifact_dot(tower).source == artifact_dot(tower, rank=1).source.replace("rank 1", "rank 0")
-    assert artifact_dot(tower).source.isascii()
 
 
 def boxes(svg: str) -> dict[str, tuple[float, float, float, float]]:

@@ -21,7 +21,6 @@ from tests.runtime.commands import call
 from tests.views.artifacts import LAYERS, Cached, Mixed, Tower, Unknown, ids, one_step, saved
 from tests.views.browser import Page
 from tests.views.opened import advise_artifact, artifact_html
-from tpcompiler.terminal.printed import format_bytes
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 
@@ -290,47 +289,6 @@ def test_caches_are_drawn_where_they_are_written(chromium: webdriver.Chrome, pag
     assert page.text("details").startswith("cache_0\nKind\nbuffer\nPlacement\nS(2): dim 2 cut over tp\n")
 
 
-def test_a_tied_weight_is_in_the_table(chromium: webdriver.Chrome, pages: Path) -> None:
-    page = Page(chromium, pages / "cached.html", 900)
-    said = page.text("details").replace("\n", " ")
-    assert (
-        "embed.weight (tied to head.weight) f32[10, 8] R" in said
-        or "head.weight (tied to embed.weight) f32[10, 8] R" in said
-    )
-    assert "cache_* 3 \N{MULTIPLICATION SIGN} f32[2, 4, 16] S(2)" in said
-
-
-def test_bytes_are_written_as_on_the_terminal(chromium: webdriver.Chrome, pages: Path) -> None:
-    page = Page(chromium, pages / "tower.html", 900)
-    counts = [
-        0,
-        1,
-        999,
-        1000,
-        1005,
-        1125,
-        1152,
-        9995,
-        99_950,
-        999_499,
-        999_500,
-        10**6,
-        66_123_456,
-        10**12 - 1,
-        5 * 10**15,
-    ]
-    assert page.driver.execute_script("return arguments[0].map(bytes)", counts) == [*map(format_bytes, counts)]
-
-
-@pytest.mark.slow
-def test_the_times_are_of_a_machine(chromium: webdriver.Chrome, pages: Path) -> None:
-    page = Page(chromium, pages / "difference.html", 900)
-    page.click("tab-timeline")
-    told = page.text("timeline")
-    assert f"Machine {pages}/slow.yaml, by its file: 0.125 TFLOP/s, memory 0.01 TB/s." in told
-    assert " 1 ms" in told  # of the sum of the embedding
-
-
 @pytest.mark.slow
 def test_everything_has_a_name(chromium: webdriver.Chrome, pages: Path) -> None:
     page = Page(chromium, pages / "tower.html", 900)
@@ -384,15 +342,3 @@ def test_texts_of_files_stay_texts(chromium: webdriver.Chrome, pages: Path) -> N
     assert HOSTILE in page.text("details")
     assert page.driver.title == "hostile: mesh tp=2, rank 0"
     assert page.driver.find_elements(By.TAG_NAME, "img") == []
-
-
-@pytest.mark.slow
-def test_dark_where_the_reader_likes_it_dark(chromium: webdriver.Chrome, pages: Path) -> None:
-    shades = []
-    for scheme in ("light", "dark"):
-        page = Page(chromium, pages / "tower.html", 900, scheme)
-        page_color = page.driver.execute_script("return getComputedStyle(document.body).backgroundColor")
-        shades.append((page_color, page.driver.execute_script("return cy.nodes()[0].style('color')")))
-    (page_light, ink_light), (page_dark, ink_dark) = shades
-    assert (page_light, ink_light) == ("rgb(255, 255, 255)", "rgb(31,41,51)")
-    assert (page_dark, ink_dark) == ("rgb(20, 24, 29)", "rgb(230,235,240)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from tests.ir.drawn import GRID, Cut, cuts
 from tests.runtime.poisons import entries_of
 from tests.soundness.test_files_changed import put
 from tests.soundness.test_order import GRAPH
-from tests.views.artifacts import LAYERS, Cached, Mixed, Mlp, Tower, Unknown, ids, one_step, randomised, saved
+from tests.views.artifacts import LAYERS, Cached, Mixed, Mlp, Tower, ids, one_step, randomised, saved
 from tests.views.opened import advise_artifact, artifact_text, page_data
 from tpcompiler.cost.machine import Link, Machine
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
@@ -26,7 +25,6 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut_dim
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.records import plain_data
-from tpcompiler.runtime.weightless import weightless
 from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.views.slices import Holder, slices_of
 
@@ -83,20 +81,6 @@ def test_caches_are_written_by_the_op_and_no_outputs(cached: Path) -> None:
     names = [row["name"] for row in data["tensors"]]
     assert (writer["label"], writer["writes"]) == ("index_copy", [["cache_0", names.index("cache_0")]])
     assert data["items"][data["tensors"][names.index("cache_2")]["item"]] == writer
-
-
-@pytest.mark.slow
-def test_a_cache_of_another_layer_keeps_layers_apart(tmp_path: Path) -> None:
-    class Crossed(Cached):
-        def forward(self, ids: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-            x = self.embed(ids)
-            for at, layer in enumerate(self.layers):
-                x = layer(x, position, getattr(self, f"cache_{2 - at}"))
-            return self.head(x)  # type: ignore[no-any-return]
-
-    data = page_data(saved(tmp_path / "out", Crossed(), one_step(), LAYERS))
-    titles = [member["title"] for member in data["members"] if isinstance(member, dict)]
-    assert titles == ["layers.0", "layers.1", "layers.2"]
 
 
 def test_every_tensor_is_in_the_table_tied_ones_too(cached: Path) -> None:
@@ -162,27 +146,6 @@ def test_every_collective_of_the_first_is_somewhere(tower: Path, tmp_path: Path,
         assert all(data["items"][row["item"]]["kind"] == "gone" for row in data["gone"])
 
 
-@pytest.mark.slow
-def test_what_was_is_the_first_manifests(tower: Path, tmp_path: Path) -> None:
-    other = saved(tmp_path / "out", Tower(), ids(), {"layers.1.up": "colwise"}, inputs=["S(0)"])
-    data = page_data(other, first=tower)
-    for row, old in zip(data["tensors"], read_manifest(tower).tensors, strict=True):
-        assert (row["was"] or row["sharding"]) == old.sharding
-    item = data["items"][data["ends"]["input ids"]]
-    assert (item["sharding"], item["was"], item["differs"]) == ("S(0)", "R", True)
-
-
-@pytest.mark.slow
-def test_layers_that_have_become_alike_stay_apart(tower: Path, tmp_path: Path) -> None:
-    """Of a layer that was otherwise than its neighbours, what it was can be told only by itself."""
-    mixed = saved(tmp_path / "mixed", Tower(), ids(), {"layers.0.up": "R", "layers.0.down": "R", **LAYERS})
-    titles = [
-        [member["title"] for member in page_data(tower, first=first)["members"] if isinstance(member, dict)]
-        for first in (tower, mixed)
-    ]
-    assert titles == [["layers.* x 3"], ["layers.0", "layers.1-2 x 2"]]
-
-
 @given(cuts())
 def test_slices_are_what_ranks_hold(drawn: Cut) -> None:
     size, by = drawn
@@ -221,26 +184,6 @@ def test_values_have_their_global_shape(tower: Path, tmp_path: Path) -> None:
     assert value(page_data(tower), "relu")["shape"] == [2, 6, 16]
     by_rows = saved(tmp_path / "rows", Tower(), ids(), LAYERS, inputs=["S(0)"])
     assert value(page_data(by_rows), "ids")["shape"] == [2, 6]  # of which a rank has [1, 6]
-
-
-@pytest.mark.slow
-def test_values_of_ranks_that_differ_are_not_guessed(tmp_path: Path) -> None:
-    uneven = nn.Sequential(nn.Linear(8, 15), nn.ReLU(), nn.Linear(15, 8))
-    data = page_data(saved(tmp_path / "out", uneven, torch.zeros(4, 8), {"0": "colwise", "2": "rowwise"}))
-    slices = {item["label"]: item["slices"] for item in data["items"]}
-    assert slices["relu"] is None
-    assert [(row["what"], row["why"]) for row in data["unknown"]] == [
-        ("global shape", "the ranks' local shapes differ")
-    ]
-    (weight,) = [row for row in data["tensors"] if row["name"] == "0.weight"]
-    assert [h["local"] for h in data["slices"][weight["slices"]]["holders"]] == [[8, 8], [7, 8]]
-
-
-@pytest.mark.slow
-def test_what_is_not_known_is_said(tmp_path: Path) -> None:
-    directory = saved(tmp_path / "out", Unknown(), torch.zeros(4, 8), {"up": "colwise"})
-    rows = [(row["what"], dict(row["ops"])) for row in page_data(directory)["unknown"]]
-    assert rows == [("FLOPs", {"_trilinear": 2, "cond": 1}), ("global shape", {"topk": 1})]
 
 
 def test_a_claim_that_cannot_be_read_gives_no_global_shape(tower: Path, tmp_path: Path) -> None:
@@ -314,22 +257,3 @@ def test_the_critical_path_is_the_longer_branch(tmp_path: Path) -> None:
     rows = {row["layer"]: row for row in data["timeline"]}
     assert (rows["short"]["compute"] > 0, rows["short"]["critical"]) == (True, 0.0)
     assert rows["outside of modules"]["critical"] > 0  # attention
-
-
-@pytest.mark.slow
-def test_weights_need_not_be_cut(tmp_path: Path) -> None:
-    with weightless():
-        exported = torch.export.export(Tower().eval(), (ids(),))
-    tpcompiler.parallelize(exported, 2, LAYERS).save(tmp_path / "uncut")
-    assert artifact_text(tmp_path / "uncut") == artifact_text(saved(tmp_path / "cut", Tower(), ids(), LAYERS))
-    data = page_data(tmp_path / "uncut")
-    assert value(data, "relu")["shape"] == [2, 6, 16]
-
-
-@pytest.mark.slow
-def test_texts_of_files_are_printable(tmp_path: Path) -> None:
-    directory = saved(tmp_path / "out", Mixed(), torch.zeros(4, 8), {"up": "colwise"})
-    manifest = json.loads((directory / "manifest.json").read_text())
-    manifest["collectives"][0]["reason"] = "one\u202etwo\x1b[0m"
-    (directory / "manifest.json").write_text(json.dumps(manifest))
-    assert page_data(directory)["records"][0]["reason"] == "one\\u202etwo\\x1b[0m"

@@ -30,6 +30,7 @@ from tpcompiler.views.slabs import WIDTH
 from tpcompiler.views.tensor import draw_sharding
 
 SVG = "{http://www.w3.org/2000/svg}"
+
 MESHES = {"tp": {"tp": 4}, "dp, tp": {"dp": 2, "tp": 3}}
 
 
@@ -204,21 +205,6 @@ def test_the_svg_has_the_same_cells(axes: dict[str, int], plan: dict[str, tuple[
             assert size / sum(area.values()) == pytest.approx(share, abs=0.01)
 
 
-def test_a_pending_sum_is_of_all() -> None:
-    drawn = drawing(described({"dp": 2, "tp": 2}, [4, 6], "[S(0), P(sum)]"))
-    assert drawn.splitlines() == [
-        "w: f32[4, 6], [S(0), P(sum)] on dp=2,tp=2",
-        "over tp a pending sum: the sum of what the ranks hold",
-        "",
-        "     0:6",
-        "0:2  0+1",
-        "2:4  2+3",
-        "",
-        "ranks 0, 1: [2, 6], the slice [0:2, :]",
-        "ranks 2, 3: [2, 6], the slice [2:4, :]",
-    ]
-
-
 def test_a_dynamic_size_is_cut_in_shares() -> None:
     lines = drawing(described({"tp": 2}, ["s0", 3], "S(0)"), "w").splitlines()
     assert lines[2:5] == ["         0:3", "0/2:1/2  0", "1/2:2/2  1"]
@@ -238,15 +224,3 @@ def test_a_drawing_ends() -> None:
     assert "drawn: the first 32 of 6,400 pieces of dim 2\n" in drawn
     assert max(map(len, drawn.splitlines())) <= WIDTH
     assert "rank 63: [64, 2, 100], the slice [:, :, 63:64 + 127:128 + .. + 6399:6400]\n" in drawn
-
-
-@pytest.mark.slow
-def test_tensors_that_are_alike_are_drawn_once(tmp_path: Path) -> None:
-    model = Weights({"a": (4, 2), "b": (4, 2), "c": (4, 3)})
-    program = tpcompiler.parallelize(torch.export.export(model, (torch.zeros(()),)), 2, {"*": "S(0)"})
-    heads = [line for line in program.show("*").splitlines() if " on tp=2" in line]
-    assert [head.partition(":")[0] for head in heads[:2]] == ["a, b", "c"]
-    svg = ElementTree.fromstring(program.show("*", format="svg"))
-    assert [text.text for text in svg.iter(f"{SVG}text") if " on tp=2" in (text.text or "")] == heads
-    program.save(tmp_path / "out")
-    assert right("inspect", tmp_path / "out", "--tensor", "a", "--format", "svg").startswith("<svg ")
