@@ -218,6 +218,10 @@ def argument_in_an_exponent(entries: Entries, marker: Path) -> None:
     size(entries, f"2**Float('2', {spelled_out(marker)})")
 
 
+def option_in_an_exponent(entries: Entries, marker: Path) -> None:
+    size(entries, f"2**Float('2', precision={spelled_out(marker)})")
+
+
 def guard_that_leaves_its_message(entries: Entries, marker: Path) -> None:
     """torch writes the check between double quotes, with the quotes that `ast.unparse` chooses."""
     text = f"1 or L['''+str({code(marker)})+'''] == 1"
@@ -325,10 +329,10 @@ POISONS: list[tuple[Callable[[Entries, Path], None], bool, str]] = [
     (call_in_an_exponent, True, f"{MODEL} has a size that is not a plain expression: "),
     (keyword_in_an_exponent, True, f"{MODEL} has a size that is not a plain expression: "),
     (argument_in_an_exponent, True, f"{MODEL} has a size that is not a plain expression: "),
+    (option_in_an_exponent, True, f"{MODEL} has a size that is not a plain expression: "),
     (guard_that_leaves_its_message, True, f"{MODEL} has an input check that is not a plain comparison: "),
     (enum_beside_a_factory, True, f"{MODEL} makes torch import the module 'poison_module'"),
     (constant_input, True, f"{MODEL} has quotes or unprintable characters in a text: "),
-    (key_of_an_example, True, f"{EXAMPLES} has a key that is not plain text: "),
     (key_of_an_input, True, f"{MODEL} has quotes or unprintable characters in a text: "),
     (imported_factory, True, f"{MODEL} makes torch import the module 'poison_module'"),
     (imported_enum, True, f"{MODEL} makes torch import the module 'poison_module'"),

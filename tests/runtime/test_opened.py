@@ -177,7 +177,7 @@ def test_example_inputs_of_another_form(clean: Path, tmp_path: Path) -> None:
     entries = entries_of(clean)
     entries[EXAMPLES] = saved((torch.ones(2), torch.ones(2), torch.ones(2)))
     write_entries(tmp_path / "model.pt2", entries)
-    said = "its example inputs are of type tuple, not (args, kwargs)\n  help: export the model again"
+    said = "its example inputs are not the arguments that its program takes\n  help: export the model again"
     with pytest.raises(ArtifactError) as raised:
         read_model(tmp_path / "model.pt2")
     assert str(raised.value) == f"{tmp_path / 'model.pt2'}: {said}"

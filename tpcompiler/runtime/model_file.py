@@ -16,15 +16,19 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument
+from torch.export.graph_signature import ConstantArgument, SymBoolArgument, SymFloatArgument, SymIntArgument
 
 from tpcompiler._torch import (
     RETURNED_KINDS,
     FakeTensor,
     all_tensors,
     is_registered_class,
+    keystr,
     quiet_torch,
     tree_flatten,
+    tree_flatten_with_path,
+    tree_is_leaf,
+    tree_unflatten,
     user_inputs,
 )
 from tpcompiler.errors import ArtifactError, option, reason
@@ -32,6 +36,7 @@ from tpcompiler.runtime.hub import WRITE_MODEL, refuse_hub_directory, refuse_mis
 from tpcompiler.runtime.inputs import keywords_of
 from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.pt2 import MODEL, Pt2
+from tpcompiler.runtime.pt2_check import bare_inputs
 from tpcompiler.runtime.python_code import WRITE, find_difference
 from tpcompiler.runtime.weightless import empty_hollow
 
@@ -51,6 +56,7 @@ ARCHIVES = {  # an entry -> the kind of archive that has it
     r"^data\.pkl$": "a pickle of something else (torch.save of weights or a module), not a .pt2",
     "": "a zip archive of something else, not a .pt2",
 }
+NUMBERS = (SymIntArgument, SymFloatArgument, SymBoolArgument)
 CACHES = "transformers.cache_utils"
 EXPORTERS = "transformers.exporters.exporter_dynamo"
 PLAIN_PARTS = {"tensor", "sym", "dtype", "device", "size", "items"}  # of a cache in a file of these exporters
@@ -186,7 +192,7 @@ def load_program(file: Pt2) -> ExportedProgram:
     import_known_modules(file.text(MODEL))
     program = file.program()
     empty_hollow(program, file)
-    if problem := _strange_calling(program) or _strange_examples(program):
+    if problem := _strange_calling(program) or _strange_examples(program) or _strange_guards(program):
         raise ArtifactError(f"{file.path}: {problem}", help="export the model again")
     if problem := find_difference(program):
         raise ArtifactError(f"{file.path}: {problem}", help=WRITE)
@@ -262,27 +268,43 @@ def _strange_calling(program: ExportedProgram) -> str:
 
 def _strange_examples(program: ExportedProgram) -> str:
     """Describe invalid example inputs: torch returns any object that the file contains."""
-    match program.example_inputs:
-        case None:
-            return ""
-        case tuple((tuple() as args, dict() as kwargs)):
-            values = tree_flatten((args, kwargs))[0]
-        case examples:
-            return f"its example inputs are of type {type(examples).__name__}, not (args, kwargs)"
+    examples, spec = program.example_inputs, program.call_spec.in_spec
+    assert spec is not None
+    if examples is None:
+        return ""
+    try:
+        (args, kwargs), names = examples, keywords_of(spec)  # torch derives its input checks from these, in this order
+        examples = args, {name: kwargs[name] for name in names}
+        values = spec.flatten_up_to(examples)  # looks at no more values than the program takes, however they repeat
+        is_other = len(kwargs) > len(names) or not all(map(tree_is_leaf, values)) or tree_flatten(examples)[1] != spec
+    except (ValueError, TypeError, LookupError, AttributeError):
+        is_other = True
+    if is_other:
+        return "its example inputs are not the arguments that its program takes"
     for value in values:
         if isinstance(value, torch.Tensor) and (value.is_meta or value.layout is not torch.strided):
             kind = "on the meta device" if value.is_meta else f"of layout {value.layout}"
             return f"its example inputs have a tensor {kind}, without numbers"
-    spec = program.call_spec.in_spec
-    assert spec is not None
-    names = keywords_of(spec)  # torch derives its input checks from the examples, in this order
-    if {*names} != kwargs.keys() or tree_flatten((args, {name: kwargs[name] for name in names}))[1] != spec:
-        return "its example inputs are not the arguments that its program takes"
     takes = [spec.arg for spec in user_inputs(program)]
     texts = [value for value in values if isinstance(value, (str, bytes))]  # an input check would compute with them
     if texts and not any(isinstance(spec, ConstantArgument) and isinstance(spec.value, str) for spec in takes):
         return f"its example inputs have the text {texts[0][:80]!r}, and its program takes none"
     return ""
+
+
+def _strange_guards(program: ExportedProgram) -> str:
+    """Describe an input check that computes with something other than a number: `*` would repeat a text or a list."""
+    call, numbers = program.module_call_graph[0].signature, set[str]()
+    assert call is not None
+    args, kwargs = tree_unflatten([spec.arg for spec in user_inputs(program)], call.in_spec)
+    names = call.forward_arg_names or [f"arg_{at}" for at in range(len(args))]
+    roots = dict(zip(names, args, strict=False)) | kwargs if len(names) >= len(args) else {}
+    for at, (path, arg) in enumerate(tree_flatten_with_path(roots)[0]):
+        if isinstance(arg, NUMBERS) or (isinstance(arg, ConstantArgument) and isinstance(arg.value, int | float)):
+            name = f"L{keystr(path)}"  # and as torch writes one of many arguments, `*sizes`
+            numbers |= {name, f"L['flat_args'][{at}]", re.sub(r"^L\['(\w+)_(\d+)'\]", r"L['\1'][\2]", name)}
+    others = {name for guard in program._guards_code for name in bare_inputs(guard)} - numbers
+    return f"it has an input check that computes with {min(others)}, which is not a number" if others else ""
 
 
 def _directory(file: Path) -> ArtifactError:
