@@ -36,15 +36,12 @@ from tpcompiler.runtime.hub import WRITE_MODEL, refuse_hub_directory, refuse_mis
 from tpcompiler.runtime.inputs import keywords_of
 from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.pt2 import MODEL, Pt2
-from tpcompiler.runtime.pt2_check import bare_inputs
+from tpcompiler.runtime.pt2_check import bare_inputs, find_dicts, find_texts
 from tpcompiler.runtime.python_code import WRITE, find_difference
 from tpcompiler.runtime.weightless import empty_hollow
 
-# A class in the pytree of inputs or outputs: JSON within a JSON text. transformers registers its own classes on import.
-TREE = re.compile(rb'"(?:in|out)_spec": ?"((?:[^"\\]|\\.)*)"')
 MOST_CLASSES = 8
 MOST_REPEATED = 1 << 26  # bytes
-NAMED_CLASS = re.compile(rb'\\"type\\": ?\\"(transformers(?:\.\w+)+)\.(\w+)\\"')
 KNOWN_MODULES = re.compile(r"transformers\.(modeling_outputs|cache_utils|models\.(\w+)\.modeling_\2)")
 KNOWN_OPS = {  # namespace of ops -> the module that registers them
     "transformers": "transformers.integrations.moe",
@@ -80,34 +77,31 @@ def import_modules(names: Sequence[str]) -> None:
             ) from error
 
 
-def import_known_modules(text: bytes) -> None:
+def import_known_modules(data: Any) -> None:
     """Import the modules of transformers and torchao that a program's JSON names: classes of its inputs, and ops.
 
     Nothing else is imported because a file names it: other classes and ops need `--import`.
     """
-    trees = TREE.findall(text)
-    classes = {(module.decode(), name.decode()) for module, name in NAMED_CLASS.findall(b"".join(trees))}
-    for module, name in sorted(classes)[:MOST_CLASSES]:
-        if KNOWN_MODULES.fullmatch(module) and _import_installed(module):
-            if name == "DynamicCache" and not is_registered_class(f"{module}.{name}"):
-                importlib.import_module(EXPORT_SUPPORT).register_dynamic_cache_export_support()
+    texts = list(find_texts(data))
     with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):  # torch names the problem
-        _register_caches(trees)
+        trees = [json.loads(text) for key, _, text in texts if key in ("in_spec", "out_spec")]
+        specs = [part for part in find_dicts(trees) if "children_spec" in part]
+        classes = {tuple(str(each["type"]).rpartition(".")[::2]) for each in specs}
+        for module, name in sorted(each for each in classes if KNOWN_MODULES.fullmatch(each[0]))[:MOST_CLASSES]:
+            if _import_installed(module) and name == "DynamicCache" and not is_registered_class(f"{module}.{name}"):
+                importlib.import_module(EXPORT_SUPPORT).register_dynamic_cache_export_support()
+        _register_caches([each for each in specs if str(each["type"]).startswith(f"{CACHES}:")])
     for namespace, module in KNOWN_OPS.items():
-        if f"torch.ops.{namespace}.".encode() in text:
+        if any(text.startswith(f"torch.ops.{namespace}.") for _, _, text in texts):
             _import_installed(module)
 
 
-def _register_caches(trees: Sequence[bytes]) -> None:
+def _register_caches(caches: Sequence[dict[str, Any]]) -> None:
     """Register the caches that files of transformers' exporters take or return.
 
     Such a file names the classes that a cache is made of, and reading it makes objects of them. So a cache is
     registered only if it holds nothing but caches, layers of caches, and data.
     """
-    if not any(CACHES.encode() in tree for tree in trees):
-        return
-    specs = [json.loads(json.loads(b'"' + tree + b'"')) for tree in trees]
-    caches = [each for spec in specs for each in _parts(spec) if str(each.get("type")).startswith(f"{CACHES}:")]
     if not caches or not _import_installed(CACHES) or not _import_installed(EXPORTERS):
         return
     known = {
@@ -115,18 +109,10 @@ def _register_caches(trees: Sequence[bytes]) -> None:
         for name, value in vars(sys.modules[CACHES]).items()
         if isinstance(value, type) and value.__module__ == CACHES
     }
-    made_of = [part for each in caches for part in _parts(json.loads(each["context"])) if "_t" in part]
+    made_of = [part for each in caches for part in find_dicts(json.loads(each["context"])) if "_t" in part]
     if all(part["_t"] in PLAIN_PARTS or (part["_t"] == "obj" and part.get("p") in known) for part in made_of):
         for name in {each["type"] for each in caches} & known.keys():
             sys.modules[EXPORTERS].register_pytree_node(known[name])
-
-
-def _parts(data: Any) -> Iterator[dict[str, Any]]:
-    """Yield every table in plain data."""
-    if isinstance(data, dict):
-        yield data
-    for part in data.values() if isinstance(data, dict) else data if isinstance(data, list) else ():
-        yield from _parts(part)
 
 
 def _import_installed(module: str) -> bool:
@@ -189,7 +175,7 @@ def _refuse_repeated(program: ExportedProgram, file: Pt2) -> None:
 
 def load_program(file: Pt2) -> ExportedProgram:
     """Load the program from a file that `open_model` opened."""
-    import_known_modules(file.text(MODEL))
+    import_known_modules(file.json(MODEL))
     program = file.program()
     empty_hollow(program, file)
     if problem := _strange_calling(program) or _strange_examples(program) or _strange_guards(program):
@@ -331,18 +317,22 @@ def _other_than_pt2(file: Opened) -> tuple[str, str] | None:
 
 
 def _other_than_zip(head: bytes) -> tuple[str, str]:
-    if not head:
-        return "is empty", f"it is not a .pt2: {WRITE_MODEL}"
     if head.startswith(b"version https://git-lfs"):
         return "is a Git LFS pointer, not the file itself", "get the file with git lfs pull"
-    if head.startswith(b"\x80") and head[1:2] in b"\x02\x03\x04\x05":
-        return "is a Python pickle, not a .pt2", WRITE_MODEL
-    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 30:
-        return "is a safetensors file: weights without a program, not a .pt2", WRITE_MODEL
+    is_text = False
     with contextlib.suppress(UnicodeDecodeError):
-        if head[:256].decode("utf-8").isprintable() or b"\n" in head[:256]:
-            return "is a text file, not a .pt2", WRITE_MODEL
-    return "is not a .pt2 (no zip archive)", WRITE_MODEL
+        is_text = head[:256].decode("utf-8").isprintable() or b"\n" in head[:256]
+    kinds = {
+        "is empty": not head,
+        "is a Python pickle, not a .pt2": re.match(rb"\x80[\2-\5]", head),
+        "is a safetensors file: weights without a program, not a .pt2": head[8:9] == b"{"
+        and int.from_bytes(head[:8], "little") < 1 << 30,
+        "is a text file, not a .pt2": is_text,
+        "is not a .pt2 (no zip archive)": True,
+    }
+    return next(
+        kind for kind, fits in kinds.items() if fits
+    ), WRITE_MODEL if head else f"it is not a .pt2: {WRITE_MODEL}"
 
 
 def _other_archive(names: Sequence[str]) -> tuple[str, str] | None:

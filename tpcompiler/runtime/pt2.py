@@ -90,11 +90,11 @@ class Pt2:
                 if entry in known:
                     continue
                 if entry in CONFIGS.values():
-                    _check_config(self._json(entry))
+                    _check_config(self.json(entry))
                 elif entry == EXAMPLES:
                     _check_pickle(self.text(entry))
                 elif re.fullmatch(r"models/[^/]+\.json", entry):
-                    check_program(self._json(entry))
+                    check_program(self.json(entry))
                 elif not (TENSORS.fullmatch(entry) or UNREAD.fullmatch(entry)):
                     raise Unsafe("does not belong in a program without pickles")
         except Unsafe as error:
@@ -116,7 +116,7 @@ class Pt2:
                 return torch.export.load(cast(Any, self.file))
             if (version := self.text("archive_version").decode().strip()) != ARCHIVE_VERSION_VALUE:
                 raise ValueError(f"its format is version {version}, and this torch reads {ARCHIVE_VERSION_VALUE}")
-            data = self._json(MODEL)
+            data = self.json(MODEL)
             forget_origins(data)
             return build_program(data, self.tensors("weight"), self.tensors("tensor"), self.examples())
 
@@ -156,7 +156,7 @@ class Pt2:
         """
         made, storages = dict[str, Tensor](), dict[str, torch.UntypedStorage]()
         folder = CONFIGS[kind].rpartition("/")[0]
-        for name, row in self._json(CONFIGS[kind])["config"].items():
+        for name, row in self.json(CONFIGS[kind])["config"].items():
             layout = read_layout(row["tensor_meta"])
             entry = f"{folder}/{row['path_name']}"
             if entry not in self._entries:
@@ -173,7 +173,8 @@ class Pt2:
             made[name] = nn.Parameter(value, layout.requires_grad) if is_parameter else value
         return made
 
-    def _json(self, name: str) -> Any:
+    def json(self, name: str) -> Any:
+        """Return an entry's JSON, parsed once."""
         if name not in self._parsed:
             self._parsed[name] = json.loads(self.text(name))
         return self._parsed[name]

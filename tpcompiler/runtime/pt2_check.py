@@ -82,7 +82,7 @@ def check_program(data: object) -> None:
         Unsafe: torch would make more of a text than a name, a number or an op.
     """
     seen: set[tuple[str, str]] = set()
-    for key, parent, text in _texts(data):
+    for key, parent, text in find_texts(data):
         # torch writes an op's text argument into its source with `repr`, but a constant input unquoted.
         if (key, text) in seen or (key in ("as_string", "as_strings") and parent == "arg"):
             continue
@@ -95,7 +95,7 @@ def check_program(data: object) -> None:
         if COUNTED.match(name):
             raise Unsafe(f"makes torch count up to a size's name: {_short(name)}")
     unknown = UNKNOWN
-    for part in _dicts(data):
+    for part in find_dicts(data):
         if large := [each for each in part.values() if isinstance(each, int) and each.bit_length() > WORD]:
             raise Unsafe(f"has a number that is too large: {_short(str(large[0]))}")
         if isinstance(part.get("nodes"), list):
@@ -116,7 +116,7 @@ def _bound_nodes(nodes: Sequence[Mapping[str, Any]], unknown: float) -> float:
         if not OPERATORS.fullmatch(target):
             continue
         bits = [1.0]
-        for parts in (list(_dicts(each["arg"])) for each in node["inputs"]):
+        for parts in (list(find_dicts(each["arg"])) for each in node["inputs"]):
             pairs = [pair for part in parts for pair in part.items()]
             if any(key.startswith("as_string") for key, _ in pairs):
                 raise Unsafe(f"computes with text: {_short(target)}")
@@ -131,7 +131,7 @@ def _bound_nodes(nodes: Sequence[Mapping[str, Any]], unknown: float) -> float:
             made = max(bits[:-1]) * 2.0 ** min(bits[-1], WORD) + 1
         if made > MOST_BITS:
             raise Unsafe(f"computes a number that is too large, by {_short(target)}")
-        known |= {part["as_name"]: made for part in _dicts(node["outputs"]) if isinstance(part.get("as_name"), str)}
+        known |= {part["as_name"]: made for part in find_dicts(node["outputs"]) if isinstance(part.get("as_name"), str)}
     return max(unknown, *known.values()) if known else unknown
 
 
@@ -141,12 +141,12 @@ def _bits(number: float) -> float:
 
 def forget_origins(data: object) -> None:
     """Drop the texts of a program's JSON that torch looks up in its modules, where an attribute may open a file."""
-    for part in _dicts(data):
+    for part in find_dicts(data):
         if isinstance(part.get(LOOKED_UP), str):
             del part[LOOKED_UP]
 
 
-def _texts(data: object) -> Iterator[tuple[str, str, str]]:
+def find_texts(data: object) -> Iterator[tuple[str, str, str]]:
     """Yield (key, key of the enclosing dict, text) for every text; the texts of a list have the list's key."""
     left: list[tuple[object, str, str]] = [(data, "", "")]
     while left:
@@ -159,7 +159,8 @@ def _texts(data: object) -> Iterator[tuple[str, str, str]]:
             left += ((each, name, key) for name, each in value.items())
 
 
-def _dicts(data: object) -> Iterator[dict[str, Any]]:
+def find_dicts(data: object) -> Iterator[dict[str, Any]]:
+    """Yield every dict in plain data."""
     left = [data]
     while left:
         value = left.pop()
@@ -320,8 +321,8 @@ def _outputs_tree(text: str) -> str | None:
     """Return the fault in a pytree's description, which may make torch look up a class by module and name."""
     try:
         _, spec = json.loads(text)
-        contexts = [_context(part["context"]) for part in _dicts([spec]) if "children_spec" in part]
-        for part in _dicts(contexts):
+        contexts = [_context(part["context"]) for part in find_dicts([spec]) if "children_spec" in part]
+        for part in find_dicts(contexts):
             if "default_factory_module" in part:
                 _look_up(part["default_factory_module"], part["default_factory_name"], type)
             if "__enum__" in part:
@@ -329,7 +330,7 @@ def _outputs_tree(text: str) -> str | None:
                 _look_up(module, name, type(Enum))
     except (ValueError, LookupError, TypeError, AttributeError):
         return "has a description of inputs or outputs that cannot be read"
-    texts = [*(key for part in _dicts(contexts) for key in part), *(text for _, _, text in _texts(contexts))]
+    texts = [*(key for part in find_dicts(contexts) for key in part), *(text for _, _, text in find_texts(contexts))]
     return next(filter(None, map(_plain, texts)), None)
 
 
