@@ -315,7 +315,7 @@ POISONS: list[tuple[Callable[[Entries, Path], None], bool, str]] = [
     (pickled_weight, True, f"{WEIGHTS} has 'inner.weight' as a pickle"),
     (pickled_constant, True, f"{CONSTANTS} has 'lifted_tensor_0' as a pickle"),
     (opaque_constant, OPAQUE, f"{CONSTANTS} has 'c' as a pickle"),
-    (renamed_constant, OPAQUE, f"{CONSTANTS} has 'c' as an object of a class, which is a pickle"),
+    (renamed_constant, OPAQUE, f"{CONSTANTS} names an entry of another kind: 'opaque_obj_0'"),
     (older_weights, True, "data/weights/model.pt does not belong in a program without pickles"),
     (older_constants, True, "data/constants/model.pt does not belong in a program without pickles"),
     (sympy_expression, True, f"{MODEL} has a size that is not a plain expression: "),

@@ -68,7 +68,7 @@ def import_modules(names: Sequence[str]) -> None:
     """
     for name in names:
         try:
-            with _working_directory() if _is_only_here(name) else contextlib.nullcontext():
+            with _working_directory(name.partition(".")[0]):
                 importlib.import_module(name)
         except (Exception, SystemExit) as error:  # a module's code may raise anything
             raise ArtifactError(
@@ -124,24 +124,18 @@ def _import_installed(module: str) -> bool:
     return True
 
 
-def _is_only_here(name: str) -> bool:
-    """Return True if only the working directory has the module: an installed command does not search there."""
-    first = name.partition(".")[0]
-    return first not in sys.modules and importlib.util.find_spec(first) is None
-
-
 @contextlib.contextmanager
-def _working_directory() -> Iterator[None]:
-    """Search the working directory for modules in the block only.
+def _working_directory(package: str) -> Iterator[None]:
+    """Search the working directory too in the block, if only it has the package: an installed command does not.
 
     Later imports of an installed module must not find files there.
     """
-    here = os.getcwd()
-    sys.path.append(here)
+    here = os.getcwd() if package not in sys.modules and importlib.util.find_spec(package) is None else None
+    sys.path += [here] if here else []
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):  # the module may have changed the path itself
+        if here and here in sys.path:  # the module may have changed the path itself
             sys.path.remove(here)
 
 
@@ -230,7 +224,7 @@ def check_pt2(file: Opened, *, trust: bool, known: Pt2 | None = None) -> Iterato
     except Exception as error:  # torch raises any type of error here
         file.refuse_change()
         # With trust, torch.export.load logs the cause, and then raises a general text that points to the log.
-        raise _load_error(file.path, _innermost(errors[-1] if errors else error)) from error
+        raise _load_error(file.path, errors[-1] if errors else error) from error
     file.refuse_change()
 
 
@@ -350,6 +344,8 @@ def _other_archive(names: Sequence[str]) -> tuple[str, str] | None:
 
 
 def _load_error(file: Path, cause: BaseException) -> ArtifactError:
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
     text = str(cause)
     if match := re.search(r"Deserializing (\S+) in pytree is not registered", text):
         module = match[1].rpartition(".")[0] or "MODULE"
@@ -373,9 +369,3 @@ def _load_error(file: Path, cause: BaseException) -> ArtifactError:
         f"{file} cannot be read by torch {torch.__version__}: {reason(cause)}",
         help="copy the file again, or export the model again with this version of torch",
     )
-
-
-def _innermost(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error

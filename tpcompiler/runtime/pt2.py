@@ -246,8 +246,6 @@ def _check_config(data: Any) -> None:
     for name, row in data["config"].items():
         if row["use_pickle"] is not False:
             raise Unsafe(f"has {name!r} as a pickle")
-        if not str(row["path_name"]).startswith(("weight_", "tensor_")):
-            raise Unsafe(f"has {name!r} as an object of a class, which is a pickle")
     check_program(data)
 
 
