@@ -294,6 +294,8 @@ def text_that_is_filled(entries: Entries, marker: Path) -> None:
     changed(entries, MODEL, lambda data: relu(data).update(target="torch.ops.aten.zfill.default", inputs=inputs))
 
 
+NUMBERS = "it has an input check that computes with L['"
+ARGUMENTS = "its example inputs are not the arguments that its program takes"
 ENDLESS: list[tuple[Callable[[Entries, Path], None], str]] = [
     (guard_with_a_library, f"{MODEL} has an input check that is not a plain comparison: "),
     (guard_that_reads_the_environment, f"{MODEL} has an input check that is not a plain comparison: "),
@@ -305,16 +307,13 @@ ENDLESS: list[tuple[Callable[[Entries, Path], None], str]] = [
     (divisor_without_end, f"{MODEL} has a size that is not a plain expression: "),
     (digits_without_end, f"{MODEL} has a size that is not a plain expression: "),
     (guard_that_repeats_a_list, f"{MODEL} has an input check that is not a plain comparison: "),
-    (guard_that_repeats_a_text, f"{MODEL} has an input check that computes with something other than a number: "),
-    (
-        guard_that_repeats_the_larger_text,
-        f"{MODEL} has an input check that computes with something other than a number: ",
-    ),
-    (guard_that_repeats_inputs, f"{MODEL} has an input check that computes with something other than a number: "),
+    (guard_that_repeats_a_text, NUMBERS),
+    (guard_that_repeats_the_larger_text, NUMBERS),
+    (guard_that_repeats_inputs, NUMBERS),
     (maxima_without_end, f"{MODEL} has a size that is not a plain expression: "),
     (sum_without_end, f"{MODEL} has a size that is not a plain expression: "),
     (rounding_without_end, f"{MODEL} has an input check that is not a plain comparison: "),
-    (examples_without_end, f"{EXAMPLES} has too many example inputs"),
+    (examples_without_end, ARGUMENTS),
     (bytes_without_end, f"{EXAMPLES} needs a pickle that may create an object of any size ("),
     (names_without_end, f"{MODEL} makes torch count up to a size's name: 'u99999999999'"),
     (power_without_end, f"{MODEL} computes a number that is too large, by '_operator.pow'"),
@@ -324,7 +323,7 @@ ENDLESS: list[tuple[Callable[[Entries, Path], None], str]] = [
     (roundings_of_a_sum, f"{MODEL} has a size that is not a plain expression: "),
     (hint_without_end, f"{MODEL} has a number that is too large: '1000"),
     (range_without_end, f"{MODEL} has a number that is too large: '1000"),
-    (guards_with_many_parts, f"{MODEL} has an input check that computes with something other than a number: "),
+    (guards_with_many_parts, NUMBERS),
     (power_not_to_be_evaluated, f"{MODEL} has a size that is not a plain expression: 'Pow(9, 9999999999, 1)'"),
     (exponent_by_name, f"{MODEL} has a size that is not a plain expression: "),
     (divisor_of_remainders, f"{MODEL} has a size that is not a plain expression: "),
@@ -334,7 +333,7 @@ ENDLESS: list[tuple[Callable[[Entries, Path], None], str]] = [
     (chain_of_products, f"{MODEL} computes a number that is too large, by '_operator.mul'"),
     (text_that_is_repeated, f"{MODEL} computes with text: '_operator.mul'"),
     (text_that_is_formatted, f"{MODEL} computes with text: '_operator.mod'"),
-    (guard_that_formats_a_text, f"{MODEL} has an input check that computes with something other than a number: "),
+    (guard_that_formats_a_text, NUMBERS),
     (powers_that_cancel, f"{MODEL} has a size that is not a plain expression: "),
     (text_that_doubles, f"{EXAMPLES} needs a pickle that may create an object of any size (_codecs.encode)"),
     (tensor_of_any_size, f"{EXAMPLES} needs a pickle that may create an object of any size (torch.FloatTensor)"),
@@ -344,5 +343,5 @@ ENDLESS: list[tuple[Callable[[Entries, Path], None], str]] = [
         text_that_is_filled,
         f"{MODEL} calls one of TorchScript's own ops, without a tensor: 'torch.ops.aten.zfill.default'",
     ),
-    (examples_in_a_row, f"{EXAMPLES} has 5000 example inputs in a row"),
+    (examples_in_a_row, ARGUMENTS),
 ]

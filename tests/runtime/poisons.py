@@ -218,6 +218,10 @@ def argument_in_an_exponent(entries: Entries, marker: Path) -> None:
     size(entries, f"2**Float('2', {spelled_out(marker)})")
 
 
+def option_in_an_exponent(entries: Entries, marker: Path) -> None:
+    size(entries, f"2**Float('2', precision={spelled_out(marker)})")
+
+
 def guard_that_leaves_its_message(entries: Entries, marker: Path) -> None:
     """torch writes the check between double quotes, with the quotes that `ast.unparse` chooses."""
     text = f"1 or L['''+str({code(marker)})+'''] == 1"
@@ -311,7 +315,7 @@ POISONS: list[tuple[Callable[[Entries, Path], None], bool, str]] = [
     (pickled_weight, True, f"{WEIGHTS} has 'inner.weight' as a pickle"),
     (pickled_constant, True, f"{CONSTANTS} has 'lifted_tensor_0' as a pickle"),
     (opaque_constant, OPAQUE, f"{CONSTANTS} has 'c' as a pickle"),
-    (renamed_constant, OPAQUE, f"{CONSTANTS} has 'c' as an object of a class, which is a pickle"),
+    (renamed_constant, OPAQUE, f"{CONSTANTS} names an entry of another kind: 'opaque_obj_0'"),
     (older_weights, True, "data/weights/model.pt does not belong in a program without pickles"),
     (older_constants, True, "data/constants/model.pt does not belong in a program without pickles"),
     (sympy_expression, True, f"{MODEL} has a size that is not a plain expression: "),
@@ -325,10 +329,10 @@ POISONS: list[tuple[Callable[[Entries, Path], None], bool, str]] = [
     (call_in_an_exponent, True, f"{MODEL} has a size that is not a plain expression: "),
     (keyword_in_an_exponent, True, f"{MODEL} has a size that is not a plain expression: "),
     (argument_in_an_exponent, True, f"{MODEL} has a size that is not a plain expression: "),
+    (option_in_an_exponent, True, f"{MODEL} has a size that is not a plain expression: "),
     (guard_that_leaves_its_message, True, f"{MODEL} has an input check that is not a plain comparison: "),
     (enum_beside_a_factory, True, f"{MODEL} makes torch import the module 'poison_module'"),
     (constant_input, True, f"{MODEL} has quotes or unprintable characters in a text: "),
-    (key_of_an_example, True, f"{EXAMPLES} has a key that is not plain text: "),
     (key_of_an_input, True, f"{MODEL} has quotes or unprintable characters in a text: "),
     (imported_factory, True, f"{MODEL} makes torch import the module 'poison_module'"),
     (imported_enum, True, f"{MODEL} makes torch import the module 'poison_module'"),

@@ -13,10 +13,10 @@ from tpcompiler.runtime.model_file import import_known_modules, is_registered_cl
 
 CACHE = "transformers.cache_utils:QuantizedCache"  # no other test reads one
 CODE = """\
-import sys
+import json, sys
 from pathlib import Path
 from tpcompiler.runtime.model_file import import_known_modules, is_registered_class
-import_known_modules(Path(sys.argv[1]).read_bytes())
+import_known_modules(json.loads(Path(sys.argv[1]).read_bytes()))
 print(is_registered_class(sys.argv[2]))
 """
 
@@ -52,10 +52,10 @@ def test_a_cache_is_made_of_caches(part: Any, is_registered: bool, tmp_path: Pat
 def test_a_name_that_is_escaped_is_read_too(tmp_path: Path) -> None:
     write(tmp_path / "model.json", {"_t": "obj", "p": "os:system", "s": {}}, escaped=True)
     assert "os:system" in (tmp_path / "model.json").read_text()
-    import_known_modules((tmp_path / "model.json").read_bytes())
+    import_known_modules(json.loads((tmp_path / "model.json").read_bytes()))
     assert not is_registered_class(CACHE)
 
 
 def test_a_damaged_tree_registers_nothing() -> None:
-    import_known_modules(json.dumps({"out_spec": f'[1, {{"type": "{CACHE}"'}).encode())
+    import_known_modules({"out_spec": f'[1, {{"type": "{CACHE}"'})
     assert not is_registered_class(CACHE)

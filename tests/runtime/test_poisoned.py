@@ -17,7 +17,7 @@ from torch import nn
 
 import tpcompiler
 from tests.runtime.commands import call, refused, right
-from tests.runtime.endless import ENDLESS, origin_that_opens_a_library, size_in_many_places, texts_far_below
+from tests.runtime.endless import ARGUMENTS, ENDLESS, origin_that_opens_a_library, size_in_many_places, texts_far_below
 from tests.runtime.models import PLAN, PLAN_TEXT, export_mlp, mlp_inputs
 from tests.runtime.poisons import (
     ARGS,
@@ -25,6 +25,7 @@ from tests.runtime.poisons import (
     POISONS,
     Entries,
     entries_of,
+    key_of_an_example,
     pickled_examples,
     refusal,
     save_victim,
@@ -84,6 +85,17 @@ def test_a_poisoned_file_runs_nothing(
     assert marker.exists() == fires
 
 
+def test_a_key_of_the_examples_is_one_of_the_arguments(clean: Path, tmp_path: Path) -> None:
+    """torch writes it into the source of the input checks."""
+    entries, path, marker = entries_of(clean), tmp_path / "poisoned.pt2", tmp_path / "marker"
+    key_of_an_example(entries, marker)
+    write_entries(path, entries)
+    assert refusal(path).startswith(f"{path}: {ARGUMENTS}")
+    with contextlib.suppress(Exception):
+        torch.export.load(path).module()(*ARGS)
+    assert marker.exists()
+
+
 @pytest.mark.sample(6)
 @pytest.mark.sweep(2)
 @pytest.mark.timeout(60)
@@ -94,7 +106,7 @@ def test_a_file_without_end_is_refused(
     entries, path = entries_of(clean), tmp_path / "poisoned.pt2"
     poison(entries, tmp_path / "marker")
     write_entries(path, entries)
-    assert refusal(path).startswith(f"{path} is not read: its entry {said}")
+    assert refusal(path).startswith((f"{path} is not read: its entry {said}", f"{path}: {said}"))
 
 
 @pytest.mark.sample(1)

@@ -107,4 +107,6 @@ def build_program(
 
     program = vars(serialize)["_dict_to_dataclass"](schema.ExportedProgram, data)
     reader = serialize.ExportedProgramDeserializer(None)
-    return reader.deserialize(program, cast(Any, state), cast(Any, constants), examples)
+    made = reader.deserialize(program, cast(Any, state), cast(Any, constants))
+    made._example_inputs = examples  # which torch would look through for modules, as often as they repeat
+    return made

@@ -16,15 +16,19 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument
+from torch.export.graph_signature import ConstantArgument, SymBoolArgument, SymFloatArgument, SymIntArgument
 
 from tpcompiler._torch import (
     RETURNED_KINDS,
     FakeTensor,
     all_tensors,
     is_registered_class,
+    keystr,
     quiet_torch,
     tree_flatten,
+    tree_flatten_with_path,
+    tree_is_leaf,
+    tree_unflatten,
     user_inputs,
 )
 from tpcompiler.errors import ArtifactError, option, reason
@@ -32,14 +36,12 @@ from tpcompiler.runtime.hub import WRITE_MODEL, refuse_hub_directory, refuse_mis
 from tpcompiler.runtime.inputs import keywords_of
 from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.pt2 import MODEL, Pt2
+from tpcompiler.runtime.pt2_check import bare_inputs, find_dicts, find_texts
 from tpcompiler.runtime.python_code import WRITE, find_difference
 from tpcompiler.runtime.weightless import empty_hollow
 
-# A class in the pytree of inputs or outputs: JSON within a JSON text. transformers registers its own classes on import.
-TREE = re.compile(rb'"(?:in|out)_spec": ?"((?:[^"\\]|\\.)*)"')
 MOST_CLASSES = 8
 MOST_REPEATED = 1 << 26  # bytes
-NAMED_CLASS = re.compile(rb'\\"type\\": ?\\"(transformers(?:\.\w+)+)\.(\w+)\\"')
 KNOWN_MODULES = re.compile(r"transformers\.(modeling_outputs|cache_utils|models\.(\w+)\.modeling_\2)")
 KNOWN_OPS = {  # namespace of ops -> the module that registers them
     "transformers": "transformers.integrations.moe",
@@ -51,6 +53,7 @@ ARCHIVES = {  # an entry -> the kind of archive that has it
     r"^data\.pkl$": "a pickle of something else (torch.save of weights or a module), not a .pt2",
     "": "a zip archive of something else, not a .pt2",
 }
+NUMBERS = (SymIntArgument, SymFloatArgument, SymBoolArgument)
 CACHES = "transformers.cache_utils"
 EXPORTERS = "transformers.exporters.exporter_dynamo"
 PLAIN_PARTS = {"tensor", "sym", "dtype", "device", "size", "items"}  # of a cache in a file of these exporters
@@ -65,7 +68,7 @@ def import_modules(names: Sequence[str]) -> None:
     """
     for name in names:
         try:
-            with _working_directory() if _is_only_here(name) else contextlib.nullcontext():
+            with _working_directory(name.partition(".")[0]):
                 importlib.import_module(name)
         except (Exception, SystemExit) as error:  # a module's code may raise anything
             raise ArtifactError(
@@ -74,34 +77,31 @@ def import_modules(names: Sequence[str]) -> None:
             ) from error
 
 
-def import_known_modules(text: bytes) -> None:
+def import_known_modules(data: Any) -> None:
     """Import the modules of transformers and torchao that a program's JSON names: classes of its inputs, and ops.
 
     Nothing else is imported because a file names it: other classes and ops need `--import`.
     """
-    trees = TREE.findall(text)
-    classes = {(module.decode(), name.decode()) for module, name in NAMED_CLASS.findall(b"".join(trees))}
-    for module, name in sorted(classes)[:MOST_CLASSES]:
-        if KNOWN_MODULES.fullmatch(module) and _import_installed(module):
-            if name == "DynamicCache" and not is_registered_class(f"{module}.{name}"):
-                importlib.import_module(EXPORT_SUPPORT).register_dynamic_cache_export_support()
+    texts = list(find_texts(data))
     with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):  # torch names the problem
-        _register_caches(trees)
+        trees = [json.loads(text) for key, _, text in texts if key in ("in_spec", "out_spec")]
+        specs = [part for part in find_dicts(trees) if "children_spec" in part]
+        classes = {tuple(str(each["type"]).rpartition(".")[::2]) for each in specs}
+        for module, name in sorted(each for each in classes if KNOWN_MODULES.fullmatch(each[0]))[:MOST_CLASSES]:
+            if _import_installed(module) and name == "DynamicCache" and not is_registered_class(f"{module}.{name}"):
+                importlib.import_module(EXPORT_SUPPORT).register_dynamic_cache_export_support()
+        _register_caches([each for each in specs if str(each["type"]).startswith(f"{CACHES}:")])
     for namespace, module in KNOWN_OPS.items():
-        if f"torch.ops.{namespace}.".encode() in text:
+        if any(text.startswith(f"torch.ops.{namespace}.") for _, _, text in texts):
             _import_installed(module)
 
 
-def _register_caches(trees: Sequence[bytes]) -> None:
+def _register_caches(caches: Sequence[dict[str, Any]]) -> None:
     """Register the caches that files of transformers' exporters take or return.
 
     Such a file names the classes that a cache is made of, and reading it makes objects of them. So a cache is
     registered only if it holds nothing but caches, layers of caches, and data.
     """
-    if not any(CACHES.encode() in tree for tree in trees):
-        return
-    specs = [json.loads(json.loads(b'"' + tree + b'"')) for tree in trees]
-    caches = [each for spec in specs for each in _parts(spec) if str(each.get("type")).startswith(f"{CACHES}:")]
     if not caches or not _import_installed(CACHES) or not _import_installed(EXPORTERS):
         return
     known = {
@@ -109,18 +109,10 @@ def _register_caches(trees: Sequence[bytes]) -> None:
         for name, value in vars(sys.modules[CACHES]).items()
         if isinstance(value, type) and value.__module__ == CACHES
     }
-    made_of = [part for each in caches for part in _parts(json.loads(each["context"])) if "_t" in part]
+    made_of = [part for each in caches for part in find_dicts(json.loads(each["context"])) if "_t" in part]
     if all(part["_t"] in PLAIN_PARTS or (part["_t"] == "obj" and part.get("p") in known) for part in made_of):
         for name in {each["type"] for each in caches} & known.keys():
             sys.modules[EXPORTERS].register_pytree_node(known[name])
-
-
-def _parts(data: Any) -> Iterator[dict[str, Any]]:
-    """Yield every table in plain data."""
-    if isinstance(data, dict):
-        yield data
-    for part in data.values() if isinstance(data, dict) else data if isinstance(data, list) else ():
-        yield from _parts(part)
 
 
 def _import_installed(module: str) -> bool:
@@ -132,24 +124,18 @@ def _import_installed(module: str) -> bool:
     return True
 
 
-def _is_only_here(name: str) -> bool:
-    """Return True if only the working directory has the module: an installed command does not search there."""
-    first = name.partition(".")[0]
-    return first not in sys.modules and importlib.util.find_spec(first) is None
-
-
 @contextlib.contextmanager
-def _working_directory() -> Iterator[None]:
-    """Search the working directory for modules in the block only.
+def _working_directory(package: str) -> Iterator[None]:
+    """Search the working directory too in the block, if only it has the package: an installed command does not.
 
     Later imports of an installed module must not find files there.
     """
-    here = os.getcwd()
-    sys.path.append(here)
+    here = os.getcwd() if package not in sys.modules and importlib.util.find_spec(package) is None else None
+    sys.path += [here] if here else []
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):  # the module may have changed the path itself
+        if here and here in sys.path:  # the module may have changed the path itself
             sys.path.remove(here)
 
 
@@ -183,10 +169,10 @@ def _refuse_repeated(program: ExportedProgram, file: Pt2) -> None:
 
 def load_program(file: Pt2) -> ExportedProgram:
     """Load the program from a file that `open_model` opened."""
-    import_known_modules(file.text(MODEL))
+    import_known_modules(file.json(MODEL))
     program = file.program()
     empty_hollow(program, file)
-    if problem := _strange_calling(program) or _strange_examples(program):
+    if problem := _strange_calling(program) or _strange_examples(program) or _strange_guards(program):
         raise ArtifactError(f"{file.path}: {problem}", help="export the model again")
     if problem := find_difference(program):
         raise ArtifactError(f"{file.path}: {problem}", help=WRITE)
@@ -238,7 +224,7 @@ def check_pt2(file: Opened, *, trust: bool, known: Pt2 | None = None) -> Iterato
     except Exception as error:  # torch raises any type of error here
         file.refuse_change()
         # With trust, torch.export.load logs the cause, and then raises a general text that points to the log.
-        raise _load_error(file.path, _innermost(errors[-1] if errors else error)) from error
+        raise _load_error(file.path, errors[-1] if errors else error) from error
     file.refuse_change()
 
 
@@ -262,27 +248,43 @@ def _strange_calling(program: ExportedProgram) -> str:
 
 def _strange_examples(program: ExportedProgram) -> str:
     """Describe invalid example inputs: torch returns any object that the file contains."""
-    match program.example_inputs:
-        case None:
-            return ""
-        case tuple((tuple() as args, dict() as kwargs)):
-            values = tree_flatten((args, kwargs))[0]
-        case examples:
-            return f"its example inputs are of type {type(examples).__name__}, not (args, kwargs)"
+    examples, spec = program.example_inputs, program.call_spec.in_spec
+    assert spec is not None
+    if examples is None:
+        return ""
+    try:
+        (args, kwargs), names = examples, keywords_of(spec)  # torch derives its input checks from these, in this order
+        examples = args, {name: kwargs[name] for name in names}
+        values = spec.flatten_up_to(examples)  # looks at no more values than the program takes, however they repeat
+        is_other = len(kwargs) > len(names) or not all(map(tree_is_leaf, values)) or tree_flatten(examples)[1] != spec
+    except (ValueError, TypeError, LookupError, AttributeError):
+        is_other = True
+    if is_other:
+        return "its example inputs are not the arguments that its program takes"
     for value in values:
         if isinstance(value, torch.Tensor) and (value.is_meta or value.layout is not torch.strided):
             kind = "on the meta device" if value.is_meta else f"of layout {value.layout}"
             return f"its example inputs have a tensor {kind}, without numbers"
-    spec = program.call_spec.in_spec
-    assert spec is not None
-    names = keywords_of(spec)  # torch derives its input checks from the examples, in this order
-    if {*names} != kwargs.keys() or tree_flatten((args, {name: kwargs[name] for name in names}))[1] != spec:
-        return "its example inputs are not the arguments that its program takes"
     takes = [spec.arg for spec in user_inputs(program)]
     texts = [value for value in values if isinstance(value, (str, bytes))]  # an input check would compute with them
     if texts and not any(isinstance(spec, ConstantArgument) and isinstance(spec.value, str) for spec in takes):
         return f"its example inputs have the text {texts[0][:80]!r}, and its program takes none"
     return ""
+
+
+def _strange_guards(program: ExportedProgram) -> str:
+    """Describe an input check that computes with something other than a number: `*` would repeat a text or a list."""
+    call, numbers = program.module_call_graph[0].signature, set[str]()
+    assert call is not None
+    args, kwargs = tree_unflatten([spec.arg for spec in user_inputs(program)], call.in_spec)
+    names = call.forward_arg_names or [f"arg_{at}" for at in range(len(args))]
+    roots = dict(zip(names, args, strict=False)) | kwargs if len(names) >= len(args) else {}
+    for at, (path, arg) in enumerate(tree_flatten_with_path(roots)[0]):
+        if isinstance(arg, NUMBERS) or (isinstance(arg, ConstantArgument) and isinstance(arg.value, int | float)):
+            name = f"L{keystr(path)}"  # and as torch writes one of many arguments, `*sizes`
+            numbers |= {name, f"L['flat_args'][{at}]", re.sub(r"^L\['(\w+)_(\d+)'\]", r"L['\1'][\2]", name)}
+    others = {name for guard in program._guards_code for name in bare_inputs(guard)} - numbers
+    return f"it has an input check that computes with {min(others)}, which is not a number" if others else ""
 
 
 def _directory(file: Path) -> ArtifactError:
@@ -309,18 +311,21 @@ def _other_than_pt2(file: Opened) -> tuple[str, str] | None:
 
 
 def _other_than_zip(head: bytes) -> tuple[str, str]:
-    if not head:
-        return "is empty", f"it is not a .pt2: {WRITE_MODEL}"
     if head.startswith(b"version https://git-lfs"):
         return "is a Git LFS pointer, not the file itself", "get the file with git lfs pull"
-    if head.startswith(b"\x80") and head[1:2] in b"\x02\x03\x04\x05":
-        return "is a Python pickle, not a .pt2", WRITE_MODEL
-    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 30:
-        return "is a safetensors file: weights without a program, not a .pt2", WRITE_MODEL
+    is_text = False
     with contextlib.suppress(UnicodeDecodeError):
-        if head[:256].decode("utf-8").isprintable() or b"\n" in head[:256]:
-            return "is a text file, not a .pt2", WRITE_MODEL
-    return "is not a .pt2 (no zip archive)", WRITE_MODEL
+        is_text = head[:256].decode("utf-8").isprintable() or b"\n" in head[:256]
+    kinds = {
+        "is empty": not head,
+        "is a Python pickle, not a .pt2": re.match(rb"\x80[\2-\5]", head),
+        "is a safetensors file: weights without a program, not a .pt2": head[8:9] == b"{"
+        and int.from_bytes(head[:8], "little") < 1 << 30,
+        "is a text file, not a .pt2": is_text,
+        "is not a .pt2 (no zip archive)": True,
+    }
+    kind = next(kind for kind, fits in kinds.items() if fits)
+    return kind, WRITE_MODEL if head else f"it is not a .pt2: {WRITE_MODEL}"
 
 
 def _other_archive(names: Sequence[str]) -> tuple[str, str] | None:
@@ -338,6 +343,8 @@ def _other_archive(names: Sequence[str]) -> tuple[str, str] | None:
 
 
 def _load_error(file: Path, cause: BaseException) -> ArtifactError:
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
     text = str(cause)
     if match := re.search(r"Deserializing (\S+) in pytree is not registered", text):
         module = match[1].rpartition(".")[0] or "MODULE"
@@ -361,9 +368,3 @@ def _load_error(file: Path, cause: BaseException) -> ArtifactError:
         f"{file} cannot be read by torch {torch.__version__}: {reason(cause)}",
         help="copy the file again, or export the model again with this version of torch",
     )
-
-
-def _innermost(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error

@@ -19,7 +19,7 @@ from tpcompiler.terminal.progress import measured
 INHERITED = (Path("/dev/fd"), Path("/proc/self/fd"))
 
 
-class Opened(io.RawIOBase):
+class Opened(io.FileIO):
     """A regular file, open for reading.
 
     Attributes:
@@ -29,21 +29,19 @@ class Opened(io.RawIOBase):
         OSError: the file is missing, unreadable, or not regular: reading a pipe would wait for a writer.
     """
 
+    read = io.RawIOBase.read  # type: ignore[assignment]  # this and the next call `readinto`
+    readall = io.RawIOBase.readall
+
     def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
-        self._at = 0
-        self._read = 0
+        flags = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+        super().__init__(path, opener=lambda name, own: os.open(name, own | flags))
+        self.path, self._read = path, 0
         self._report: Callable[[int], None] | None = None
-        self._descriptor = -1
-        self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-        if not stat.S_ISREG(mode := os.fstat(self._descriptor).st_mode):
-            self.close()
-            if stat.S_ISDIR(mode):
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-            raise OSError(errno.EINVAL, "it is a pipe or a device", os.fspath(path))
         self._known = self._state()
-        self.size: int = os.fstat(self._descriptor).st_size
+        self.size = os.fstat(self.fileno()).st_size
+        if not stat.S_ISREG(os.fstat(self.fileno()).st_mode):
+            self.close()
+            raise OSError(errno.EINVAL, "it is a pipe or a device", os.fspath(path))
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
@@ -70,42 +68,19 @@ class Opened(io.RawIOBase):
         with measured(f"hashing {self.path.name}", "bytes", self.size) as report:
             while piece := self.read(1 << 20):
                 digest.update(piece)
-                report(self._at)
+                report(self.tell())
         self.seek(0)
         return digest.hexdigest()
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence])
-        return self._at
-
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        into = memoryview(buffer).cast("B")
-        count = max(0, min(len(into), self.size - self._at))
-        done = 0
-        while done < count and (step := os.preadv(self._descriptor, [into[done:count]], self._at + done)):
-            done += step  # fewer bytes if the file was truncated: refuse_change reports that
-        self._at += done
+        count = super().readinto(buffer)
         if self._report is not None:
-            self._read += done
+            self._read += count
             self._report(min(self._read, self.size - 1))  # bytes that are read twice count twice, until the last one
-        return done
-
-    def close(self) -> None:
-        if not self.closed and self._descriptor >= 0:
-            os.close(self._descriptor)
-        super().close()
+        return count
 
     def _state(self) -> tuple[int, ...]:
-        status = os.fstat(self._descriptor)
+        status = os.fstat(self.fileno())
         return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_nlink
 
 

@@ -35,20 +35,8 @@ WRITE = "rename it in the model, or write the constant in another way, and expor
 GUARDS = "_guards_fn"  # the attribute for torch's own module of input checks
 HIDING = {*NAMED_BY_TORCH, "self", "getattr"}  # what torch's Python reads by name
 ATTRIBUTES = set(dir(fx.GraphModule))
-LITERALS = (
-    fx.Node,
-    torch.dtype,
-    torch.layout,
-    torch.memory_format,
-    torch.device,
-    str,
-    bool,
-    int,
-    float,
-    complex,
-    slice,
-    type(None),
-)
+PLAIN = (str, bool, int, float, complex, slice, type(None))
+LITERALS = (fx.Node, torch.dtype, torch.layout, torch.memory_format, torch.device, *PLAIN)
 
 
 def find_difference(program: ExportedProgram) -> str:
