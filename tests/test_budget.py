@@ -12,6 +12,7 @@ import tpcompiler
 from tests.runtime.commands import call, refused, right
 from tests.runtime.models import PLAN, PLAN_TEXT, export_mlp
 from tpcompiler import ParallelProgram
+from tpcompiler.cost.amounts import read_bytes
 from tpcompiler.errors import BudgetError
 
 GATHERED = {**PLAN, "head": "colwise_gather_output"}
@@ -23,6 +24,15 @@ def program() -> ParallelProgram:
     made = tpcompiler.parallelize(export_mlp(), 2, GATHERED)
     assert [c.module for c in made.collectives()] == ["layers.0.down", "layers.1.down", "head"]
     return made
+
+
+@pytest.mark.parametrize(
+    ("amount", "count"),
+    [(1000, 1000), ("7", 7), ("1kB", 1000), ("2 MB", 2_000_000), ("24GB", 24_000_000_000)]
+    + [("3KiB", 3_072), ("1.5MiB", 1_572_864), ("22.5GiB", 24_159_191_040)],
+)
+def test_amounts(amount: int | str, count: int) -> None:
+    assert read_bytes(amount) == count
 
 
 @pytest.mark.parametrize(
