@@ -48,7 +48,7 @@ test test-all docs-test wheel-test: export OMP_NUM_THREADS := 1
 test: $(VENV)/.with-test  ## Run the tests: each kind of risk once
 	$(BIN)/$(PYTEST) -m "$(ORDINARY)" $(PYTEST_ARGS)
 
-test-all: $(VENV)/.with-test  ## Run all tests, with more cases and models, and the pages of the documentation
+test-all: $(VENV)/.with-test $(VENV)/.with-docs  ## Run all tests, with more cases and models, and the pages of the documentation
 	$(BIN)/$(PYTEST) $(PYTEST_ARGS)
 
 check: $(VENV)/.with-dev  ## Lint, formatting, types (of tools too) and import directions

@@ -28,8 +28,10 @@ def program() -> ParallelProgram:
 
 @pytest.mark.parametrize(
     ("amount", "count"),
-    [(1000, 1000), ("7", 7), ("1kB", 1000), ("2 MB", 2_000_000), ("24GB", 24_000_000_000)]
-    + [("3KiB", 3_072), ("1.5MiB", 1_572_864), ("22.5GiB", 24_159_191_040)],
+    [
+        *((1000, 1000), ("7", 7), ("1kB", 1000), ("2 MB", 2_000_000), ("24GB", 24_000_000_000)),
+        *(("3KiB", 3_072), ("1.5MiB", 1_572_864), ("22.5GiB", 24_159_191_040)),
+    ],
 )
 def test_amounts(amount: int | str, count: int) -> None:
     assert read_bytes(amount) == count

@@ -61,3 +61,30 @@ def write_changes(directory: Path, world: int = 2) -> tpcompiler.ParallelProgram
     made = tpcompiler.parallelize(export(Same(), (values,)), world, {}, inputs=inputs, outputs=outputs)
     made.save(directory)
     return made
+
+
+class Laid(nn.Module):
+    """Takes columns where it was exported with rows; returns what it has written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("held", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.held.add_(x.sum(0))  # type: ignore[operator]
+        return x.relu() * 2, self.held  # type: ignore[return-value]
+
+
+class Silent(Laid):
+    def forward(self, x: torch.Tensor) -> None:  # type: ignore[override]
+        self.held.sub_(x.sum(0))  # type: ignore[operator]
+
+
+def write_laid(directory: Path) -> None:
+    """Two programs over one buffer, of which one returns nothing; exported with a transposed input."""
+    module, x = Laid(), torch.ones(3, 4).t()
+    silent = Silent()
+    silent.held = module.held
+    sizes = ({0: Dim("rows", min=2, max=9)},)
+    made = {"laid": export(module, (x,), dynamic_shapes=sizes), "silent": export(silent, (x,), dynamic_shapes=sizes)}
+    tpcompiler.parallelize(made, 1, {}).save(directory, layout="shared")
