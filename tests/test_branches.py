@@ -19,6 +19,7 @@ from tests.bad_input.models import PLAN, Net, X, exported, refusal
 from tests.compared import compare
 from tests.launch import called
 from tests.test_control_flow import choose, choose_twice, program_of
+from tests.trust.damage import Artifact
 from tpcompiler.errors import InternalError
 from tpcompiler.ir.control_flow import all_calls, has_bodies
 from tpcompiler.judge.sound.check import check_programs
@@ -90,6 +91,11 @@ def test_both_branches_are_reported() -> None:
 def test_a_cond_without_a_cut_weight_stays_whole(plan: dict[str, str], world: int) -> None:
     made = tpcompiler.parallelize(program_of(choose), world, plan)
     assert calls_cond(made)
+    artifact = Artifact.of(made)
+    assert check_programs(artifact.written(), artifact.manifest).ok
+    bodies = artifact.ranks[0].graph.find_nodes(op="get_attr")
+    assert len(bodies) == 2
+    assert [node.name for node in bodies if "val" in node.meta] == []  # the check leaves the program as it was
     assert "both branches" not in made.report()
 
 

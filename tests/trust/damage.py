@@ -40,7 +40,7 @@ class Artifact:
 
     def written(self) -> list[WrittenRank]:
         """As the files would have them: ranks with equal graphs share a program."""
-        ranks = [written(copy.deepcopy(program)) for program in self.ranks]  # the check writes bodies into a graph
+        ranks = [written(program) for program in self.ranks]
         first: dict[tuple[object, ...], WrittenRank] = {}
         return [replace(first.setdefault(_text(each.program), each), state=each.state) for each in ranks]
 

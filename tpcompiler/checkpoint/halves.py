@@ -30,7 +30,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.backward import starts_backward
 from tpcompiler.ir.buckets import ALL_REDUCE, BUCKET
 from tpcompiler.ir.call_record import nodes_named
-from tpcompiler.ir.control_flow import read_bodies, root_of
+from tpcompiler.ir.control_flow import copy_with_bodies, root_of
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.node_placement import claims_of
 from tpcompiler.ir.sizes import statically_equal
@@ -54,8 +54,7 @@ class Halves:
             ArtifactError: the gradient of the loss, from which the backward starts, is not found.
         """
         self.program = program
-        signature, graph = program.graph_signature, edit.copy_graph(program.graph)
-        read_bodies(graph, program.graph_module)
+        signature, graph = program.graph_signature, copy_with_bodies(program.graph_module)
         _use_operands(graph)
         output = graph.output_node()
         values: Any = output.args[0]

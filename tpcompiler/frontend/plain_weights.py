@@ -14,7 +14,7 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind, Tensor
 from tpcompiler._torch import LEAF_KINDS, all_tensors, is_wrapper_subclass
 from tpcompiler.frontend.refused import refuse_others
 from tpcompiler.ir import edit
-from tpcompiler.ir.control_flow import read_bodies
+from tpcompiler.ir.control_flow import copy_with_bodies
 from tpcompiler.ir.exported import copy_signature, rebuilt
 from tpcompiler.ir.leaf_values import computed_from_leaves
 from tpcompiler.ir.local import fake_mode_of
@@ -54,8 +54,7 @@ def unwrap_subclasses(program: ExportedProgram) -> ExportedProgram:
     }
     if not wrapped:
         return program
-    graph = edit.copy_graph(program.graph)
-    read_bodies(graph, program.graph_module)
+    graph = copy_with_bodies(program.graph_module)
     state = {name: value for name, value in program.state_dict.items() if name not in wrapped}
     constants = {name: value for name, value in program.constants.items() if name not in wrapped}
     specs = []
@@ -125,8 +124,7 @@ def drop_replaced(program: ExportedProgram) -> tuple[ExportedProgram, tuple[Note
     dropped = {node.name: fqn for node, fqn in _replaced(view)}
     if not dropped:
         return program, ()
-    graph, names = edit.copy_graph(program.graph), set(dropped.values())
-    read_bodies(graph, program.graph_module)
+    graph, names = copy_with_bodies(program.graph_module), set(dropped.values())
     for node in graph.find_nodes(op="placeholder"):
         if node.name in dropped:
             edit.erase(node)

@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 
 from tpcompiler._torch import c10d_functional
 from tpcompiler.ir import edit
-from tpcompiler.ir.control_flow import read_bodies
+from tpcompiler.ir.control_flow import copy_with_bodies
 from tpcompiler.ir.exported import copy_signature, rebuilt
 from tpcompiler.ir.node_placement import CLAIM, claim_data, read_claim
 
@@ -26,8 +26,7 @@ def take_apart(program: ExportedProgram) -> ExportedProgram:
     """
     if not any(node.target is BUCKET for node in program.graph.nodes):
         return program
-    graph = edit.copy_graph(program.graph)
-    read_bodies(graph, program.graph_module)
+    graph = copy_with_bodies(program.graph_module)
     for bucket in edit.calls(graph):
         if bucket.target is not BUCKET:
             continue

@@ -36,12 +36,17 @@ def read_bodies(graph: fx.Graph, root: torch.nn.Module) -> None:
             node.meta["val"] = functools.reduce(getattr, str(node.target).split("."), root)
 
 
+def copy_with_bodies(module: fx.GraphModule) -> fx.Graph:
+    """Return a copy of the module's graph whose `get_attr` nodes have the bodies that they name."""
+    graph = edit.copy_graph(module.graph)
+    read_bodies(graph, module)
+    return graph
+
+
 def copy_body(call: fx.Node, side: str, named: fx.Node, operands: Iterable[Any]) -> tuple[list[fx.Node], list[Any]]:
     """Insert the nodes of a body, named in a graph by `named`, before a call. Return them, and the body's results."""
-    body, inputs, inserted = edit.fake(named), iter(operands), list[fx.Node]()
-    inner, copies = edit.copy_graph(body.graph), dict[fx.Node, Any]()
-    read_bodies(inner, body)
-    for node in inner.nodes:
+    inputs, inserted, copies = iter(operands), list[fx.Node](), dict[fx.Node, Any]()
+    for node in copy_with_bodies(edit.fake(named)).nodes:
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda used: copies[used])
         if node.op == "placeholder":
             copies[node] = next(inputs)
@@ -66,8 +71,7 @@ def root_of(graph: fx.Graph) -> torch.nn.Module:
 
 def changed(body: fx.GraphModule, change: Callable[[fx.Node], None]) -> fx.GraphModule:
     """Return a copy of a body, and of the bodies in it, with `change` applied to every node."""
-    graph = edit.copy_graph(body.graph)
-    read_bodies(graph, body)
+    graph = copy_with_bodies(body)
     change_bodies(graph, change)
     root = root_of(graph)
     for node in list(graph.nodes):
@@ -88,6 +92,4 @@ def all_calls(graph: fx.Graph) -> Iterator[fx.Node]:
     yield from edit.calls(graph)
     for node in graph.nodes:
         if node.op == "get_attr" and isinstance(body := edit.fake(node), fx.GraphModule):
-            inner = edit.copy_graph(body.graph)
-            read_bodies(inner, body)
-            yield from all_calls(inner)
+            yield from all_calls(copy_with_bodies(body))

@@ -38,7 +38,7 @@ from tpcompiler._torch import (
 from tpcompiler.errors import InternalError, MeshError, UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.backward import starts_backward
-from tpcompiler.ir.control_flow import all_calls, read_bodies
+from tpcompiler.ir.control_flow import all_calls, copy_with_bodies
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.exported import copy_signature, rebuilt
 from tpcompiler.ir.local import fake_mode_of, no_new_guards
@@ -292,8 +292,7 @@ class _Hosted:
     def _body(self, node: fx.Node, program: ExportedProgram) -> fx.Node:
         body = program.graph_module.get_submodule(str(node.target))
         if isinstance(body, fx.GraphModule):
-            read_bodies(graph := edit.copy_graph(body.graph), body)
-            if any(map(edit.is_collective, all_calls(graph))):
+            if any(map(edit.is_collective, all_calls(copy_with_bodies(body)))):
                 raise UnsupportedError(f"'{node.name}' has collectives in its body", help="load it without same_bits")
         key = node.name, _text_of_body(body)
         if key not in self.made:

@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 from tpcompiler._torch import c10d_functional, enable_python_dispatcher, symm_mem
 from tpcompiler.errors import ArtifactError, UnsupportedError, option
 from tpcompiler.ir import edit
-from tpcompiler.ir.control_flow import read_bodies
+from tpcompiler.ir.control_flow import copy_with_bodies
 from tpcompiler.ir.exported import copy_signature, rebuilt
 from tpcompiler.ir.local import fake_mode_of
 from tpcompiler.ir.node_placement import CLAIM, read_claim
@@ -108,8 +108,7 @@ def expand_collectives(program: ExportedProgram) -> ExportedProgram:
     """
     if not any(map(is_fitted, program.graph.nodes)):
         return program
-    graph, signature = edit.copy_graph(program.graph), copy_signature(program.graph_signature)
-    read_bodies(graph, program.graph_module)
+    graph, signature = copy_with_bodies(program.graph_module), copy_signature(program.graph_signature)
     rooms = expand_graph(graph)
     names = {node.name for node in rooms}
     dropped = {spec.target for spec in signature.input_specs if spec.arg.name in names}

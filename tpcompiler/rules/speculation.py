@@ -15,7 +15,7 @@ from torch import fx
 
 from tpcompiler._torch import HigherOrderOperator, OpOverload
 from tpcompiler.ir import edit
-from tpcompiler.ir.control_flow import is_cond, read_bodies
+from tpcompiler.ir.control_flow import copy_with_bodies, is_cond
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.text import op_name
 from tpcompiler.rules.index_range import Ranges, known_range, positions_of
@@ -82,10 +82,8 @@ def _why(node: fx.Node, at_door: Ranges) -> str:
 
 
 def _in_body(named: Any) -> str:
-    body: fx.GraphModule = edit.fake(named)
-    graph = edit.copy_graph(body.graph)
-    read_bodies(graph, body)
-    return obstacle(graph.nodes, {})  # without ranges: the body's inputs may share names with the program's
+    # Without ranges: the body's inputs may share names with the program's.
+    return obstacle(copy_with_bodies(edit.fake(named)).nodes, {})
 
 
 def _is_within(index: fx.Node, ends: tuple[int, int], at_door: Ranges) -> bool:

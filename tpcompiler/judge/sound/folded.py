@@ -17,7 +17,8 @@ from tpcompiler._torch import FakeTensorMode, OpOverload, aten, enable_python_di
 from tpcompiler.errors import TpCompilerError, reason
 from tpcompiler.ir import edit
 from tpcompiler.ir.call_record import read_call
-from tpcompiler.ir.control_flow import all_calls, read_bodies
+from tpcompiler.ir.control_flow import all_calls, copy_with_bodies, read_bodies
+from tpcompiler.ir.exported import rebuilt
 from tpcompiler.ir.local import fake_mode_of, key, local_strides, no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.node_placement import NO_CLAIM, Claim, claims_of
@@ -123,12 +124,14 @@ def folded(program: ExportedProgram, manifest: Manifest, mesh: Mesh, results: Re
     Raises:
         Unsound: a node has no claim, a claim is unreadable, or no single-device program could have the node.
     """
+    if any(node.op == "get_attr" for node in program.graph.nodes):  # its nodes get bodies, and it is the caller's
+        program = rebuilt(program, copy_with_bodies(program.graph_module))
+        read_bodies(program.graph, program.graph_module)
     claims = dict(claims_of(program.graph))
     made = Folded(program, mesh, fake_mode_of(program.graph), claims, results=results)
     made.numbers = find_numbers(program, manifest, claims)
     if manifest.asked.check_indices:
         made.at_door = {row.name: (row.values[0], row.values[1]) for row in manifest.inputs if row.values is not None}
-    read_bodies(program.graph, program.graph_module)
     regions = find_regions(claims, made.numbers)
     last = {region.nodes[-1]: region for region in regions.values()}
     inside = {node for region in regions.values() for node in region.nodes} | made.numbers.nodes
@@ -153,9 +156,7 @@ def folded(program: ExportedProgram, manifest: Manifest, mesh: Mesh, results: Re
 def _fold_body_of_control_flow(made: Folded, node: fx.Node) -> None:
     """Fold a body of control flow: every rank runs it whole, so no collective may be in it."""
     body = edit.fake(node)
-    graph = edit.copy_graph(body.graph)
-    read_bodies(graph, body)
-    for inner in all_calls(graph):
+    for inner in all_calls(copy_with_bodies(body)):
         if edit.is_collective(inner):
             raise Unsound(inner, f"is a collective inside of '{node.name}', which not all ranks need to run")
     new = made.graph.create_node("get_attr", str(node.target), name=node.name)
