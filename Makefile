@@ -20,6 +20,9 @@ ORDINARY := not slow and not guide
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' Makefile
 
+# Where an environment asks Python to keep no bytecode, each of the many processes here would compile torch again.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Each target installs what it needs on its first use: a user's packages, and on top of them an extra of pyproject.toml.
 venv: $(VENV)/.with-dev  ## Create .venv and install everything that the other targets need
 
