@@ -15,14 +15,13 @@ from torch.export import ExportedProgram, export
 
 import tpcompiler
 from tests.runtime.commands import refused, right
-from tpcompiler.api import conversions_of
 from tpcompiler.api.diagnose import Diagnosis
+from tpcompiler.api.request import Request
 from tpcompiler.cost.timeline import StepTime
 from tpcompiler.errors import ShardingError, UnsupportedError
 from tpcompiler.parallel.converted_program import convert_programs
 from tpcompiler.solver.estimate import measure_memory
 from tpcompiler.solver.report import find_obstacles
-from tpcompiler.solver.task import Aim
 from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.terminal.tables import text_of
 
@@ -54,9 +53,7 @@ def held(made: tpcompiler.ParallelProgram) -> str:
 
 
 def held_of(program: ExportedProgram, ranks: int) -> int:
-    return measure_memory(
-        convert_programs(conversions_of(program, ranks, tpcompiler.Plan().with_search()), Aim())[0]
-    ).total
+    return measure_memory(convert_programs(Request(program, ranks).conversions())[0]).total
 
 
 @pytest.mark.slow
@@ -136,7 +133,7 @@ class Packed(nn.Module):
 )
 def test_every_kind_of_obstacle(plan: dict[str, str], kind: str, count: int, layer: str) -> None:
     program = export(Packed().eval(), (torch.zeros(2, 12, dtype=torch.long),))
-    found, _ = convert_programs(conversions_of(program, 3, tpcompiler.Plan.of(plan)), Aim())
+    found, _ = convert_programs(Request(program, 3, plan).conversions())
     assert (kind, count, layer) in [(each.kind, each.count, each.layers[0]) for each in find_obstacles(found)]
 
 

@@ -114,6 +114,16 @@ def test_what_the_search_found_is_the_cheapest(tmp_path: Path, program: Exported
         assert all(each.seconds is None or each.seconds >= 0 for each in alternatives)
 
 
+def test_the_search_again_has_the_goal_of_the_conversion(tmp_path: Path) -> None:
+    """On an H100 nothing is worth cutting here but for its bytes; the prices stay seconds."""
+    program = torch.export.export(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), (torch.ones(8, 64),))
+    tpcompiler.parallelize(program, 2, "auto", machine="h100", optimize="memory").save(tmp_path / "out")
+    found = tpcompiler.open(tmp_path / "out").explain("0.weight")
+    assert found.reason == "the search: colwise"
+    assert [each.makes for each in found.alternatives if each.is_chosen] == [("S(0)",)]
+    assert found.alternatives[0].makes == ("R",)  # faster, and not chosen
+
+
 def test_what_a_plan_pins_stays_so(tmp_path: Path) -> None:
     """But for the layer that is asked about; the search was free to choose all else, and chose the cheapest."""
     tpcompiler.parallelize(mlp(), 2, {"up": "rowwise", "**": "auto"}).save(tmp_path / "out")

@@ -59,16 +59,17 @@ def converted(plan: Mapping[str, Any], width: int = 64, **given: Any) -> tpcompi
     return tpcompiler.parallelize(exported, 2, plan, **given)
 
 
-def test_a_search_again_counts_the_optimizer_of_the_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its state is memory, which a search for a plan that fits depends on."""
-    converted({"table": "embedding_rowwise"}, optimizer="sgd").save(tmp_path / "out")
-    asked = list[str]()
+def test_a_search_again_has_the_goal_of_the_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its limit, and the optimizer whose state counts against it."""
+    goal = {"optimizer": "sgd", "memory": 10**8, "optimize": "memory"}
+    converted({"table": "embedding_rowwise"}, **goal).save(tmp_path / "out")
+    asked = list[dict[str, Any]]()
     convert = again.convert_programs
 
-    def noting(conversions: Any, aim: Any) -> Any:
-        asked.append(aim.optimizer)
-        return convert(conversions, aim)
+    def noting(conversions: Any) -> Any:
+        asked.extend({name: getattr(own.asked, name) for name in goal} for own in conversions.values())
+        return convert(conversions)
 
     monkeypatch.setattr(again, "convert_programs", noting)
     assert line_in(tpcompiler.open(tmp_path / "out").report())
-    assert asked == ["sgd"]
+    assert asked == [goal]

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from torch.export import ExportedProgram
 
 from tools.published.model import Dims, export_bert, export_decoder, megatron_plan
-from tpcompiler.api import conversions_of, read_plan
+from tpcompiler.api.request import Request
 from tpcompiler.cost.machine import Links, Machine
 from tpcompiler.cost.machine_file import read_machine, shipped_machines
 from tpcompiler.cost.timeline import duration
@@ -31,7 +31,6 @@ from tpcompiler.parallel.conversion import Conversion
 from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.solver.estimate import measure_step_time, sends_of
 from tpcompiler.solver.solution import Solution
-from tpcompiler.solver.task import Aim
 
 LAYERS, BEFORE = 2, 1024  # tokens before the one of a decode
 RANKS = (2, 4, 8)
@@ -138,14 +137,18 @@ def sends_a_layer(found: Solution) -> float:
     return sum(".layer" in f".{module_path(value)}" for value, _ in sends_of(found)) / LAYERS
 
 
+def place_on(machine: Machine, conversions: Sequence[Conversion]) -> Solution:
+    return find_placements([dataclasses.replace(own.with_asked(memory=None), machine=machine) for own in conversions])
+
+
 def decide(
     call: Call, ranks: int, machine: Machine, auto: Sequence[Conversion], megatron: Sequence[Conversion]
 ) -> Cell:
-    found, theirs = find_placements(auto, Aim(machine)), find_placements(megatron, Aim(machine))
+    found, theirs = place_on(machine, auto), place_on(machine, megatron)
     changed: dict[float, tuple[float, float]] = {}
     for factor in (0.5, 2.0) if call.is_decode else ():
         other = with_latencies(machine, factor)
-        then = find_placements(auto, Aim(other))
+        then = place_on(other, auto)
         if then.styles != found.styles:
             changed[factor] = predict_seconds(found, other), predict_seconds(then, other)
     name = machine.name
@@ -164,7 +167,7 @@ def decide_call(call: Call, ranks: Sequence[int] = RANKS, machine: str = "") -> 
     """The cells of a call, on machines whose name begins so."""
     exported = call.export()
     for n in ranks:
-        ours, theirs = ([*conversions_of(exported, n, read_plan(plan)).values()] for plan in ("auto", call.plan))
+        ours, theirs = ([*Request(exported, n, plan).conversions().values()] for plan in ("auto", call.plan))
         for each in find_machines(n, machine).values():
             yield decide(call, n, each, ours, theirs)
 

@@ -29,14 +29,13 @@ from torch.export import ExportedProgram
 
 from tools.measured import measured_line
 from tools.published.model import Dims, export_decoder, export_from_config, megatron_plan
-from tpcompiler.api import conversions_of, read_plan
+from tpcompiler.api.request import Request
 from tpcompiler.cost.fusion import PARTS
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.timeline import StepTime
 from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.plan.plan import Plan
 from tpcompiler.solver.estimate import measure_step_time
-from tpcompiler.solver.task import Aim
 
 ROWS = Path(__file__).parent / "published" / "steps.csv"
 GPUS = {"A100-SXM-80GB": "a100", "A100-SXM-40GB": "a100", "H100-SXM-80GB": "h100", "H200-SXM-141GB": "h200"}
@@ -87,10 +86,10 @@ class Row:
     def predict_layers(self, layers: int, plan: Mapping[str, object] | str | None) -> StepTime:
         """The step of a model that has so many layers."""
         given = replace(self.dims, layers=layers), self.batch, self.prompt, self.is_decode
-        exported, read = _from_config(*given) if plan is None else (_built(*given), read_plan(plan))
-        (conversion,) = conversions_of(exported, self.ranks, read).values()
+        exported, read = _from_config(*given) if plan is None else (_built(*given), plan)
         machine = read_machine(self.machine)
-        found = find_placements([conversion], Aim(machine))
+        (conversion,) = Request(exported, self.ranks, read, machine=machine).conversions().values()
+        found = find_placements([conversion.with_asked(memory=None)])  # they ran
         return measure_step_time(found, machine)
 
     def by_megatron(self) -> StepTime:

@@ -9,19 +9,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tpcompiler.api import conversions_of, read_plan
+from tpcompiler.api.request import Request
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.timeline import duration
 from tpcompiler.parallel.pipeline import find_placements
-from tpcompiler.runtime.records import Asked
 from tpcompiler.solver.estimate import StepTime, measure_step_time, sent_by
-from tpcompiler.solver.task import Aim
 
 BF16 = torch.bfloat16
 BYTE, FLOP = 1e-12, 1e-13  # seconds of one
 PRODUCT, ATTENTION, OTHER = 3e-6, 13e-6, 2e-6
 RATES: dict[str, Any] = {"product": PRODUCT, "attention": ATTENTION, "other": OTHER}
-MACHINE = Machine(
+HERE = Machine(
     1 / FLOP,
     1 / BYTE,
     8e10,
@@ -33,10 +31,10 @@ MACHINE = Machine(
 def step(model: nn.Module, *inputs: torch.Tensor, keep_repeats: bool = False) -> StepTime:
     """One call on one rank."""
     exported = torch.export.export(model, inputs)
-    asked = Asked(inputs=None, outputs=None, keep_repeats=keep_repeats)
-    found = find_placements([*conversions_of(exported, 1, read_plan({}), asked=asked).values()], Aim(MACHINE))
+    request = Request(exported, 1, {}, keep_repeats=keep_repeats, machine=HERE)
+    found = find_placements([*request.conversions().values()])
     assert not list(sent_by(found))
-    return measure_step_time(found, MACHINE)
+    return measure_step_time(found, HERE)
 
 
 class Weights(nn.Module):

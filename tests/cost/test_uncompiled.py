@@ -10,7 +10,7 @@ import torch
 
 from tests.cost.test_machine import RATES, machine
 from tests.zoo.index import CASES
-from tpcompiler.api import conversions_of, read_plan
+from tpcompiler.api.request import Request
 from tpcompiler.cost.fusion import Kernel
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import read_machine
@@ -22,7 +22,6 @@ from tpcompiler.ir.placements import parse_placement
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.parallel.converted_program import convert_programs
 from tpcompiler.solver.estimate import changes_of, measure_step_time
-from tpcompiler.solver.task import Aim
 
 LINKS = "links:\n- {latency: 1.0e-6, bandwidth: 1.0e+10}\n"
 FLOORS = "product: 3.0e-7\nother: 2.0e-7\nview: 1.0e-7\ncache_bandwidth: 2.0e+11\nfuses: false\n"
@@ -64,7 +63,7 @@ def test_what_is_predicted_is_what_runs(tmp_path: Path) -> None:
     """The seconds of the search are those of the ops in rank 0's finished program; without its copies they are not."""
     here = machine(tmp_path, RATES + LINKS + FLOORS)
     for plan in (CASES["llama"].asked(), GATHERED):
-        found, made = convert_programs(conversions_of(CASES["llama"].export(False), 2, read_plan(plan)), Aim(here))
+        found, made = convert_programs(Request(CASES["llama"].export(False), 2, plan, machine=here).conversions())
         seconds = made["model"].predict(here).total.total
         assert measure_step_time(found, here).total == pytest.approx(seconds, rel=0.05)
     objective = Objective.of(here)

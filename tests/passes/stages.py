@@ -16,6 +16,7 @@ import tpcompiler.rules  # noqa: F401  (registers the rules)
 from tests.machines import SLOW
 from tpcompiler._torch import OpOverload
 from tpcompiler.cost.machine_file import read_machine
+from tpcompiler.cost.objective import Objective
 from tpcompiler.ir import edit
 from tpcompiler.ir.invariants import check_invariants
 from tpcompiler.ir.mesh import Mesh
@@ -43,7 +44,7 @@ from tpcompiler.plan.plan import Plan
 from tpcompiler.rules.registry import ops_with_rules
 from tpcompiler.solver.report import note_search, refuse_unplaced, with_notes
 from tpcompiler.solver.search import solve
-from tpcompiler.solver.task import Aim, Task
+from tpcompiler.solver.task import Task
 
 Given = Mapping[str, str] | Sequence[str | None] | None
 
@@ -119,7 +120,7 @@ def divided(*args: Any, **kwargs: Any) -> PlannedProgram:
 
 
 def placed(*args: Any, **kwargs: Any) -> PlacedProgram:
-    task = Task([divided(*args, **kwargs)], Aim().objective)
+    task = Task([divided(*args, **kwargs)], Objective.of(read_machine()))
     found = solve(task)
     refuse_unplaced(task, found)
     (program,) = (with_notes(program, note_search(task, found)) for program in found.programs)

@@ -11,14 +11,12 @@ from torch.export import export
 import tpcompiler
 from tests.passes.stages import Call
 from tests.trust.damage import Artifact, claim
-from tpcompiler.api import conversions_of, read_plan
-from tpcompiler.cost.machine_file import read_machine
+from tpcompiler.api.request import Request
 from tpcompiler.ir import edit
 from tpcompiler.ir.node_placement import read_claim
 from tpcompiler.judge.sound.check import check_programs
 from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.solver.estimate import sent_by
-from tpcompiler.solver.task import Aim
 
 MESH = {"dp": 2, "tp": 2}
 # Nodes of two ranks, so that tp stays on one. 16 KB over all four: 10 + 24,576 B / 1e8 = 255.8 us by one all_reduce,
@@ -46,8 +44,8 @@ def converted(folder: Path, machine: str, shape: tuple[int, ...], *placed: str) 
     outputs = {axis: "R" if each.startswith("P") else each for axis, each in inputs.items()}
     asked = {"inputs": {"x": inputs}, "outputs": [outputs]}
     made = tpcompiler.parallelize(program, MESH, {}, **asked, machine=folder / "m.yaml")
-    (conversion,) = conversions_of(program, MESH, read_plan({}), **asked).values()
-    priced = sent_by(find_placements([conversion], Aim(read_machine(folder / "m.yaml"))))
+    (conversion,) = Request(program, MESH, {}, **asked, machine=folder / "m.yaml").conversions().values()
+    priced = sent_by(find_placements([conversion]))
     sent = [(each.kind, tuple(each.axis.split("."))) for each in made.collectives()]
     assert [each[:2] for each in priced] == sent  # the search has priced what was inserted
     assert made.verify((torch.randn(shape),)).ok

@@ -12,15 +12,13 @@ from torch.export import Dim, export
 
 import tpcompiler
 from tests.zoo.case import randomise
-from tpcompiler.api import conversions_of, read_plan
+from tpcompiler.api.request import Request
 from tpcompiler.cost.fusion import rows_share
-from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.errors import PlanError
 from tpcompiler.ir import edit
 from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.passes.regions import dispatch_experts
 from tpcompiler.rules.experts import BY_BLOCK
-from tpcompiler.solver.task import Aim
 
 pytest.importorskip("transformers.integrations.moe")
 grouped_mm = torch.ops.transformers.grouped_mm_fallback  # torch's own takes no float32 in an export
@@ -188,12 +186,12 @@ def test_auto_takes_the_cheaper(experts: int, chosen: int, is_taken: bool) -> No
     even tried. All for the fewest bytes of weights: for the fastest call, each rank of these few holds all experts.
     """
     net = built(Experts, experts, chosen)
-    exported, machine = export(net, (X.repeat(16, 1),)), read_machine("ideal")
+    exported = export(net, (X.repeat(16, 1),))
 
     def seconds(**entries: str) -> float:
-        boundary = SAMPLES["inputs"], SAMPLES["outputs"]
-        found = conversions_of(exported, {"ep": 8}, read_plan({**entries, "**": "auto"}), *boundary)
-        return find_placements([*found.values()], Aim(machine, optimize="memory", forms=False)).seconds
+        plan = {**entries, "**": "auto"}
+        request = Request(exported, {"ep": 8}, plan, **SAMPLES, machine="ideal", optimize="memory")
+        return find_placements([*request.conversions().values()], forms=False).seconds
 
     program = tpcompiler.parallelize(exported, {"ep": 8}, "auto", machine="ideal", optimize="memory", **SAMPLES)
     forms = program.converted.plan.forms.to_data()
@@ -206,9 +204,9 @@ def test_auto_takes_the_cheaper(experts: int, chosen: int, is_taken: bool) -> No
 
 def test_the_price_of_a_block() -> None:
     """A rank has slots for all 128 rows, and is expected to get a quarter."""
-    plan = read_plan(dict.fromkeys(("up", "down"), "dispatch_experts"))
-    made = conversions_of(export(built(), (X,)), {"ep": 4}, plan)
-    found = find_placements([*made.values()], Aim(read_machine("ideal")))
+    plan = dict.fromkeys(("up", "down"), "dispatch_experts")
+    request = Request(export(built(), (X,)), {"ep": 4}, plan, machine="ideal")
+    found = find_placements([*request.conversions().values()])
     (up, _) = [node for node in found.programs[0].graph.nodes if node.target is BY_BLOCK]
     rows = edit.shape(edit.operands(up)[0])[1]
     assert (rows, rows * rows_share(up)) == (128, 32)

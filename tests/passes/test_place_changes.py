@@ -10,12 +10,14 @@ from torch import nn
 
 from tests.passes.models import MEGATRON, Mlp
 from tests.passes.stages import Call, divided, placed
+from tpcompiler.cost.machine_file import read_machine
+from tpcompiler.cost.objective import Objective
 from tpcompiler.ir.node_placement import PLACEMENT, has_reshard, reshard_of
 from tpcompiler.ir.program import PlacedProgram, pin
 from tpcompiler.ir.text import program_text
 from tpcompiler.passes.place import place
 from tpcompiler.solver.search import solve
-from tpcompiler.solver.task import Aim, Task
+from tpcompiler.solver.task import Task
 
 X, Y = torch.randn(2, 4), torch.randn(2, 4)
 
@@ -113,7 +115,7 @@ return reshard, x
 
 def test_the_planned_program_is_not_changed() -> None:
     program = divided(Mlp(), (X,), MEGATRON)
-    found = solve(Task([program], Aim().objective))
+    found = solve(Task([program], Objective.of(read_machine())))
     before = program_text(found.programs[0])
     place(found.programs[0], found)
     assert program_text(found.programs[0]) == before

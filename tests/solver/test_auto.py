@@ -13,7 +13,7 @@ from torch.export import ExportedProgram, export
 import tpcompiler
 from tests.zoo.index import CASES
 from tpcompiler import ParallelProgram
-from tpcompiler.api import conversions_of, read_plan
+from tpcompiler.api.request import Request
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.objective import STEP, TIE, Objective
 from tpcompiler.errors import ShardingError
@@ -25,7 +25,7 @@ from tpcompiler.plan.plan import Plan
 from tpcompiler.solver.estimate import measure_step_time
 from tpcompiler.solver.report import refuse_unplaced
 from tpcompiler.solver.search import PLACING, solve
-from tpcompiler.solver.task import Aim, Task
+from tpcompiler.solver.task import Task
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 
@@ -47,7 +47,7 @@ def held(program: ParallelProgram) -> int:
 def step_of(program: ExportedProgram, mesh: Any, plan: Any, machine: str = "ideal") -> float:
     """Predicted seconds of a call."""
     described = read_machine(machine)
-    found = find_placements([*conversions_of(program, mesh, read_plan(plan)).values()], Aim(described))
+    found = find_placements([*Request(program, mesh, plan, machine=described).conversions().values()])
     return measure_step_time(found, described).total
 
 
@@ -110,7 +110,7 @@ def test_nothing_fits() -> None:
     """A weight pinned as its op cannot take it, which is not gathered; the other entry has no part in it."""
     program = canonicalize(export(nn.LayerNorm(8), (torch.randn(2, 8),)))
     planned = apply_plan(program, Plan.of({"bias": "R", "weight": "S(0)"}).with_search(), Mesh.of(2))
-    task = Task([planned], Aim().objective)
+    task = Task([planned], Objective.of(read_machine()))
     with pytest.raises(ShardingError, match="no placement of all values suits what is asked for") as error:
         refuse_unplaced(task, solve(task))
     assert error.value.facts["asked by"] == 'the plan ("weight": "S(0)")'

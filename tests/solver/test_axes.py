@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram, export
 
 import tpcompiler
-from tpcompiler.api import conversions_of, read_plan
+from tpcompiler.api.request import Request
 from tpcompiler.cost.fusion import NO_KERNEL
 from tpcompiler.cost.machine import Link, Machine
 from tpcompiler.cost.objective import Objective, local_bytes, local_work
@@ -63,7 +63,7 @@ def exported() -> ExportedProgram:
 
 
 def planned(**boundary: Any) -> list[PlannedProgram]:
-    conversions = conversions_of(exported(), MESH, read_plan("auto"), **boundary)
+    conversions = Request(exported(), MESH, **boundary).conversions()
     return [plan_program(own, own.plan) for own in conversions.values()]
 
 

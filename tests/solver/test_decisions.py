@@ -16,14 +16,13 @@ from tests.long import in_long_runs
 from tests.solver.test_auto import mlp
 from tools.bench_decisions import EVEN, decide_call, find_calls, find_machines, render_table
 from tools.published.model import Dims, export_decoder, megatron_plan
-from tpcompiler.api import conversions_of, read_plan
+from tpcompiler.api.request import Request
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.errors import PlanError
 from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.solver.estimate import measure_step_time, sent_by
 from tpcompiler.solver.solution import Solution
-from tpcompiler.solver.task import Aim
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 
@@ -41,7 +40,7 @@ def exported(dims: Dims, batch: int, prompt: int, is_decode: bool) -> ExportedPr
 
 
 def solved(dims: Dims, call: tuple[int, int, bool], tp: int, plan: Any, machine: Machine) -> tuple[Solution, float]:
-    found = find_placements([*conversions_of(exported(dims, *call), tp, read_plan(plan)).values()], Aim(machine))
+    found = find_placements([*Request(exported(dims, *call), tp, plan, machine=machine).conversions().values()])
     return found, measure_step_time(found, machine).total
 
 
@@ -84,11 +83,12 @@ def test_calls_decide_between_programs_that_want_different_plans() -> None:
     """Prefill wants few bytes, decode few collectives: one of them is worse off, the one that is called less."""
     programs = [exported(LLAMA, 8, 1024, is_decode) for is_decode in (False, True)]
     # each by itself: their caches differ in length, which no model's do
-    conversions = [own for program in programs for own in conversions_of(program, 8, read_plan("auto")).values()]
     machine = read_machine("rtx-pro-6000")
+    each = [Request(program, 8, machine=machine) for program in programs]
+    conversions = [own for request in each for own in request.conversions().values()]
     times = {}
-    for calls in ((), (1.0, 256.0), (256.0, 1.0)):
-        found = find_placements(conversions, Aim(machine, calls=calls))
+    for calls in ((1.0, 1.0), (1.0, 256.0), (256.0, 1.0)):
+        found = find_placements([own.with_asked(calls=n) for own, n in zip(conversions, calls, strict=True)])
         each = [dataclasses.replace(found, programs=[program]) for program in found.programs]
         times[calls] = [measure_step_time(one, machine).total for one in each]
     prefill, decode = zip(*times.values(), strict=True)
@@ -120,7 +120,7 @@ def test_a_plan_changes_no_price(tmp_path: Path) -> None:
     times = {
         str(plan): measure_step_time(found, machine).total
         for plan in ("auto", {"up": "colwise", "down": "rowwise"}, {"up": "colwise", "down": "colwise"})
-        for found in [find_placements([*conversions_of(mlp(), 2, read_plan(plan)).values()], Aim(machine))]
+        for found in [find_placements([*Request(mlp(), 2, plan, machine=machine).conversions().values()])]
     }
     auto, same, other = times.values()
     assert auto == pytest.approx(same)

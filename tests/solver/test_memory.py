@@ -11,7 +11,7 @@ from torch import nn
 from torch.export import ExportedProgram, export
 
 import tpcompiler
-from tpcompiler.api import conversions_of, read_plan
+from tpcompiler.api.request import Request, read_plan
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.objective import Objective
 from tpcompiler.errors import ShardingError
@@ -22,7 +22,7 @@ from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.plan.plan import Plan
 from tpcompiler.solver.estimate import measure_memory
 from tpcompiler.solver.search import search
-from tpcompiler.solver.task import Aim, Task
+from tpcompiler.solver.task import Task
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 
@@ -102,8 +102,8 @@ class Wide(nn.Module):
 
 def total_of(program: ExportedProgram, mesh: int, *, gathers: bool = False, **asked: Any) -> int:
     """Bytes of a rank under the placements that the search finds without a limit."""
-    plan = read_plan("auto:free" if gathers else "auto")
-    found, _ = convert_programs(conversions_of(program, mesh, plan, **asked), Aim())
+    request = Request(program, mesh, "auto:free" if gathers else "auto", **asked)
+    found, _ = convert_programs(request.conversions())
     return measure_memory(found).total
 
 
@@ -139,7 +139,7 @@ def test_no_more_layers_are_cut_than_a_limit_asks_for(cut: int) -> None:
     """All blocks are worth the same price of a byte, at which all or none of them would be cut."""
     x, machine = torch.randn(8, 64), "h100"  # whose latencies no block is worth
     program, half = export(Blocks(), (x,)), 2 * 64 * 256 * 4 // 2
-    found, _ = convert_programs(conversions_of(program, 2, read_plan("auto")), Aim(read_machine(machine)))
+    found, _ = convert_programs(Request(program, 2, machine=machine).conversions())
     limit = measure_memory(found).total - cut * half
     made = tpcompiler.parallelize(program, 2, "auto", machine=machine, memory=limit)
     assert max(made.parameter_bytes()[1]) == (8 - cut) * half

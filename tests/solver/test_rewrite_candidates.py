@@ -17,7 +17,7 @@ import tpcompiler
 from tests.zoo.case import randomise
 from tests.zoo.found import from_file, written
 from tpcompiler import ParallelProgram
-from tpcompiler.api import conversions_of, read_plan
+from tpcompiler.api.request import Request
 from tpcompiler.cost.fusion import find_kernels
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.errors import ShardingError
@@ -28,7 +28,6 @@ from tpcompiler.passes._rewrite_candidates import find_forms
 from tpcompiler.rules.experts import BY_BLOCK
 from tpcompiler.solver.estimate import measure_step_time, seconds_of_ops, sent_by
 from tpcompiler.solver.solution import Solution
-from tpcompiler.solver.task import Aim
 
 MACHINE = str(Path(__file__).with_name("waits.yaml"))
 BANDWIDTH = 1e9
@@ -110,8 +109,8 @@ class Case:
 
     def placed(self, ranks: int, plan: Any = "auto", memory: int | None = None) -> Solution:
         boundary = self.asked.get("inputs"), self.asked.get("outputs")
-        conversions = conversions_of(self.exported(), {self.axis: ranks}, read_plan(plan), *boundary)
-        return find_placements([*conversions.values()], Aim(read_machine(), memory))
+        request = Request(self.exported(), {self.axis: ranks}, plan, *boundary, memory=memory)
+        return find_placements([*request.conversions().values()])
 
 
 def rows(count: int = 6) -> tuple[torch.Tensor]:
@@ -192,9 +191,7 @@ def test_a_form_that_does_not_pay(case: Case, form: dict[str, str], ranks: int) 
 def test_by_how_much(name: str, ranks: int) -> None:
     """The search with the form, and without any."""
     case, form, _ = TAKEN[name]
-    alone = pipeline.find_placements(
-        [*conversions_of(case.exported(), ranks, read_plan("auto")).values()], Aim(read_machine(), forms=False)
-    )
+    alone = pipeline.find_placements([*Request(case.exported(), ranks).conversions().values()], forms=False)
     assert seconds(case.placed(ranks)) == seconds(case.placed(ranks, {**form, "**": "auto"})) < seconds(alone)
 
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import nn
+from torch.export import ExportedProgram
 
 import tpcompiler
 from tests.passes.stages import Call
 from tests.training.test_gradients import PLAN, ROWS, Mlp, built, squares, with_own_samples
 from tests.zoo.faults import collectives_of, without_collective
-from tpcompiler.api import conversions_of
+from tpcompiler.api.request import Request
 from tpcompiler.artifact.summary import summarize
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.errors import PlanError
@@ -26,7 +27,7 @@ from tpcompiler.parallel.program_subject import compared_calls, subject_of
 from tpcompiler.plan.plan import Plan
 from tpcompiler.runtime.artifact import SINGLE
 from tpcompiler.solver.estimate import measure_memory, sent_by
-from tpcompiler.solver.task import Aim
+from tpcompiler.solver.solution import Solution
 from tpcompiler.terminal.tables import Table
 
 REST = {"**": "shard_at_rest(dp)"}
@@ -133,6 +134,10 @@ def test_the_search_takes_it_where_nothing_else_fits() -> None:
     assert "gate.weight" not in without_state.manifest().plan
 
 
+def placed(program: ExportedProgram, plan: Plan, **asked: Any) -> Solution:
+    return find_placements([*Request(program, {"dp": 2}, plan, **MLP, **asked).conversions().values()])
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "none"])
 def test_memory_by_hand(optimizer: Any) -> None:
     """Layers of 8 x 8 and 8, on two rows of 8 of each rank.
@@ -143,12 +148,12 @@ def test_memory_by_hand(optimizer: Any) -> None:
     program = built("mlp")[1]
     parameters, row = 3 * (8 * 8 + 8) * 4, 2 * 8 * 4
     state = parameters * {"adamw": 2, "sgd": 1, "none": 0}[optimizer]
-    found = find_placements(list(conversions_of(program, {"dp": 2}, Plan(), **MLP).values()), Aim(optimizer=optimizer))
+    found = placed(program, Plan(), optimizer=optimizer)
     held = measure_memory(found)
     assert (held.weights, held.gradients, held.state) == (parameters, parameters, state)
     assert held.activations == 9 * row + 4 + 8 * 8 * 4
     sharded = Plan.of({"up": "shard_at_rest", "gate": "shard_at_rest", "down": "shard_at_rest"})
-    found = find_placements(list(conversions_of(program, {"dp": 2}, sharded, **MLP).values()), Aim(optimizer=optimizer))
+    found = placed(program, sharded, optimizer=optimizer)
     held = measure_memory(found)
     assert (held.weights, held.gradients, held.state) == (parameters // 2, parameters // 2, state // 2)
 
@@ -176,10 +181,7 @@ def test_gathers_are_priced() -> None:
     """Of P bytes two ranks gather P/2 and scatter P/2, where a sum over dp sends P; and they gather a weight again."""
     program = built("mlp")[1]
     machine, resting = read_machine("ideal"), Plan.of(dict.fromkeys(["up", "gate", "down"], "shard_at_rest"))
-    sharded, whole = (
-        find_placements(list(conversions_of(program, {"dp": 2}, plan, **MLP).values()), Aim(machine))
-        for plan in (resting, Plan())
-    )
+    sharded, whole = (placed(program, plan, machine=machine) for plan in (resting, Plan()))
     kinds = Counter(kind for kind, _, _ in sent_by(sharded))
     assert (kinds["all_gather"], kinds["reduce_scatter"]) == (6 + 1, 6)  # of weights, the backward needs down's alone
     again = machine.collective_seconds("all_gather", ("dp",), 8 * 8 * 4 / 2, sharded.mesh)

@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.nn import functional as F
 
 from tpcompiler import weightless
-from tpcompiler.api import read_plan
+from tpcompiler.api.request import read_plan
 from tpcompiler.frontend.exporting import export_prefill_and_decode
 from tpcompiler.plan.plan import Plan
 

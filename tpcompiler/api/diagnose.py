@@ -7,24 +7,23 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from torch.export import ExportedProgram
 
-from tpcompiler.api import Given, Programs, conversions_of, read_calls, read_plan
+from tpcompiler.api.request import AUTO, Given, Programs, Request, read_calls
 from tpcompiler.api.try_meshes import AXIS, Device, MeshCosts, MeshTrials, undivided_by
 from tpcompiler.cost.amounts import read_memory
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.timeline import duration
-from tpcompiler.errors import MeshError, ShardingError, UnsupportedError, option
+from tpcompiler.errors import MeshError, PlanError, ShardingError, UnsupportedError, option
 from tpcompiler.ir.dim_sharding import apportion
 from tpcompiler.ir.gc_pause import collector_rests
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.optimizer import read_optimizer
 from tpcompiler.runtime.artifact import is_single
 from tpcompiler.runtime.records import Optimizer, Record, mesh_text
 from tpcompiler.solver.report import count_searches
-from tpcompiler.solver.task import Aim
 from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.terminal.progress import counted
 from tpcompiler.terminal.tables import Part, Shown, Table
@@ -211,10 +210,15 @@ def diagnose(
     else:
         own = _read_devices(devices, described)
         first = Mesh.of(len(own))
-    conversions = conversions_of(exported_program, first, read_plan("auto"), inputs, outputs)
+    request = Request(exported_program, first, AUTO, inputs, outputs, optimizer=optimizer, weights=weights)
+    conversions = {
+        name: replace(each.with_asked(memory=None), machine=own[0].machine)
+        for name, each in request.conversions().items()
+    }
+    if any(each.cuts_batch for each in conversions.values()):
+        raise PlanError(f"inputs={AUTO!r} where meshes are compared", help="place the batch by hand")
     calls = read_calls(weights, conversions)
-    aim = Aim(own[0].machine, calls=tuple(calls.values()), optimizer=read_optimizer(optimizer))
-    trials = MeshTrials(conversions, aim, own)
+    trials = MeshTrials(conversions, own)
     meshes = [trials.degree(1), trials.degree(2)] if devices is None else [*_share_meshes(own)]
     placed, impossible, untried = dict[str, MeshCosts](), dict[str, str](), dict[str, str]()
     for mesh in counted(meshes, "trying meshes", "meshes"):  # more of them by what two ranks cut

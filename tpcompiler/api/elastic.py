@@ -37,7 +37,6 @@ from tpcompiler.runtime.program_files import ProgramFiles, open_programs
 from tpcompiler.runtime.target import free_target, in_place_of, refuse_full_disk, replacing
 from tpcompiler.runtime.weightless import weightless_names
 from tpcompiler.runtime.weights import TensorEntry, dtype_of, lay_out, write_weights
-from tpcompiler.solver.task import Aim
 
 
 def reshard(
@@ -69,25 +68,25 @@ def reshard(
         raise UnsupportedError("stages are not cut again for another mesh", help="convert the model for the mesh")
     world = largest_world(manifests)  # programs of fewer ranks keep their mesh
     plan = join_plans([Plan.of(manifest.plan) for manifest in manifests.values()])
+    machine = machine_of(first.asked)
     conversions = {
         name: Conversion.of(
             originals[name],
             mesh if manifest.world_size == world else Mesh.of(manifest.mesh),
             plan,
             manifest.asked,
+            machine,
             first.device_type,
         )
         for name, manifest in manifests.items()
     }
-    machine = machine_of(first.asked)
-    aim = Aim(machine, machine.usable_memory if plan.searches else None, optimizer=first.asked.optimizer)
     if not is_single(conversions):
         conversions = share_conversions(
             {name: replace(own, family=manifests[name].family or "") for name, own in conversions.items()}
         )
     converted = dict[str, ConvertedProgram]()
     for family in families(conversions, lambda own: own.family):
-        converted |= convert_programs(family, aim)[1]
+        converted |= convert_programs(family)[1]
     converted = {name: converted[name] for name in conversions}
     with in_place_of(target, force=force) as temporary:
         try:

@@ -24,7 +24,6 @@ from tpcompiler.runtime.records import Record, mesh_text
 from tpcompiler.solver.estimate import Memory, measure_memory
 from tpcompiler.solver.report import Obstacle, TooLarge, find_obstacles
 from tpcompiler.solver.solution import Solution
-from tpcompiler.solver.task import Aim
 from tpcompiler.terminal.printed import format_bytes
 
 AXIS = "tp"  # the axis whose degrees or shares are tried
@@ -110,8 +109,8 @@ class MeshTrials:
         shapes: the sizes of each program's first input that has any, as in its example.
     """
 
-    def __init__(self, conversions: Mapping[str, Conversion], aim: Aim, devices: Sequence[Device]) -> None:
-        self.conversions, self.aim, self.devices = conversions, aim, devices
+    def __init__(self, conversions: Mapping[str, Conversion], devices: Sequence[Device]) -> None:
+        self.conversions, self.devices = conversions, devices
         self.least, self.searches, self.shapes = dict[str, Memory](), Counter[str](), dict[str, list[int]]()
         self.obstacles: Sequence[Obstacle] = ()
         self._pair: Solution | None = None  # of two ranks, to compare the other meshes with
@@ -149,12 +148,12 @@ class MeshTrials:
     def _place_within(self, mesh: Mesh, limit: int) -> tuple[Solution, Made, Memory]:
         """Place without a limit; if that is too large for the first rank, within it. Return its least memory too."""
         over = {name: dataclasses.replace(each, mesh=mesh) for name, each in self.conversions.items()}
-        found, made = convert_programs(over, self.aim)
+        found, made = convert_programs(over)
         least = measure_memory(found)
         self.searches.update(found.searches)
         if least.total > limit:
             try:
-                found, made = convert_programs(over, dataclasses.replace(self.aim, limit=limit))
+                found, made = convert_programs({name: each.with_asked(memory=limit) for name, each in over.items()})
                 least = measure_memory(found)
                 self.searches.update(found.searches)
             except TooLarge as error:

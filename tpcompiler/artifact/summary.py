@@ -13,9 +13,9 @@ from typing import Any, Literal
 from msgspec import structs
 
 from tpcompiler.checkpoint.leaves import bytes_per_rank, held_per_rank
+from tpcompiler.cost.amounts import STATE_BYTES
 from tpcompiler.errors import option
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.optimizer import STATE_BYTES
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.records import BoundaryRecord, Collective, Note, Record, TensorRecord, mesh_text
 from tpcompiler.runtime.weights import dtype_of

@@ -35,7 +35,7 @@ from tpcompiler.passes.regions.attend_in_turns import ATTENTION, axis_of_turns
 from tpcompiler.plan.plan import Plan
 from tpcompiler.solver.estimate import measure_leaves, sends_of
 from tpcompiler.solver.solution import Solution
-from tpcompiler.solver.task import Aim, Task
+from tpcompiler.solver.task import Task
 from tpcompiler.solver.turn import Memo
 from tpcompiler.solver.what_if import Otherwise, price_otherwise
 
@@ -117,7 +117,7 @@ class Again:
             return None
         try:
             formed = [each.with_styles({module: style}) for each in self.conversions]
-            found = find_placements(formed, Aim(self.machine, forms=False))
+            found = find_placements(formed, forms=False)
         except TpCompilerError as error:
             return Price(axes, (), (), None, None, None, failed=error.message, form=style)
         inside = {node.name: node for node in edit.calls(found.programs[self.at].graph)}
@@ -140,7 +140,7 @@ class Again:
             *own,
             sum(wire_bytes for _, (*_, wire_bytes) in sends),
             sum(measure_leaves(alone).values()),
-            found.seconds,
+            found.seconds - self.task.objective.byte_price * sum(measure_leaves(found).values()),
             sends=count_kinds(kind for value, (kind, *_) in sends if value in near),
         )
 
@@ -156,9 +156,8 @@ def search_again(program: ArtifactProgram, machine: Machine) -> Again:
     Raises:
         ArtifactError: the single-device program is missing, damaged or, without trust, could run code.
     """
-    conversions, at, forms = _conversions(program)
-    aim = replace(_aim(program, machine), forms=False)
-    task = replace(make_task(conversions, aim), kept=Memo())
+    conversions, at, forms = _conversions(program, machine)
+    task = replace(make_task(conversions, forms=False), kept=Memo())
     return Again(solve_task(task), task, at, machine, conversions, forms)
 
 
@@ -177,10 +176,10 @@ def advise(program: ArtifactProgram, machine: str | os.PathLike[str] | None = No
     if isinstance(program, ConvertedProgram) and machine is None:
         return program.advice()
     with contextlib.suppress(TpCompilerError):
-        conversions, at, _ = _conversions(program)
+        conversions, at, _ = _conversions(program, described)
         named = {str(number): conversion for number, conversion in enumerate(conversions)}
         if not conversions[at].plan.searches:
-            return convert_programs(named, _aim(program, described))[1][str(at)].advice()
+            return convert_programs(named)[1][str(at)].advice()
     return {}
 
 
@@ -198,20 +197,14 @@ def find_searched_plan(program: ArtifactProgram) -> SearchedPlan | None:
     if whole <= MOST_WHOLE * sum(row.bytes for row in rows):
         return None
     with contextlib.suppress(TpCompilerError):
-        conversions, at, _ = _conversions(program)
+        conversions, at, _ = _conversions(program, machine_of(program.manifest.asked))
         if not conversions[at].plan.searches:
             named = {str(number): conversion for number, conversion in enumerate(conversions)}
-            aim = _aim(program, machine_of(program.manifest.asked))
-            return convert_programs(named, aim)[1][str(at)].searched_plan()
+            return convert_programs(named)[1][str(at)].searched_plan()
     return None
 
 
-def _aim(program: ArtifactProgram, machine: Machine) -> Aim:
-    """Return the aim of a conversion again, with the optimizer whose state the artifact counts as memory."""
-    return Aim(machine, optimizer=program.manifest.asked.optimizer)
-
-
-def _conversions(program: ArtifactProgram) -> tuple[list[Conversion], int, dict[str, str]]:
+def _conversions(program: ArtifactProgram, machine: Machine) -> tuple[list[Conversion], int, dict[str, str]]:
     """Return the conversions of the programs that share a program's weights, its own index, and the search's forms."""
     together = program.together()
     conversions, taken = list[Conversion](), dict[str, str]()
@@ -226,7 +219,7 @@ def _conversions(program: ArtifactProgram) -> tuple[list[Conversion], int, dict[
             taken |= {entry.where: entry.style.name for entry in forms}
             plan = replace(found, entries=(*found.entries, *forms), gathers=gathers)
         mesh = Mesh.of(manifest.mesh)
-        conversions.append(Conversion.of(each.original(), mesh, plan, manifest.asked, manifest.device_type))
+        conversions.append(Conversion.of(each.original(), mesh, plan, manifest.asked, machine, manifest.device_type))
     return conversions, together.index(program), taken
 
 

@@ -7,6 +7,8 @@ import re
 from tpcompiler.errors import BudgetError, option
 
 UNITS = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+# Bytes of an optimizer's state for an element: two moments in float32, a momentum in float32.
+STATE_BYTES = {"adamw": 8, "sgd": 4, "none": 0}
 
 
 def read_bytes(amount: int | str) -> int:

@@ -24,7 +24,7 @@ from tpcompiler.passes.place import place
 from tpcompiler.plan.plan import Plan, PlanEntry
 from tpcompiler.plan.styles import STYLES, read_style
 from tpcompiler.solver.search import PLACING, solve
-from tpcompiler.solver.task import Aim, Task
+from tpcompiler.solver.task import Task
 from tpcompiler.terminal.printed import format_bytes
 
 MOST_CHANGED = 2  # entries that one advice changes
@@ -44,7 +44,7 @@ class Adviser:
     plan: Plan
     planned: Callable[[Plan], Sequence[PlannedProgram]]
     at: int  # which of them the program is
-    aim: Aim
+    objective: Objective
     known: dict[Any, Advice | None] = field(default_factory=dict)
 
     def advise_error(self, error: ShardingError) -> ShardingError:
@@ -65,7 +65,9 @@ class Adviser:
         far = _concerning(self.plan, planned_behind(program, value, far=True))
         tried = (self._best(nearest, alone=True), self._best(near), self._best(far)) if near else ()
         found = [
-            advice for advice in tried if advice is not None and value not in _gathered(advice.made, self.aim.machine)
+            advice
+            for advice in tried
+            if advice is not None and value not in _gathered(advice.made, self.objective.machine)
         ]
         best = min(found, key=lambda advice: self._sent(advice.made), default=None)
         if best is None or self._sent(best.made) >= now:
@@ -75,7 +77,7 @@ class Adviser:
         return f"{best.text} (each rank sends {format_bytes(now - self._sent(best.made))} less per call{price})"
 
     def _sent(self, program: PlacedProgram) -> int:
-        return wire_bytes(program, self.aim.machine)
+        return wire_bytes(program, self.objective.machine)
 
     def _styled(self, leaves: Sequence[str]) -> Advice | None:
         """The style that cuts the dim that a placement does, but where the uses allow it, such as in whole groups."""
@@ -93,7 +95,7 @@ class Adviser:
     def _restyled(
         self, entry: PlanEntry, style: str, other: Sequence[PlannedProgram], leaves: Sequence[str]
     ) -> Advice | None:
-        solution = solve(Task(other, self.aim.objective), PLACING)
+        solution = solve(Task(other, self.objective), PLACING)
         if math.isinf(solution.seconds):
             return None
         program = solution.programs[self.at]
@@ -122,7 +124,7 @@ class Adviser:
     def _sought(self, entries: Sequence[PlanEntry], alone: bool) -> Advice | None:
         now, other = self.planned(self.plan), self._otherwise(entries)
         opened = [_opened(*both, entries) for both in zip(now, other, strict=True)]
-        machine = self.aim.machine
+        machine = self.objective.machine
         found = solve(Task(opened, Objective.of(machine, None if alone else 1 / machine.bandwidth)), PLACING)
         if math.isinf(found.seconds):
             return None
@@ -144,7 +146,7 @@ class Adviser:
             return None
         words = " and ".join(f"'{e.pattern}' from {e.style.name} to {style}" for e, style in styles.items())
         said = [*([f"change {words}"] if words else []), *(f"pin '{name}' to R" for name in pins)]
-        solution = solve(Task(self.planned(_changed(self.plan, styles, pins)), self.aim.objective), PLACING)
+        solution = solve(Task(self.planned(_changed(self.plan, styles, pins)), self.objective), PLACING)
         if math.isinf(solution.seconds):
             return None
         return Advice(" and ".join(said), place(solution.programs[self.at], solution))

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 from msgspec import structs
 from torch.export import ExportedProgram
 
+from tpcompiler.cost.machine import Machine
 from tpcompiler.frontend.plain_weights import drop_replaced, unwrap_subclasses
 from tpcompiler.ir.devices import device_type_for
 from tpcompiler.ir.invariants import check_invariants
@@ -26,7 +27,6 @@ from tpcompiler.plan.plan import Plan
 from tpcompiler.plan.share import share_plan
 from tpcompiler.runtime.records import Asked, PlacedBoundary, StageRecord
 from tpcompiler.solver.solution import Solution
-from tpcompiler.solver.task import Aim
 
 P = TypeVar("P", bound=Program)
 
@@ -46,7 +46,7 @@ def unseen(program: P, name: str) -> P:
 class Conversion:
     """An exported program in canonical form, and how it is to be converted.
 
-    `asked`: the caller's other arguments; those of the search are in its `Aim`. `family`: the name of the first of
+    `asked`: the caller's other arguments. `machine`: where a call is to be fast. `family`: the name of the first of
     several programs that share their tensors by name. `stage`: which part of the program `whole` it is. `cuts_batch`:
     the search places the inputs, and outputs that the boundary does not.
     """
@@ -56,6 +56,7 @@ class Conversion:
     mesh: Mesh
     plan: Plan
     asked: Asked
+    machine: Machine
     device: str
     after: After
     dropped: tuple[Note, ...] = ()
@@ -71,6 +72,7 @@ class Conversion:
         mesh: Mesh,
         plan: Plan,
         asked: Asked,
+        machine: Machine,
         device_type: str | None = None,
         dump: str | os.PathLike[str] | None = None,
     ) -> Conversion:
@@ -80,7 +82,7 @@ class Conversion:
         device, plan = device_type_for(program, device_type), plan.fitted(names_of(program))
         if asked.collectives != "nccl":
             refuse_symm_mem(device)
-        return cls(exported, program, mesh, plan, asked, device, after, dropped)
+        return cls(exported, program, mesh, plan, asked, machine, device, after, dropped)
 
     @property
     def boundary(self) -> tuple[Boundary, Boundary]:
@@ -88,8 +90,10 @@ class Conversion:
         return read_boundary(self.asked.inputs), read_boundary(self.asked.outputs)
 
     def with_boundary(self, inputs: Boundary, outputs: Boundary) -> Conversion:
-        asked = structs.replace(self.asked, inputs=boundary_data(inputs), outputs=boundary_data(outputs))
-        return replace(self, asked=asked)
+        return self.with_asked(inputs=boundary_data(inputs), outputs=boundary_data(outputs))
+
+    def with_asked(self, **given: Any) -> Conversion:
+        return replace(self, asked=structs.replace(self.asked, **given))
 
     def with_styles(self, *each: Mapping[str, str]) -> Conversion:
         """Return it with these styles for the names that its plan does not name, one mapping after the other."""
@@ -105,13 +109,12 @@ class Conversion:
             return Plan()
         return self.plan.completed(found.styles, names_of(self.program)) if self.plan.searches else self.plan
 
-    def asked_of(self, plan: Plan, aim: Aim) -> Asked:
+    def asked_of(self, plan: Plan) -> Asked:
         """Return the caller's arguments as the manifest keeps them; `plan`: completed."""
         is_partial = self.plan.searches and len(self.plan.entries) > 1 and self.plan.to_data() != plan.to_data()
         return structs.replace(
             self.asked,
-            machine=basename(aim.machine.name),
-            optimizer=aim.optimizer,
+            machine=basename(self.machine.name),
             plan="auto:free" if self.plan.gathers else self.plan.to_data() if is_partial else None,
         )
 

@@ -20,6 +20,7 @@ from tpcompiler.artifact.summary import SearchedPlan
 from tpcompiler.checkpoint.fill import fill_weights, refuse_needless
 from tpcompiler.checkpoint.ranks import open_source
 from tpcompiler.cost.machine import Machine
+from tpcompiler.cost.objective import Objective
 from tpcompiler.cost.timeline import Times, duration, predict_times
 from tpcompiler.errors import ShardingError
 from tpcompiler.ir import edit
@@ -29,7 +30,7 @@ from tpcompiler.parallel.advice import Adviser
 from tpcompiler.parallel.conversion import Conversion
 from tpcompiler.parallel.manifest import manifest_of
 from tpcompiler.parallel.partition import Partition
-from tpcompiler.parallel.pipeline import find_placements, partition_program, place_programs, plan_programs
+from tpcompiler.parallel.pipeline import find_placements, objective_of, partition_program, place_programs, plan_programs
 from tpcompiler.parallel.shared_leaves import refuse_cut_shared
 from tpcompiler.parallel.unplanned_weights import find_searched_plan
 from tpcompiler.parallel.writing import writer_of
@@ -39,7 +40,6 @@ from tpcompiler.runtime.rank_file import Weights, put_state
 from tpcompiler.runtime.weightless import weightless_names
 from tpcompiler.solver.report import Remarks, count_searches
 from tpcompiler.solver.solution import Solution
-from tpcompiler.solver.task import Aim
 from tpcompiler.terminal.printed import format_bytes
 
 
@@ -49,39 +49,39 @@ class Family:
 
     conversions: Sequence[Conversion]
     found: Solution
-    aim: Aim
     advisers: Sequence[Adviser]
     programs: dict[str, ConvertedProgram] = field(default_factory=dict)
 
     @cached_property
     def remarks(self) -> Remarks:
-        return Remarks(self.found, self.aim)
+        return Remarks(self.found, objective_of(self.conversions))
 
     @cached_property
     def searched_plan(self) -> SearchedPlan | None:
         """The plan of the search, if the given one leaves much whole; found once."""
-        return find_searched_plan(self.conversions, self.found, self.aim)
+        return find_searched_plan(self.conversions, self.found)
 
 
-def convert_programs(conversions: Mapping[str, Conversion], aim: Aim) -> tuple[Solution, dict[str, ConvertedProgram]]:
+def convert_programs(conversions: Mapping[str, Conversion]) -> tuple[Solution, dict[str, ConvertedProgram]]:
     """Convert programs, with every leaf that several have placed alike.
 
     Raises:
         ShardingError: no placement suits all programs.
     """
     each = [*conversions.values()]
-    advisers = [Adviser(own.plan, partial(_plan_with, each, at), at, Aim(aim.machine)) for at, own in enumerate(each)]
+    objective = Objective.of(each[0].machine)
+    advisers = [Adviser(own.plan, partial(_plan_with, each, at), at, objective) for at, own in enumerate(each)]
     try:
-        found = find_placements(each, aim)
+        found = find_placements(each)
         placed = place_programs(each, found)
         for program in placed:
             refuse_cut_shared(program)
     except ShardingError as error:
         advised = () if each[0].plan.searches else (adviser.advise_error(error) for adviser in advisers)
         raise next((other for other in advised if other is not error), error) from None
-    family = Family(each, found, aim, advisers)
+    family = Family(each, found, advisers)
     for at, name in enumerate(conversions):
-        partition = partition_program(each[at], placed[at], found, aim)
+        partition = partition_program(each[at], placed[at], found)
         family.programs[name] = ConvertedProgram(name, at, family, partition, placed[at])
     return found, family.programs
 
@@ -107,7 +107,7 @@ class ConvertedProgram(ArtifactProgram):
         own = family.conversions[at]
         self.name, self.partition = name, partition
         self.plan = own.with_styles(*family.found.forms).completed(family.found)
-        self.asked = own.asked_of(self.plan, family.aim)
+        self.asked = own.asked_of(self.plan)
         self.stage, self.whole = own.stage, own.whole
         self._at, self._family, self._placed, self._original = at, family, placed, own.exported
 
@@ -126,7 +126,7 @@ class ConvertedProgram(ArtifactProgram):
         """The requests that the compiler declined or could not use, and its deviations from the default."""
         notes = (*self.resharded.notes, *self.partition.local_program(0).notes)
         if self.plan.searches:
-            step = self.predict(self._family.aim.machine).total
+            step = self.predict(self._family.conversions[self._at].machine).total
             notes = (*self._family.remarks.notes(self._at, step), *notes)
         if self.stage is not None and self.stage.index:
             notes = (*notes, self._received())

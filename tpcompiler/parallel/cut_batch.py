@@ -18,10 +18,9 @@ from tpcompiler.ir.program import Note, results_of
 from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.parallel.conversion import Conversion
 from tpcompiler.parallel.pipeline import find_placements
-from tpcompiler.solver.task import Aim
 
 
-def cut_batch(conversions: Mapping[str, Conversion], aim: Aim) -> dict[str, Conversion]:
+def cut_batch(conversions: Mapping[str, Conversion]) -> dict[str, Conversion]:
     """Return conversions with placements of inputs and outputs where these were left to the search.
 
     Over one axis of the mesh after the other the batch is cut, if all calls are predicted to be faster so. It is dim 0
@@ -29,10 +28,10 @@ def cut_batch(conversions: Mapping[str, Conversion], aim: Aim) -> dict[str, Conv
     """
     if not any(own.cuts_batch for own in conversions.values()):
         return dict(conversions)
-    axes, whole = list[str](), _seconds(conversions, (), aim)
+    axes, whole = list[str](), _seconds(conversions, ())
     least = whole
     for axis, degree in next(iter(conversions.values())).mesh.axes:
-        if degree > 1 and (seconds := _seconds(conversions, [*axes, axis], aim)) < least:
+        if degree > 1 and (seconds := _seconds(conversions, [*axes, axis])) < least:
             least = seconds
             axes.append(axis)
     other = "; whole, nothing fits" if math.isinf(whole) else f" instead of {duration(whole)}"
@@ -44,10 +43,10 @@ def cut_batch(conversions: Mapping[str, Conversion], aim: Aim) -> dict[str, Conv
     }
 
 
-def _seconds(conversions: Mapping[str, Conversion], axes: Sequence[str], aim: Aim) -> float:
+def _seconds(conversions: Mapping[str, Conversion], axes: Sequence[str]) -> float:
     """Return the predicted seconds of the calls, infinite where no placement suits."""
     with suppress(ShardingError, UnsupportedError):
-        return find_placements([*_cut(conversions, axes).values()], aim).seconds
+        return find_placements([*_cut(conversions, axes).values()]).seconds
     return math.inf
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import tpcompiler.rules  # noqa: F401  (registers the rules)
+from tpcompiler.cost.objective import LEAST, Objective
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.program import PlacedProgram, PlannedProgram
 from tpcompiler.parallel.conversion import After, Conversion, unseen
@@ -28,16 +29,19 @@ from tpcompiler.solver.estimate import measure_leaves, measure_state
 from tpcompiler.solver.report import note_search, refuse_unplaced, with_notes
 from tpcompiler.solver.search import solve
 from tpcompiler.solver.solution import Solution
-from tpcompiler.solver.task import Aim, Forms, Styles, Task
+from tpcompiler.solver.task import Forms, Styles, Task
 
 
-def find_placements(conversions: Sequence[Conversion], aim: Aim) -> Solution:
+def find_placements(conversions: Sequence[Conversion], *, forms: bool = True) -> Solution:
     """Plan programs that are converted together, and find the best placements of all their values.
+
+    Args:
+        forms: without a plan, also try other forms of the programs (`passes/_rewrite_candidates.py`).
 
     Raises:
         TooLarge, ShardingError: as `refuse_unplaced`.
     """
-    task = make_task(conversions, aim)
+    task = make_task(conversions, forms=forms)
     found = solve_task(task)
     forms_of_plan = {entry.where for own in conversions for entry in own.plan.forms.as_found().entries}
     notes = note_search(task, found, forms_of_plan)
@@ -48,13 +52,21 @@ def find_placements(conversions: Sequence[Conversion], aim: Aim) -> Solution:
     return replace(found, programs=[with_notes(program, notes) for program in found.programs])
 
 
-def make_task(conversions: Sequence[Conversion], aim: Aim) -> Task:
-    """Plan programs that are converted together, for a search."""
+def objective_of(conversions: Sequence[Conversion]) -> Objective:
+    """Return what a search for programs that are converted together makes least."""
+    first, calls = conversions[0], [own.asked.calls for own in conversions]
+    share = sum(calls) / len(calls)
+    price = LEAST if first.asked.optimize == "memory" else None
+    return Objective.of(first.machine, price, tuple(own / share for own in calls), first.asked.optimizer)
+
+
+def make_task(conversions: Sequence[Conversion], *, forms: bool = True) -> Task:
+    """Plan programs that are converted together, for a search; `forms` as in `find_placements`."""
     planned = [plan_program(own, own.plan, own.after) for own in conversions]
-    plan = conversions[0].plan
-    has_forms = plan.searches and aim.forms and not plan.gathers
-    forms = Forms(find_forms(conversions[0].device), partial(_plan_in_forms, conversions)) if has_forms else None
-    return Task(planned, aim.objective, limit=aim.limit, forms=forms)
+    first, tried = conversions[0], None
+    if forms and first.plan.searches and not first.plan.gathers:
+        tried = Forms(find_forms(first.device), partial(_plan_in_forms, conversions))
+    return Task(planned, objective_of(conversions), limit=first.asked.memory, forms=tried)
 
 
 def solve_task(task: Task) -> Solution:
@@ -108,12 +120,13 @@ def place_programs(conversions: Sequence[Conversion], found: Solution) -> list[P
         ]
 
 
-def partition_program(own: Conversion, placed: PlacedProgram, found: Solution, aim: Aim) -> Partition:
+def partition_program(own: Conversion, placed: PlacedProgram, found: Solution) -> Partition:
     """Run the passes after the search, up to the program for all ranks (`partition.py` runs those for each rank)."""
     with no_new_guards(placed.graph):
         folded = own.after(fold_reshards(placed), "fold_reshards")
-        routed = own.after(choose_paths(folded, aim.machine), "choose_paths")
-    limit = None if aim.limit is None else aim.limit - sum(measure_leaves(found).values()) - measure_state(found)
-    partition = Partition(routed, own.device, own.asked.collectives, aim.machine, limit)
+        routed = own.after(choose_paths(folded, own.machine), "choose_paths")
+    limit = own.asked.memory
+    room = None if limit is None else limit - sum(measure_leaves(found).values()) - measure_state(found)
+    partition = Partition(routed, own.device, own.asked.collectives, own.machine, room)
     own.after(partition.local_program(0), "lowered_rank_0")
     return partition

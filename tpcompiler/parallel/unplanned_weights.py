@@ -17,15 +17,15 @@ from tpcompiler.ir.program import PlannedProgram, tied
 from tpcompiler.parallel.conversion import Conversion, unseen
 from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.plan.plan import Plan
+from tpcompiler.runtime.records import Goal
 from tpcompiler.solver.estimate import measure_leaves, measure_step_time
 from tpcompiler.solver.solution import Solution
-from tpcompiler.solver.task import Aim, Goal
 
 MOST_WHOLE = 0.25  # of all bytes, that a plan may leave whole without naming them
 LEAST_SAVED = 0.1  # of all bytes, that a rank holds less by a plan worth mentioning
 
 
-def find_searched_plan(conversions: Sequence[Conversion], found: Solution, aim: Aim) -> SearchedPlan | None:
+def find_searched_plan(conversions: Sequence[Conversion], found: Solution) -> SearchedPlan | None:
     """Search for a plan if the given one leaves much whole; return what it holds if that is clearly less.
 
     For the caller's goal, and if the fastest call needs nearly as many bytes, for the fewest bytes.
@@ -46,11 +46,12 @@ def find_searched_plan(conversions: Sequence[Conversion], found: Solution, aim: 
         return None
     held = sum(measure_leaves(found).values())
     free = [replace(own, plan=Plan().with_search(), after=unseen) for own in conversions]
-    limit = aim.machine.usable_memory if aim.limit is None else aim.limit
-    goals: Sequence[Goal] = (aim.optimize, "memory") if _could_be_faster(found) else ("memory",)
+    asked = conversions[0].asked
+    limit = conversions[0].machine.usable_memory if asked.memory is None else asked.memory
+    goals: Sequence[Goal] = (asked.optimize, "memory") if _could_be_faster(found) else ("memory",)
     for goal in dict.fromkeys(goals):
         with contextlib.suppress(TpCompilerError):
-            other = find_placements(free, replace(aim, limit=limit, optimize=goal))
+            other = find_placements([own.with_asked(memory=limit, optimize=goal) for own in free])
             searched = sum(measure_leaves(other).values())
             if held - searched >= LEAST_SAVED * total:
                 return SearchedPlan(

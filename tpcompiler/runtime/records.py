@@ -50,6 +50,7 @@ Factors = Annotated[list[Annotated[int, Meta(ge=2, lt=LARGEST)]], Meta(min_lengt
 Rows = list[list[Count]]
 DeviceType = Literal["cpu", "cuda"]
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+Goal = Literal["latency", "memory"]
 Optimizer = Literal["adamw", "sgd", "none"]  # whose state the ranks hold next to parameters with gradients
 Collectives = Literal["auto", "nccl", "symm_mem"]  # the faster of both, by NCCL, or over symmetric memory
 Why = Literal["inherent", "plan-demanded", "fallback"]
@@ -187,6 +188,9 @@ class Asked(Record, frozen=True, kw_only=True):
     # the name of the machine by whose seconds its collectives were chosen, without the path of a file
     machine: str | None = None
     collectives: Collectives = "nccl"
+    memory: Count | None = None  # the bytes that a rank may hold by the search, or null where it has no limit
+    optimize: Goal = "latency"  # what the search makes least: the time of a call, or the bytes of weights on a rank
+    calls: float = 1.0  # how often the program is called, next to those that share its weights
     optimizer: Optimizer = "adamw"  # whose state counts as memory, if the program returns gradients
     check_indices: bool = True  # false where ranks assert nothing of computed indices
     keep_repeats: bool = False  # true where attention reads repeated heads of keys and values, as in the model

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
+from tpcompiler.cost.amounts import STATE_BYTES
 from tpcompiler.cost.fusion import PARTS, Kernel, find_kernels, part_of
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.objective import Objective, local_bytes, local_work
@@ -16,7 +17,6 @@ from tpcompiler.cost.peak import ValueSizes, find_peak, is_view, written_in_plac
 from tpcompiler.cost.timeline import StepTime
 from tpcompiler.ir import edit
 from tpcompiler.ir.backward import is_backward
-from tpcompiler.ir.optimizer import STATE_BYTES
 from tpcompiler.ir.program import PlannedProgram, pin, tied
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.solver.solution import Solution

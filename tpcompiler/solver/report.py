@@ -25,7 +25,7 @@ from tpcompiler.ir.text import op_name
 from tpcompiler.solver.estimate import Memory, measure_memory, measure_step_time, sends_of
 from tpcompiler.solver.search import PLACING, solve
 from tpcompiler.solver.solution import Solution
-from tpcompiler.solver.task import Aim, Task
+from tpcompiler.solver.task import Task
 from tpcompiler.solver.what_if import Uncut, find_uncut
 from tpcompiler.terminal.printed import format_bytes
 
@@ -269,28 +269,28 @@ def _freedom(found: Solution) -> Iterator[str]:
 class Remarks:
     """Notes on a search without a plan. They take more searches, so they are written on request."""
 
-    def __init__(self, found: Solution, aim: Aim) -> None:
-        self.found, self.aim = found, aim
+    def __init__(self, found: Solution, objective: Objective) -> None:
+        self.found, self.objective = found, objective
 
     def notes(self, at: int, step: StepTime) -> Iterator[Note]:
         """The notes on one of the programs, a call of which takes so long."""
-        yield Note("search", f"one call {step.text} on {self.aim.machine.name}")
+        yield Note("search", f"one call {step.text} on {self.objective.machine.name}")
         if len(self.found.given) > 1:
             alone = duration(max(0.0, step.total + self._gained_alone(at)))
             yield Note("search", f"placed alone, a call of this program would take {alone}")
-        if self.aim.optimize == "latency" and self._uncut:
+        if self.objective.byte_price < LEAST and self._uncut:
             yield from (Note("uncut", each.text(at)) for each in self._uncut)
             yield Note("uncut", FEWEST)
-            yield from [] if self.aim.machine.name == "ideal" else [Note("uncut", NO_LATENCY)]
+            yield from [] if self.objective.machine.name == "ideal" else [Note("uncut", NO_LATENCY)]
 
     @cached_property
     def _uncut(self) -> list[Uncut]:
         with no_new_guards(*(program.graph for program in self.found.programs)):
-            return find_uncut(self.found, self.aim.objective)
+            return find_uncut(self.found, self.objective)
 
     def _gained_alone(self, at: int) -> float:
         """Seconds that a call of a program takes more, or less, where the weights are placed for it alone."""
-        program, machine = self.found.given[at], self.aim.machine
+        program, machine = self.found.given[at], self.objective.machine
         with no_new_guards(program.graph):
             alone = solve(Task([program], Objective.of(machine)), PLACING)
             both = alone, replace(self.found, programs=[self.found.programs[at]])

@@ -4,59 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
-from tpcompiler.cost.machine import Machine
-from tpcompiler.cost.machine_file import read_machine
-from tpcompiler.cost.objective import LEAST, Objective
-from tpcompiler.errors import InputsError, option
+from tpcompiler.cost.objective import Objective
 from tpcompiler.ir.program import PlannedProgram
-from tpcompiler.runtime.records import Optimizer
 from tpcompiler.solver.problem import Problem
 from tpcompiler.solver.solution import Solution, Turns
 from tpcompiler.solver.turn import Memo
 
 MOST_PRICES = 1_000_000  # from which nothing better is looked for: a minute or so
-Goal = Literal["latency", "memory"]
 # Variables of a problem, and which of its values each may take.
 Fixed = Callable[[Problem], Iterable[tuple[int, Sequence[bool]]]]
 Styles = Mapping[str, str]  # of layers, by name
 Finder = Callable[[Solution], Iterable[tuple[str, str]]]  # of layers for which a form could pay, with its style
-
-
-@dataclass(frozen=True)
-class Aim:
-    """The goal of a conversion: which placements are best, and which are allowed.
-
-    Attributes:
-        machine: where a call is to be fast.
-        limit: the most bytes that a rank may hold.
-        optimize: the fastest call, or the fewest bytes of weights on a rank and then the fastest call.
-        calls: how often each of several programs is called; all equally often if empty.
-        forms: without a plan, other forms of the programs are tried (`passes/_rewrite_candidates.py`).
-        optimizer: whose state ranks hold next to parameters with gradients.
-    """
-
-    machine: Machine = field(default_factory=read_machine)
-    limit: int | None = None
-    optimize: Goal = "latency"
-    calls: tuple[float, ...] = ()
-    forms: bool = True
-    optimizer: Optimizer = "adamw"
-
-    def __post_init__(self) -> None:
-        if self.optimize not in get_args(Goal):
-            raise InputsError(
-                f"{option('--optimize', 'optimize')} is {self.optimize!r}",
-                help=f"name one of {', '.join(get_args(Goal))}",
-            )
-
-    @property
-    def objective(self) -> Objective:
-        """Return a copy with one call weight per program."""
-        share = sum(self.calls) / max(1, len(self.calls))
-        calls = tuple(own / share for own in self.calls)
-        return Objective.of(self.machine, LEAST if self.optimize == "memory" else None, calls, self.optimizer)
 
 
 class Forms(NamedTuple):
