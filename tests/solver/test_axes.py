@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -22,7 +23,7 @@ from tpcompiler.cost.objective import Objective, local_bytes, local_work
 from tpcompiler.ir.constraints import AnyStyle, AsUsed
 from tpcompiler.ir.program import PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.parallel.pipeline import plan_program
+from tpcompiler.parallel.pipeline import make_task, plan_program
 from tpcompiler.solver import domain as domains
 from tpcompiler.solver.build_problem import build_problem
 from tpcompiler.solver.domain import shardings_of_pin
@@ -141,6 +142,25 @@ def test_too_large_tables_give_the_better_order(boundary: dict[str, Any], monkey
     assert found.styles
     assert found.seconds >= least
     assert found.above is None
+
+
+class Normed(nn.Module):
+    """A pending sum that a norm refuses, next to a batch of two: they are samples, and no heads that ranks could share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64, bias=False), nn.Linear(64, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.down(torch.relu(self.up(x)))
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+
+
+def test_a_small_batch_is_not_taken_for_heads() -> None:
+    program = export(Normed(), (torch.randn(2, 1, 16),))
+    request = Request(program, {"dp": 2, "tp": 4}, inputs={"x": {"dp": "S(0)"}}, machine="ideal")
+    (own,) = request.conversions().values()
+    assert search(replace(make_task([own]), turns=DP_FIRST)).heads == ()
 
 
 @pytest.mark.slow

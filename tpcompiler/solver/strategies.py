@@ -274,7 +274,7 @@ def shared_heads(turn: Turn, strategies: Strategies, have: Sequence[Sequence[Sha
         refused = [
             each
             for each in dict.fromkeys(shardings)
-            if turn.axis in each.axes and isinstance(turn.follow("in", rule, index, each, Option()), Refusal)
+            if turn.axis in each.cut_axes and isinstance(turn.follow("in", rule, index, each, Option()), Refusal)
         ]
         moves = set(to_cut(turn, shardings)) <= set(refused)
         for sharding in refused:
