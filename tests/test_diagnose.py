@@ -14,9 +14,12 @@ from torch import nn
 from torch.export import ExportedProgram, export
 
 import tpcompiler
+from tests.passes.test_shared_heads import WIDTH, Attention
 from tests.runtime.commands import refused, right
 from tpcompiler.api.diagnose import Diagnosis
 from tpcompiler.api.request import Request
+from tpcompiler.api.try_meshes import Device, MeshTrials
+from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.timeline import StepTime
 from tpcompiler.errors import ShardingError, UnsupportedError
 from tpcompiler.parallel.converted_program import convert_programs
@@ -182,3 +185,13 @@ def test_the_command(tmp_path: Path) -> None:
     held_by = {name: each["costs"][0] for name, each in data["meshes"].items()}
     assert {each["limit"] for each in held_by.values()} == {40_000}
     assert data["least"] == next(name for name, each in held_by.items() if each["total"] <= 40_000)
+
+
+def test_weights_that_ranks_share_are_remarked() -> None:
+    """Of 8 x 16 keys in float32 a half is 256 B, and a quarter would be 128."""
+    program, machine = export(Attention(8, 2, False).eval(), (torch.ones(4, 3, WIDTH),)), read_machine("ideal")
+    request = Request(program, {"tp": 1}, machine=machine)
+    trials = MeshTrials(request.conversions(), [Device("ideal", machine, 10**9)])
+    trials.place(trials.degree(2))
+    said = [f"{name}.weight: 2 shares, each on 2 ranks: each rank holds 128 B more" for name in ("k", "v")]
+    assert trials.place(trials.degree(4)).remarks == ["2 kv heads (the model) do not divide evenly", *said]

@@ -159,8 +159,8 @@ def known_range(index: fx.Node, at_door: Ranges) -> Range | None:
         least, behind = 0, args["other"]
     elif target is aten.clamp.default and type(args["max"]) is int:
         least, behind = args["min"], args["max"] + 1
-    elif "aten.arange" in str(target) and args.get("step", 1) == 1:
-        least, behind = args.get("start", 0), args["end"]
+    elif target is aten.arange.start_step and args.get("step", 1) == 1:
+        least, behind = args["start"], args["end"]
     return (least, behind - 1) if type(least) is int and type(behind) is int and least < behind else None
 
 

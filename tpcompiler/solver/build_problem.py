@@ -27,7 +27,7 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.solver.batch_dims import Part, find_samples
 from tpcompiler.solver.domain import Domain, combine_domains, find_domain, shardings_of_pin
 from tpcompiler.solver.leaves import Leaf, add_layers, add_leaf, find_groups, find_leaves, price_use
-from tpcompiler.solver.minimize import find_order
+from tpcompiler.solver.minimize import MOST_JOINT_CELLS, TOO_SLOW, find_order
 from tpcompiler.solver.problem import NEVER, Choices, Gathers, Problem, Values
 from tpcompiler.solver.resharding_cost import UNIT, find_common, in_units, price_changes
 from tpcompiler.solver.strategies import Strategies
@@ -85,7 +85,7 @@ def build_problem(
         tuple({v.variable for v in (source, to) if v.variable is not None}) for _, source, to, *_ in problem.changes
     ]
     try:
-        problem.tables.order = find_order(problem.tables.sizes, scopes)
+        problem.tables.order = find_order(problem.tables.sizes, scopes, MOST_JOINT_CELLS if turn.parts else TOO_SLOW)
     except UnsupportedError:  # over one axis there are other ways to solve it
         if turn.parts:
             raise

@@ -55,6 +55,7 @@ class Tables:
 
 MOST_CELLS = 1 << 25  # of one table: 256 MiB
 TOO_SLOW = 1 << 20  # from which it is worth while to look for dead ends first
+MOST_JOINT_CELLS = 1 << 23  # over several axes at once, which may take turns instead: elimination takes a second
 
 
 def minimize(tables: Tables) -> tuple[float, list[int]]:
@@ -177,9 +178,7 @@ def eliminate(tables: Tables, most: int = MOST_CELLS) -> tuple[float, list[int]]
     return total, values
 
 
-def find_order(
-    sizes: Sequence[int], scopes: Iterable[tuple[int, ...]], most: int = TOO_SLOW
-) -> list[tuple[int, list[int]]]:
+def find_order(sizes: Sequence[int], scopes: Iterable[tuple[int, ...]], most: int) -> list[tuple[int, list[int]]]:
     """Every variable once, that with the smallest table next, and the others in its table: sizes alone decide.
 
     Args:

@@ -26,7 +26,7 @@ from tpcompiler.solver.batch_dims import find_sample_axes
 from tpcompiler.solver.build_problem import build_problem, find_program_kernels
 from tpcompiler.solver.domain import Domain, find_open_axes, find_shared_heads, find_tokens
 from tpcompiler.solver.estimate import Memory, measure_memory, sends_of
-from tpcompiler.solver.minimize import TOO_SLOW, eliminate, minimize
+from tpcompiler.solver.minimize import MOST_JOINT_CELLS, eliminate, minimize
 from tpcompiler.solver.problem import FEATURES, Problem, Values
 from tpcompiler.solver.resharding_cost import UNIT
 from tpcompiler.solver.solution import Layered, Openings, Place, Solution, Turns, join_places
@@ -138,7 +138,7 @@ def _solved(
     problem: Problem, objective: Objective, fixed: Iterable[tuple[int, Sequence[bool]]] = ()
 ) -> tuple[float, list[int]] | None:
     tables = problem.tables_at(objective.byte_price, fixed)
-    cost, values = eliminate(tables, TOO_SLOW) if problem.turn.parts else minimize(tables)
+    cost, values = eliminate(tables, MOST_JOINT_CELLS) if problem.turn.parts else minimize(tables)
     return None if math.isinf(cost) else (cost * UNIT, values)
 
 
