@@ -36,7 +36,7 @@ from tpcompiler.terminal.progress import counted
 
 MANY, FEW = 4, 3  # users, from which these are fewer, for tables over such values grow with every one of them
 MOST_SWEEPS = 8  # over programs that share leaves, until none has a new choice
-MOST_CHANGES = 4_000  # of one sharding into another, over all axes at once: each takes milliseconds to price
+MOST_CHANGES = 20_000  # of one sharding into another, over all axes at once: each takes up to milliseconds to price
 FREE = aten.sym_size.int  # it takes a value as it is
 
 
