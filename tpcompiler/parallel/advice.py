@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,16 +13,17 @@ from torch import fx
 
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.objective import Objective, local_bytes
-from tpcompiler.cost.reshard_bytes import changes, value_behind
+from tpcompiler.cost.path import steps_between
 from tpcompiler.errors import ShardingError, TpCompilerError
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import no_new_guards
-from tpcompiler.ir.node_placement import placement_of
-from tpcompiler.ir.program import PlacedProgram, PlannedProgram, relax, reshard
+from tpcompiler.ir.node_placement import placement_of, reshard_of
+from tpcompiler.ir.program import PIN, PlacedProgram, PlannedProgram, relax, reshard
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.passes.place import place
 from tpcompiler.plan.plan import Plan, PlanEntry
 from tpcompiler.plan.styles import STYLES, read_style
+from tpcompiler.runtime.records import Why
 from tpcompiler.solver.search import PLACING, solve
 from tpcompiler.solver.task import Task
 from tpcompiler.terminal.printed import format_bytes
@@ -35,6 +36,15 @@ class Advice(NamedTuple):
 
     text: str
     made: PlacedProgram
+
+
+class _Change(NamedTuple):
+    """A change of a value's sharding, with its kind and its wire bytes per rank."""
+
+    value: fx.Node
+    to: Sharding
+    why: Why
+    wire_bytes: int
 
 
 @dataclass
@@ -60,9 +70,9 @@ class Adviser:
     def advise_gather(self, value: str, program: PlacedProgram) -> str:
         """The change that leaves out the fallback gathers of a value and saves most, in words, or nothing."""
         now = self._sent(program)
-        behind = planned_behind(program, value)
+        behind = _planned_behind(program, value)
         nearest, near = (_concerning(self.plan, leaves) for leaves in (behind[:1], behind))
-        far = _concerning(self.plan, planned_behind(program, value, far=True))
+        far = _concerning(self.plan, _planned_behind(program, value, far=True))
         tried = (self._best(nearest, alone=True), self._best(near), self._best(far)) if near else ()
         found = [
             advice
@@ -72,12 +82,12 @@ class Adviser:
         best = min(found, key=lambda advice: self._sent(advice.made), default=None)
         if best is None or self._sent(best.made) >= now:
             return ""
-        more = held_bytes(best.made) - held_bytes(program)
+        more = _held_bytes(best.made) - _held_bytes(program)
         price = f"; each rank holds {format_bytes(more)} more" if more > 0 else ""
         return f"{best.text} (each rank sends {format_bytes(now - self._sent(best.made))} less per call{price})"
 
     def _sent(self, program: PlacedProgram) -> int:
-        return wire_bytes(program, self.objective.machine)
+        return _wire_bytes(program, self.objective.machine)
 
     def _styled(self, leaves: Sequence[str]) -> Advice | None:
         """The style that cuts the dim that a placement does, but where the uses allow it, such as in whole groups."""
@@ -209,19 +219,19 @@ def _concerning(plan: Plan, leaves: Iterable[str]) -> tuple[PlanEntry, ...]:
     return tuple(entry for entry in plan.entries if any(entry.matches(name) for name in names))
 
 
-def wire_bytes(program: PlacedProgram, machine: Machine) -> int:
+def _wire_bytes(program: PlacedProgram, machine: Machine) -> int:
     """Return the wire bytes of one call; a change that several uses share counts once."""
-    once = {(change.value, change.to): change.wire_bytes for change in changes(program, machine) if change.wire_bytes}
+    once = {(change.value, change.to): change.wire_bytes for change in _changes(program, machine) if change.wire_bytes}
     return sum(once.values())
 
 
-def held_bytes(program: PlacedProgram) -> int:
+def _held_bytes(program: PlacedProgram) -> int:
     """Return the weight bytes of the first rank."""
     leaves = (node for node, _ in program.leaves())
     return sum(local_bytes(edit.fake(node), placement_of(node).shardings[0], program.mesh) for node in leaves)
 
 
-def planned_behind(program: PlacedProgram, value: str, far: bool = False) -> list[str]:
+def _planned_behind(program: PlacedProgram, value: str, far: bool = False) -> list[str]:
     """The leaves that the plan cut and because of which the value is cut, nearest first; far: all that it comes of."""
     names = dict(program.leaves())
     queue = [node for node in program.graph.nodes if node.name == value and node.target is not reshard]
@@ -229,9 +239,27 @@ def planned_behind(program: PlacedProgram, value: str, far: bool = False) -> lis
     for node in queue:  # it grows
         if node not in seen and (far or not placement_of(node).shardings[0].is_replicated):
             seen[node] = None
-            queue += map(value_behind, edit.operands(node))
+            queue += map(_value_behind, edit.operands(node))
     return [names[node] for node in seen if node in names and placement_of(node).reason.startswith("plan: ")]
 
 
 def _gathered(program: PlacedProgram, machine: Machine) -> set[str]:
-    return {change.value.name for change in changes(program, machine) if change.why == "fallback" and change.wire_bytes}
+    sent = (change for change in _changes(program, machine) if change.wire_bytes)
+    return {change.value.name for change in sent if change.why == "fallback"}
+
+
+def _changes(program: PlacedProgram, machine: Machine) -> Iterator[_Change]:
+    """Iterate over the changes of sharding of one call, once for each use of a value."""
+    for node in edit.calls(program.graph):
+        if node.target is reshard:
+            (operand,), change = edit.operands(node), reshard_of(node)
+            value, ends = edit.fake(operand), (change.source, change.target)
+            steps = steps_between(*ends, value.shape, value.element_size(), program.mesh, machine)
+            yield _Change(_value_behind(operand), change.target, change.why, sum(step.wire_bytes for step in steps))
+
+
+def _value_behind(node: fx.Node) -> fx.Node:
+    """Return the value that reshards have changed up to here, except for what a pin has asked for."""
+    while node.target is reshard and PIN not in node.meta:
+        (node,) = edit.operands(node)
+    return node
