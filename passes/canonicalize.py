@@ -25,12 +25,9 @@ from tpcompiler._torch import (
 from tpcompiler.errors import ProgramError, reason
 from tpcompiler.frontend.backwards import IN_SIMPLER_OPS
 from tpcompiler.frontend.call_body import NotSimple
-from tpcompiler.frontend.corrected import LOSSES
 from tpcompiler.frontend.decompose import decompose_calls
-from tpcompiler.frontend.draws_in_place import AS_DRAWN, refuse_dynamic_gaps
-from tpcompiler.frontend.layouts import allow_copies
+from tpcompiler.frontend.kernel_differences import AS_DRAWN, LOSSES, allow_copies, refuse_dynamic_gaps, spell_out
 from tpcompiler.frontend.refused import refuse_calls, refuse_values
-from tpcompiler.frontend.spell_out import spell_out
 from tpcompiler.frontend.written_back import find_hidden_views, keep_results
 from tpcompiler.ir import edit
 from tpcompiler.ir.backward import mark_backward
