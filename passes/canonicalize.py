@@ -24,8 +24,7 @@ from tpcompiler._torch import (
 )
 from tpcompiler.errors import ProgramError, reason
 from tpcompiler.frontend.backwards import IN_SIMPLER_OPS
-from tpcompiler.frontend.call_body import NotSimple
-from tpcompiler.frontend.decompose import decompose_calls
+from tpcompiler.frontend.decompose import NotSimple, decompose_calls
 from tpcompiler.frontend.kernel_differences import AS_DRAWN, LOSSES, allow_copies, refuse_dynamic_gaps, spell_out
 from tpcompiler.frontend.refused import refuse_calls, refuse_values
 from tpcompiler.frontend.written_back import find_hidden_views, keep_results
