@@ -15,9 +15,8 @@ from torch.export.graph_signature import OutputKind
 
 from tpcompiler.errors import PlanError, ShardingError, option
 from tpcompiler.ir import edit
-from tpcompiler.ir.at_rest import AtRest
 from tpcompiler.ir.backward import is_backward
-from tpcompiler.ir.constraints import AnyStyle, AsUsed, Constraint, Dims, Exactly, Over
+from tpcompiler.ir.constraints import AnyStyle, AsUsed, AtRest, Constraint, Dims, Exactly, Over
 from tpcompiler.ir.leaf_values import LeafValues
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import fold_layers, layer_of, modules_around, weight_of

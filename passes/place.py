@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import fx
 
 from tpcompiler.ir import edit
-from tpcompiler.ir.at_rest import AtRest
+from tpcompiler.ir.constraints import AtRest
 from tpcompiler.ir.node_placement import PLACEMENT, NodePlacement, Reshard, placement_of, reshard_of
 from tpcompiler.ir.notes import notes_of, shared_leaves, whole_leaves
 from tpcompiler.ir.program import PIN, Note, PlacedProgram, PlannedProgram, pin, reshard

@@ -16,8 +16,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
 from tpcompiler._torch import GRADIENT_KINDS, LEAF_KINDS, WRITTEN_KINDS, tree_names
-from tpcompiler.ir.at_rest import AtRest
-from tpcompiler.ir.constraints import AnyStyle, AsUsed, Constraint
+from tpcompiler.ir.constraints import AnyStyle, AsUsed, AtRest, Constraint
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.runtime.records import Note as Note
