@@ -24,7 +24,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.gc_pause import collector_rests
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import layer_of, weight_of
-from tpcompiler.ir.placement_words import describe_sharding
+from tpcompiler.ir.placements import describe_sharding
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.text import op_name, value_text
 from tpcompiler.plan.plan import Plan
