@@ -20,10 +20,9 @@ from tpcompiler._torch import forget_index, guards_of, guards_on, save_program, 
 from tpcompiler.artifact.program import Layout, Stored, tensors_of
 from tpcompiler.errors import TpCompilerWarning, UnsupportedError, option
 from tpcompiler.frontend.refused import refuse_hollow, refuse_unwritable
-from tpcompiler.ir.calling_convention import tree_text
+from tpcompiler.ir.calling_convention import odd_keys, plain_outputs, tree_text
 from tpcompiler.ir.devices import values
 from tpcompiler.ir.gc_pause import collector_rests
-from tpcompiler.ir.plain_outputs import odd_keys, plain_outputs
 from tpcompiler.parallel.partition import Partition
 from tpcompiler.runtime.artifact import Manifest, Writer, program_file, rank_file, weights_file
 from tpcompiler.runtime.opened import Opened
