@@ -35,7 +35,6 @@ from tpcompiler.ir.draws import RECURRENT, draws, draws_for_a_shape, remove_unus
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, memory_order, no_new_guards
 from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.ir.sizes import statically_equal
-from tpcompiler.ir.slices import count_from_the_start
 from tpcompiler.rules.registry import ops_with_rules
 from tpcompiler.rules.structure import is_cut_again
 
@@ -87,7 +86,7 @@ def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
         _draw_whole(graph)
         _slice_by_constants(CanonicalProgram(source, graph))
         _read_all_in_place(graph)
-        count_from_the_start(graph)
+        edit.count_slices_from_start(graph)
         _count_by_dims(graph)
         _split_by_sizes(graph)
         _write_inferred_sizes(graph)
