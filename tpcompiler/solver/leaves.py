@@ -23,8 +23,7 @@ from tpcompiler.ir.names import layer_of, weight_of
 from tpcompiler.ir.program import PlannedProgram, tied
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.rules.weight_features import feature_dims
-from tpcompiler.solver.problem import NEVER, Layer, Problem, Values
-from tpcompiler.solver.resharding_cost import in_units
+from tpcompiler.solver.problem import NEVER, Layer, Problem, Values, in_units
 from tpcompiler.solver.turn import Turn
 
 

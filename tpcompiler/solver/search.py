@@ -27,8 +27,7 @@ from tpcompiler.solver.build_problem import build_problem, find_program_kernels
 from tpcompiler.solver.domain import Domain, find_open_axes, find_shared_heads, find_tokens
 from tpcompiler.solver.estimate import Memory, measure_memory, sends_of
 from tpcompiler.solver.minimize import TOO_SLOW, eliminate, minimize
-from tpcompiler.solver.problem import FEATURES, Problem, Values
-from tpcompiler.solver.resharding_cost import UNIT
+from tpcompiler.solver.problem import FEATURES, UNIT, Problem, Values
 from tpcompiler.solver.solution import Layered, Openings, Place, Solution, Turns, join_places
 from tpcompiler.solver.task import Styles, Task
 from tpcompiler.solver.turn import MOST_CHOICES, Memo, Strategy, Turn
