@@ -21,8 +21,7 @@ from tpcompiler.parallel.converted_program import ConvertedProgram, convert_prog
 from tpcompiler.parallel.cut_batch import cut_batch
 from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.passes.apply_plan import names_of
-from tpcompiler.plan.plan import Plan
-from tpcompiler.plan.share import join_plans
+from tpcompiler.plan.plan import Plan, join_plans
 from tpcompiler.runtime.beside import families
 from tpcompiler.runtime.place import place_state
 from tpcompiler.runtime.records import Goal, Optimizer

@@ -22,8 +22,7 @@ from tpcompiler.ir.symm_mem import refuse_symm_mem
 from tpcompiler.ir.text import program_text
 from tpcompiler.passes.apply_plan import Boundary, names_of
 from tpcompiler.passes.canonicalize import canonicalize
-from tpcompiler.plan.plan import Plan
-from tpcompiler.plan.share import share_plan
+from tpcompiler.plan.plan import Plan, share_plan
 from tpcompiler.runtime.records import Asked, PlacedBoundary, StageRecord
 from tpcompiler.solver.solution import Solution
 
