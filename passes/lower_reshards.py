@@ -19,8 +19,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.node_placement import PLACEMENT, NodePlacement, Reshard, origin_of, placement_of, reshard_of
 from tpcompiler.ir.program import GLOBAL, LoweredProgram, PlacedProgram, reshard
 from tpcompiler.ir.rank_numbers import read_number
-from tpcompiler.passes._collective_steps import LINE, Line, numbers_of, put_on_line
-from tpcompiler.passes._collectives import change_on_line, on_first
+from tpcompiler.passes._collectives import LINE, Line, change_on_line, numbers_of, on_first, put_on_line
 
 Traces = dict[Any, fx.Graph]
 
