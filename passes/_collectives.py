@@ -71,7 +71,7 @@ def put_on_line(step: Step, shape: Sequence[Size], mesh: Mesh, rank: int, order:
             if by.axes or state is step.source:
                 sizes[dim] = extent
         partial = tuple((line.names[0], op) for axis, op in state.partial if axis == step.axes[0])
-        ends.append(Sharding(tuple(dims), partial).permuted(order))
+        ends.append(Sharding(tuple(dims), partial).permute(order))
     shape_in_order = tuple(sizes[dim] for dim in order)
     return Line(step.kind, step.axes, ends[0], ends[1], shape_in_order, line, mesh.index(step.axes, rank))
 
@@ -90,9 +90,9 @@ def _put_spans_on_line(step: Step, shape: Sequence[Size], mesh: Mesh, rank: int,
         for dim, (cut, other) in enumerate(zip(state.dims, step.target.dims, strict=True)):
             is_here = other.spans and other != step.source.dims[dim]
             runs = [(run.start, run.stop) for run in spans_of(cut, shape[dim], mesh)] if is_here and cut.axes else []
-            dims.append(DimSharding.by(LINE).spanning(runs) if runs else WHOLE)
+            dims.append(DimSharding.by(LINE).with_spans(runs) if runs else WHOLE)
             sizes[dim] = shape[dim] if is_here else cut.local_size(shape[dim], mesh, here)
-        ends.append(Sharding(tuple(dims)).permuted(order))
+        ends.append(Sharding(tuple(dims)).permute(order))
     in_order = tuple(sizes[dim] for dim in order)
     return Line(step.kind, step.axes, ends[0], ends[1], in_order, line, mesh.index(step.axes, rank))
 

@@ -424,7 +424,7 @@ def _grow(
 def _plain(cut: DimSharding, axes: tuple[str, ...]) -> DimSharding | None:
     if cut.parts:
         return None
-    return cut.inside(DimSharding.by(*axes))
+    return cut.nest(DimSharding.by(*axes))
 
 
 def _toward(have: DimSharding, want: DimSharding, axes: tuple[str, ...], size: int, mesh: Mesh) -> DimSharding | None:
@@ -432,7 +432,7 @@ def _toward(have: DimSharding, want: DimSharding, axes: tuple[str, ...], size: i
     if want.parts:
         parts, at = [], 0
         for length, cut in want.parts:
-            piece = have.between(at, at + length, size)
+            piece = have.slice(at, at + length, size)
             at += length
             if piece is None:
                 return None

@@ -22,7 +22,7 @@ class Exactly:
 
     def admits(self, sharding: Sharding, axis: str) -> bool:
         """Return True for one of the shardings over `axis`; a whole leaf may also be a pending sum."""
-        return any(sharding.settled().only(axis) == each.only(axis) for each in self.shardings)
+        return any(sharding.without_partial().axis_part(axis) == each.axis_part(axis) for each in self.shardings)
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Constraint:
         Raises:
             ShardingError: reductions pending over other axes do not commute with its own.
         """
-        target = self.sharding.beside(have, self.allowed.axes) if isinstance(self.allowed, Over) else self.sharding
+        target = self.sharding.nest_in(have, self.allowed.axes) if isinstance(self.allowed, Over) else self.sharding
         refuse_mixed(target.partial, "a value", self.asked_by)
         return target
 
@@ -117,9 +117,9 @@ class Constraint:
         assert isinstance(self.allowed, Exactly | Dims)
         return replace(self, allowed=replace(self.allowed, shardings=(*self.allowed.shardings, *others)))
 
-    def over(self, axis: str, both: Sequence[str]) -> Constraint:
+    def split_axis(self, axis: str, both: Sequence[str]) -> Constraint:
         """Return the same constraint on a mesh that has the axes `both` instead of `axis`."""
-        shardings = tuple(each.over(axis, both) for each in self.request.shardings) if self.request else ()
+        shardings = tuple(each.split_axis(axis, both) for each in self.request.shardings) if self.request else ()
         match self.allowed:
             case Exactly() | Dims() as allowed:
                 return replace(self, allowed=replace(allowed, shardings=shardings))
@@ -146,7 +146,7 @@ class AtRest:
         parts = mesh.parts_of(self.axis)
         for dim, (cut, size) in enumerate(zip(used.dims, shape, strict=True)):
             if used.axes.isdisjoint(parts) and not cut.parts and not cut.block:
-                inner = cut.inside(DimSharding.by(*parts))
+                inner = cut.nest(DimSharding.by(*parts))
                 if inner.is_even(size, mesh):
                     return used.with_dim(dim, inner)
         return used

@@ -204,7 +204,7 @@ def _layers(
         style, dim = [*layer.styles.items()][found[layer.variable]]
         own = Layered(layer.name, style, dim)
         other = before.layers.get(fqn) if is_second else own
-        is_plain = dim is None or groups[fqn].dims[dim].only(axis) == DimSharding.by(axis)
+        is_plain = dim is None or groups[fqn].dims[dim].axis_part(axis) == DimSharding.by(axis)
         if other == own and (is_plain or style in FEATURES):
             made[fqn] = own
         elif other is not None and {style, other.style} <= FEATURES and None in (dim, other.dim):
@@ -250,7 +250,7 @@ def _paid(
     paid = set[fx.Node]()
     for operand, want in _wanted(domain, choices):
         have = _chosen(problem.values[operand], found) if operand in problem.values else want
-        if have != want and axis in have.axes and have.only(axis) != want.only(axis):
+        if have != want and axis in have.axes and have.axis_part(axis) != want.axis_part(axis):
             paid.add(operand)
     return paid
 
