@@ -9,10 +9,10 @@ from torch import fx
 from tpcompiler.ir import edit
 from tpcompiler.ir.constraints import AtRest
 from tpcompiler.ir.node_placement import PLACEMENT, NodePlacement, Reshard, placement_of, reshard_of
-from tpcompiler.ir.notes import notes_of, shared_leaves, whole_leaves
 from tpcompiler.ir.program import PIN, Note, PlacedProgram, PlannedProgram, pin, reshard
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.text import op_name
+from tpcompiler.passes._notes import notes_of, shared_leaves, whole_leaves
 from tpcompiler.passes._placements import Walk, mark_node, refuse_misfits
 from tpcompiler.passes._reshard_reasons import completed_sum, refuses
 from tpcompiler.rules.index_range import door_ranges
