@@ -11,7 +11,6 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from tpcompiler.artifact.collective_records import collectives_of, is_exchange, transfer_of
-from tpcompiler.cost.collective import Collectives
 from tpcompiler.cost.machine import Machine
 from tpcompiler.ir import edit
 from tpcompiler.ir.gc_pause import collector_rests
@@ -28,7 +27,7 @@ from tpcompiler.passes.lower_reshards import lines_of, lower_reshards
 from tpcompiler.passes.move_device import move_device
 from tpcompiler.passes.schedule_collectives import schedule_collectives
 from tpcompiler.passes.shard_state import Hollow, shard_state
-from tpcompiler.runtime.records import Collective
+from tpcompiler.runtime.records import Collective, Collectives
 from tpcompiler.terminal.printed import format_bytes
 
 
