@@ -196,7 +196,7 @@ def test_axes_and_reductions() -> None:
     sharding = Sharding.of({"dp": Shard(1), "tp": Partial()}, GRID, 2, "a test")
     assert sharding.axes == {"dp", "tp"}
     assert not sharding.is_replicated
-    assert sharding.without_partial().text(GRID) == "[S(1), R]"
+    assert sharding.without_partial.text(GRID) == "[S(1), R]"
     assert Sharding.replicated(2).is_replicated
 
 
@@ -255,9 +255,9 @@ def test_a_pin_on_one_axis_beside_what_waits_on_another() -> None:
             with pytest.raises(
                 ShardingError, match=r"P\(sum\) over 'dp' and P\(max\) over 'tp'.*\n.*\n  asked by: line 4"
             ):
-                asked.applied(have)
+                asked.apply(have)
         else:
-            assert asked.applied(have).text(GRID) == text
+            assert asked.apply(have).text(GRID) == text
 
 
 def test_the_nesting_of_axes_in_parts_is_printed_and_read_back() -> None:

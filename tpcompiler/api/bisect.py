@@ -234,7 +234,7 @@ def _piece(
     graph.output(result)
     module = fx.GraphModule(root, graph)
     exported = torch.export.export(module, tuple(values[node] for node in inputs))
-    given = [_spec(wants[node].without_partial(), program.mesh, mesh) for node in inputs]
+    given = [_spec(wants[node].without_partial, program.mesh, mesh) for node in inputs]
     return WrongPiece(exported, mesh, plan, given, tuple(f"{op_name(node)} ('{node.name}')" for node in nodes))
 
 

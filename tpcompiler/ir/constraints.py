@@ -22,7 +22,7 @@ class Exactly:
 
     def admits(self, sharding: Sharding, axis: str) -> bool:
         """Return True for one of the shardings over `axis`; a whole leaf may also be a pending sum."""
-        return any(sharding.without_partial().axis_part(axis) == each.axis_part(axis) for each in self.shardings)
+        return any(sharding.without_partial.axis_part(axis) == each.axis_part(axis) for each in self.shardings)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Constraint:
         """True if the search places the leaf, and this only excludes some of its choices."""
         return isinstance(self.allowed, AnyStyle)
 
-    def applied(self, have: Sharding) -> Sharding:
+    def apply(self, have: Sharding) -> Sharding:
         """Return the sharding of a value that was placed as `have`.
 
         Raises:
@@ -138,7 +138,7 @@ class AtRest:
     axis: str
     asked_by: str
 
-    def applied(self, used: Sharding, shape: Sequence[Size], mesh: Mesh) -> Sharding:
+    def apply(self, used: Sharding, shape: Sequence[Size], mesh: Mesh) -> Sharding:
         """Return the sharding at rest of a parameter that its uses want as `used`.
 
         The axis cuts the first dim that it cuts evenly, inside of what cuts the dim already; none if it cuts no dim so.

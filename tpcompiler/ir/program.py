@@ -154,7 +154,7 @@ class PlannedProgram(Program):
     def at_rest(self, leaf: fx.Node, used: Sharding) -> Sharding:
         """Return the sharding in which ranks hold a leaf that its uses want as `used`."""
         own = self.resting.get(leaf.name)
-        return used if own is None else own.applied(used, leaf.meta["val"].shape, self.mesh)
+        return used if own is None else own.apply(used, leaf.meta["val"].shape, self.mesh)
 
     @property
     def is_searched(self) -> bool:

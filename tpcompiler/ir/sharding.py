@@ -170,7 +170,7 @@ class Sharding:
             partial = {(axis if old == parts[0] else old, op) for old, op in found.partial if old not in parts[1:]}
             one = Sharding(tuple(dim.join_axis(axis, parts) for dim in found.dims), tuple(sorted(partial)))
             if one.split_axis(axis, parts) == found:
-                found, mesh = one, mesh.joined(axis)
+                found, mesh = one, mesh.join(axis)
         return found, mesh
 
     def axis_part(self, axis: str) -> Sharding:
@@ -205,8 +205,9 @@ class Sharding:
         partial = [(a, op) for a, op in other.partial if a not in axes] + list(self.partial)
         return Sharding(tuple(dims), tuple(sorted(partial)))
 
+    @property
     def without_partial(self) -> Sharding:
-        """Return the sharding with every pending reduction done."""
+        """The sharding after every pending reduction is done."""
         return Sharding(self.dims)
 
     def local_shape(self, shape: Sequence[Size], mesh: Mesh, coordinate: Mapping[str, int]) -> tuple[Size, ...]:

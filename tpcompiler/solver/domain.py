@@ -161,7 +161,7 @@ def _settle_strategies(domain: Domain) -> None:
     placeholders = {fqn: domain.leaves[node.name] for node, fqn in domain.program.leaves()}
     for value, name in domain.program.followers():
         for sharding in shardings_of(domain, value) if name in placeholders else ():
-            placeholders[name].want(sharding.without_partial(), domain.turn)
+            placeholders[name].want(sharding.without_partial, domain.turn)
     for node in domain.operands:
         _take_operands(domain, node)
         _make_wanted(domain, node)
@@ -265,7 +265,7 @@ def shardings_of_pin(domain: Domain, node: fx.Node) -> tuple[Sharding, ...]:
     have = tuple(dict.fromkeys([*shardings_of(domain, value), Sharding.replicated(edit.ndim(value))]))
 
     def find() -> tuple[Sharding, ...]:
-        return tuple(dict.fromkeys(turn.within(asked.applied(sharding), edit.fake(value)) for sharding in have))
+        return tuple(dict.fromkeys(turn.within(asked.apply(sharding), edit.fake(value)) for sharding in have))
 
     return turn.known.once(("pin", asked, have, key(value)), find)
 

@@ -67,7 +67,7 @@ class Leaf:
             for dim, size in enumerate(self.value.shape if self.value.is_floating_point() else ()):
                 cut = self.before.dims[dim].nest(DimSharding.by(turn.axis))
                 if cut.is_even(size, turn.mesh):
-                    self.shardings.setdefault(self.before.without_partial().with_dim(dim, cut))
+                    self.shardings.setdefault(self.before.without_partial.with_dim(dim, cut))
 
     def want(self, sharding: Sharding, turn: Turn) -> None:
         """Let it be what a use wants, if its constraint leaves that open."""

@@ -176,7 +176,7 @@ def find_needed(
         )
         for name, want in taken:
             for term in (term for operand, term in terms if operand.name == name):
-                if rule and isinstance(follow(rule, term, want.without_partial(), mesh), Refusal):
+                if rule and isinstance(follow(rule, term, want.without_partial, mesh), Refusal):
                     yield node.name, {*_refused_places(node, rule, term, want, want.cut_axes, mesh)}
 
 
