@@ -104,7 +104,7 @@ def find_demand(
 
 def _changed(value: fx.Node, have: Sharding, asked: Constraint, mesh: Mesh) -> int:
     """Return the bytes of a value that a pin changes."""
-    want, tensor = asked.applied(have), edit.fake(value)
+    want, tensor = asked.apply(have), edit.fake(value)
     return reshard_wire_bytes(have, want, tensor.shape, tensor.element_size(), mesh) if have.cut_axes else 0
 
 
@@ -122,7 +122,7 @@ def keep(
     for index, sharding in enumerate(have if rule is not None else ()):
         assert rule is not None
         if sharding.cut_axes:
-            choice = follow(rule, rule.pattern.inputs[index], sharding.settled(), mesh)
+            choice = follow(rule, rule.pattern.inputs[index], sharding.without_partial, mesh)
             if isinstance(choice, Refusal):
                 return choice
             options.append(choice)
@@ -133,7 +133,7 @@ def keep(
     if isinstance(both, Refusal):
         return both
     pairs = zip(edit.operands(node), both[0], have, strict=True)
-    same = all(not _wire_bytes(value, own.settled(), want, mesh) for value, want, own in pairs)
+    same = all(not _wire_bytes(value, own.without_partial, want, mesh) for value, want, own in pairs)
     return both[1] if same else Refusal(OTHERS)
 
 

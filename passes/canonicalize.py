@@ -24,13 +24,9 @@ from tpcompiler._torch import (
 )
 from tpcompiler.errors import ProgramError, reason
 from tpcompiler.frontend.backwards import IN_SIMPLER_OPS
-from tpcompiler.frontend.call_body import NotSimple
-from tpcompiler.frontend.corrected import LOSSES
-from tpcompiler.frontend.decompose import decompose_calls
-from tpcompiler.frontend.draws_in_place import AS_DRAWN, refuse_dynamic_gaps
-from tpcompiler.frontend.layouts import allow_copies
+from tpcompiler.frontend.decompose import NotSimple, decompose_calls
+from tpcompiler.frontend.kernel_differences import AS_DRAWN, LOSSES, allow_copies, refuse_dynamic_gaps, spell_out
 from tpcompiler.frontend.refused import refuse_calls, refuse_values
-from tpcompiler.frontend.spell_out import spell_out
 from tpcompiler.frontend.written_back import find_hidden_views, keep_results
 from tpcompiler.ir import edit
 from tpcompiler.ir.backward import mark_backward
@@ -39,7 +35,6 @@ from tpcompiler.ir.draws import RECURRENT, draws, draws_for_a_shape, remove_unus
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, memory_order, no_new_guards
 from tpcompiler.ir.program import CanonicalProgram
 from tpcompiler.ir.sizes import statically_equal
-from tpcompiler.ir.slices import count_from_the_start
 from tpcompiler.rules.registry import ops_with_rules
 from tpcompiler.rules.structure import is_cut_again
 
@@ -91,7 +86,7 @@ def canonicalize(exported_program: ExportedProgram) -> CanonicalProgram:
         _draw_whole(graph)
         _slice_by_constants(CanonicalProgram(source, graph))
         _read_all_in_place(graph)
-        count_from_the_start(graph)
+        edit.count_slices_from_start(graph)
         _count_by_dims(graph)
         _split_by_sizes(graph)
         _write_inferred_sizes(graph)

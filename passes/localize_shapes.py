@@ -16,10 +16,9 @@ from torch import fx
 from tpcompiler._torch import FakeTensorMode, aten, enable_python_dispatcher, trace_ops
 from tpcompiler.errors import InternalError, RuleError
 from tpcompiler.ir import edit
-from tpcompiler.ir.call_record import write_call
 from tpcompiler.ir.dim_sharding import Size
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, key, local_value, same_layout
-from tpcompiler.ir.node_placement import PLACEMENT, NodePlacement, has_reshard, placement_of
+from tpcompiler.ir.node_placement import PLACEMENT, NodePlacement, has_reshard, placement_of, write_call
 from tpcompiler.ir.program import GLOBAL, LocalProgram, LoweredProgram
 from tpcompiler.ir.rank_numbers import read_number
 from tpcompiler.ir.sizes import statically_equal, sym_quotient

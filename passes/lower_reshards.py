@@ -12,15 +12,14 @@ import torch
 from torch import fx
 
 from tpcompiler._torch import FakeTensorMode, aten, fake_group, trace_ops, traced_mesh
-from tpcompiler.cost.reshard_bytes import held_by_first, steps_of
+from tpcompiler.cost.path import Step, steps_along
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, key, local_value, memory_order
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.node_placement import PLACEMENT, NodePlacement, Reshard, origin_of, placement_of, reshard_of
 from tpcompiler.ir.program import GLOBAL, LoweredProgram, PlacedProgram, reshard
 from tpcompiler.ir.rank_numbers import read_number
-from tpcompiler.passes._collective_steps import LINE, Line, numbers_of, put_on_line
-from tpcompiler.passes._collectives import change_on_line, on_first
+from tpcompiler.passes._collectives import LINE, Line, change_on_line, numbers_of, on_first, put_on_line
 
 Traces = dict[Any, fx.Graph]
 
@@ -69,10 +68,15 @@ def lower_reshards(program: PlacedProgram, ranks: Sequence[int], traces: Traces)
 def lines_of(change: Reshard, value: torch.Tensor, mesh: Mesh, rank: int) -> list[tuple[Line, bool]]:
     """Return the steps of a change on one rank, each with True if the first rank alone holds its pending value."""
     order = _order(value)
-    return [
-        (put_on_line(step, value.shape, mesh, rank, order), held_by_first(step, value.dtype))
-        for step in steps_of(change, value, mesh)
-    ]
+    steps = steps_along(change.states, value.shape, value.element_size(), mesh)
+    assert steps is not None
+    return [(put_on_line(step, value.shape, mesh, rank, order), _is_held_by_first(step, value.dtype)) for step in steps]
+
+
+def _is_held_by_first(step: Step, dtype: torch.dtype) -> bool:
+    """Return True if the step makes a pending reduction without equal shares: a sum of integers, or a product."""
+    op = dict(step.target.partial).get(step.axes[0]) if step.kind == "hold" else None
+    return op == "product" or (op == "sum" and not (dtype.is_floating_point or dtype.is_complex))
 
 
 def _order(value: torch.Tensor) -> list[int]:

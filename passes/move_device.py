@@ -14,8 +14,11 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.control_flow import change_bodies, read_bodies
 from tpcompiler.ir.exported import rebuilt
 from tpcompiler.ir.local import fake_mode_of, key, no_new_guards
+from tpcompiler.ir.node_placement import read_claim
 from tpcompiler.ir.sizes import statically_equal
-from tpcompiler.passes._attention_kernels import Call, kernel_for
+from tpcompiler.rules.attention import CPU_KERNEL, CUDA_KERNEL
+
+Call = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
 
 
 def move_device(program: ExportedProgram, device_type: str) -> ExportedProgram:
@@ -28,7 +31,7 @@ def move_device(program: ExportedProgram, device_type: str) -> ExportedProgram:
               rows = reshape(table, [2, 4])          what is a view on one device may be a copy on another
               flag = scalar_tensor(1.0, device=cuda)
 
-    Attention in turns gets the kernel of the device (`_attention_kernels.py`), even if the program is already there.
+    Attention in turns gets the kernel of the device, even if the program is already there.
 
     Works on any flat functional program, in both directions. Parameters, buffers and constants stay where they are,
     because this machine may lack the device: `runtime/place.py` moves them where the program runs. It is the last pass:
@@ -37,13 +40,13 @@ def move_device(program: ExportedProgram, device_type: str) -> ExportedProgram:
     """
     device = torch.device(device_type)
     there = all(value.device == device for node in program.graph.nodes for value in edit.outputs(node))
-    if there and not any(kernel_for(node, device_type) for node in program.graph.nodes):
+    if there and not any(_kernel_for(node, device_type) for node in program.graph.nodes):
         return program
     graph = edit.copy_graph(program.graph)
     read_bodies(graph, program.graph_module)
     mode = fake_mode_of(graph)
     cache: dict[Any, torch.Tensor] = {}
-    kernels = {node: call for node in graph.nodes if (call := kernel_for(node, device_type)) is not None}
+    kernels = {node: call for node in graph.nodes if (call := _kernel_for(node, device_type)) is not None}
 
     def move_value(node: fx.Node) -> None:
         if node in kernels:
@@ -59,6 +62,28 @@ def move_device(program: ExportedProgram, device_type: str) -> ExportedProgram:
             for node in graph.nodes:
                 change(node)
     return rebuilt(program, graph)
+
+
+def _kernel_for(node: fx.Node, device_type: str) -> Call | None:
+    """Return the equivalent call on a device type, for a call of another device's kernel; None for any other call."""
+    if node.target is CPU_KERNEL and device_type == "cuda":
+        return _on_cuda(node)
+    return _on_cpu(node) if node.target is CUDA_KERNEL and device_type == "cpu" else None
+
+
+def _on_cuda(node: fx.Node) -> Call:
+    args = edit.arguments(node)
+    positional = args.query, args.key, args.value, args.attn_mask, True, args.dropout_p, args.is_causal
+    return CUDA_KERNEL, positional, {"scale": args.scale}
+
+
+def _on_cpu(node: fx.Node) -> Call | None:
+    """Return the call on the CPU; None if the program already had the CUDA kernel, whose claim has its own results."""
+    if len(read_claim(node).sharding or ()) != len(CPU_KERNEL._schema.returns):
+        return None
+    args = edit.arguments(node)
+    positional = (args.query, args.key, args.value, args.dropout_p, args.is_causal)
+    return CPU_KERNEL, positional, {"attn_mask": args.attn_bias, "scale": args.scale}
 
 
 def _change_kernel(node: fx.Node, call: Call, mode: FakeTensorMode) -> None:

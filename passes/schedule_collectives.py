@@ -9,8 +9,7 @@ from torch import fx
 
 from tpcompiler.cost.peak import find_peak, local_values
 from tpcompiler.ir import edit
-from tpcompiler.ir.call_record import nodes_named
-from tpcompiler.ir.node_placement import PLACEMENT, NodePlacement
+from tpcompiler.ir.node_placement import PLACEMENT, NodePlacement, nodes_named
 from tpcompiler.ir.program import LocalProgram, Note
 from tpcompiler.terminal.printed import format_bytes
 

@@ -30,7 +30,7 @@ from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.solver.build_problem import build_problem
-from tpcompiler.solver.resharding_cost import UNIT
+from tpcompiler.solver.problem import UNIT
 from tpcompiler.solver.search import PLACING, solve
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.task import Task

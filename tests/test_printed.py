@@ -22,9 +22,9 @@ from tests.runtime.commands import call, refused, right
 from tests.runtime.models import export_mlp
 from tests.runtime.poisons import MODEL, entries_of, write_entries
 from tpcompiler.errors import one_line, printable
+from tpcompiler.ir.names import fold_names
 from tpcompiler.judge.compare.compare import VerifyReport
 from tpcompiler.judge.sound.check import CheckReport
-from tpcompiler.plan.fold import folded
 from tpcompiler.runtime.artifact import MANIFEST
 from tpcompiler.terminal.printed import format_bytes, format_unequal_bytes
 
@@ -155,10 +155,10 @@ def test_names_that_differ_in_digits_are_folded_at_once() -> None:
     long = ".".join(str(number % 10) for number in range(1_800))
     names = {f"{long}.{last}": last for last in range(4)} | {f"1.{long[2:]}.0": 9}
     began = time.monotonic()
-    assert len(folded(names)) == 5
+    assert len(fold_names(names)) == 5
     assert time.monotonic() - began < 10
     repeated = {f"layers.{layer}.{name}": name for layer in range(3) for name in ("up", "0.up", "1.up")}
-    assert [pattern for pattern, _ in folded(repeated)] == ["layers.*.up", "layers.*.0.up", "layers.*.1.up"]
+    assert [pattern for pattern, _ in fold_names(repeated)] == ["layers.*.up", "layers.*.0.up", "layers.*.1.up"]
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def test_the_walk_through_runs() -> None:
 
 def test_what_is_quoted_is_the_code() -> None:
     rule, sample = blocks("py")
-    assert rule in (ROOT / "tpcompiler" / "rules" / "vectors.py").read_text()
+    assert rule in (ROOT / "tpcompiler" / "rules" / "linalg.py").read_text()
     assert sample in (ROOT / "tests" / "rules" / "vector_samples.py").read_text().replace("\n    ", "\n")
 
 

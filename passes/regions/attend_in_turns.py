@@ -20,12 +20,14 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import IN_TURNS, InTurns, PlannedProgram
 from tpcompiler.ir.region import Region, pinned, write_regions
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
-from tpcompiler.passes._attention_kernels import MULTIPLES, ON_CPU
 from tpcompiler.passes._distinct_heads import DistinctHeads, find_distinct_heads, region_on
 from tpcompiler.plan.plan import PlanEntry
 from tpcompiler.plan.styles import STYLES
+from tpcompiler.rules.attention import CPU_KERNEL
 
 HEADS, STEPS, FEATURES = 1, 2, 3  # dims of queries, keys and values: [batch, heads, steps, features]
+# Required multiples: steps of queries (log-sum-exps may be padded to it), steps of keys, features.
+MULTIPLES = {"cpu": (1, 1, 1), "cuda": (32, 8, 8)}
 ATTENTION = aten.scaled_dot_product_attention.default
 WHOLE = (aten.unflatten.int, aten.flatten.using_ints, aten.reshape.default)
 
@@ -135,11 +137,11 @@ def _repeat_heads(value: Tensor, q: Tensor) -> Tensor:
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
     """Return the kernel's result for some keys, and the scores' log-sum-exp: -inf if a query sees none of them."""
     if mask is None:
-        result, scores = ON_CPU(q, k, v, scale=scale)
+        result, scores = CPU_KERNEL(q, k, v, scale=scale)
         return result, scores
     bias = _as_bias(mask, q.dtype)
     expanded = bias.expand(*q.shape[:FEATURES], k.shape[STEPS])
-    result, scores = ON_CPU(q, k, v, attn_mask=expanded, scale=scale)
+    result, scores = CPU_KERNEL(q, k, v, attn_mask=expanded, scale=scale)
     sees = mask if mask.dtype == torch.bool else bias > -math.inf
     return result, scores.masked_fill(~sees.any(-1), -math.inf)  # kernels return 0 for such a query
 

@@ -18,7 +18,6 @@ from tpcompiler.ir.local import key, memory_order, no_new_guards
 from tpcompiler.ir.program import IN_TURNS, Note, PlannedProgram
 from tpcompiler.ir.region import Region
 from tpcompiler.ir.sizes import statically_equal
-from tpcompiler.passes._attention_kernels import bytes_in_memory, read_again
 from tpcompiler.passes._distinct_heads import HEADS, RESHAPES, DistinctHeads, find_distinct_heads, region_on
 from tpcompiler.rules.attention import KERNELS
 from tpcompiler.terminal.printed import format_bytes
@@ -179,14 +178,35 @@ def _bytes_moved(calls: Iterable[fx.Node], device_type: str) -> float:
     total = 0.0
     for node in calls:
         operands = [edit.fake(operand) for operand in edit.operands(node)]
-        total += sum(map(operator.mul, moves_alone(node), map(bytes_in_memory, (*operands, *edit.outputs(node)))))
-        total += read_again(node, device_type) if node.target is ATTENTION else 0
+        total += sum(map(operator.mul, moves_alone(node), map(_bytes_in_memory, (*operands, *edit.outputs(node)))))
+        total += _repeated_reads(node, device_type) if node.target is ATTENTION else 0
         changed = [(operands[0], edit.shape(node))] if node.target in RESHAPES else []
         if node.target is aten.matmul.default:  # it merges batch dims
             changed = [(each, [math.prod(each.shape[:STEPS]), *each.shape[STEPS:]]) for each in operands]
         copied = [value for value, shape in changed if not _is_view(value, shape)]
         total += sum(2 * sym_hint(value.numel()) * value.element_size() for value in copied)
     return total
+
+
+def _repeated_reads(node: fx.Node, device_type: str) -> int:
+    """Return the bytes that a call of attention moves because query heads share heads of keys and values.
+
+    On a CPU every query head reads its keys by itself. On a GPU the kernels without a mask take groups. For groups with
+    a mask torch repeats the heads: it writes them, and reads them again.
+    """
+    args = edit.bound(node)
+    keys, values = edit.fake(args["key"]), edit.fake(args["value"])
+    times = int(edit.shape(args["query"])[-3]) // int(keys.shape[-3]) if args["enable_gqa"] else 1
+    repeated = times * sum(sym_hint(each.numel()) * each.element_size() for each in (keys, values))
+    if device_type == "cpu":
+        return int(repeated) - sum(map(_bytes_in_memory, (keys, values)))
+    return 2 * int(repeated) if times > 1 and args["attn_mask"] is not None else 0
+
+
+def _bytes_in_memory(value: Tensor) -> int:
+    """Return the bytes that a value takes in memory, where an expanded dim occurs once."""
+    sizes = (sym_hint(size) for size, stride in zip(value.shape, value.stride(), strict=True) if sym_hint(stride))
+    return int(math.prod(sizes)) * value.element_size()
 
 
 def _is_view(value: Tensor, shape: Sequence[Any]) -> bool:

@@ -16,9 +16,8 @@ from tests.passes.stages import Call
 from tests.sound import findings
 from tpcompiler._torch import decomposing
 from tpcompiler.errors import ProgramError
-from tpcompiler.frontend.call_body import NotSimple
-from tpcompiler.frontend.decompose import decompose_calls
-from tpcompiler.frontend.spell_out import spell_out
+from tpcompiler.frontend.decompose import NotSimple, decompose_calls
+from tpcompiler.frontend.kernel_differences import spell_out
 from tpcompiler.frontend.written_back import keep_old_values
 from tpcompiler.ir import edit
 from tpcompiler.passes.canonicalize import canonicalize

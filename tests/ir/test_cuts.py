@@ -106,23 +106,23 @@ def test_alike_pieces_are_blocks(data: st.DataObject) -> None:
 def test_between_is_what_of_a_range_is_held(drawn: Cut, data: st.DataObject) -> None:
     size, by = drawn
     start, stop = sorted(data.draw(st.lists(st.integers(0, size), min_size=2, max_size=2)))
-    piece = by.between(start, stop, size)
+    piece = by.slice(start, stop, size)
     if piece is not None and start < stop:
         inside = [[at - start for at in own if start <= at < stop] for own in held(by, size)]
         assert held(piece, stop - start) == inside
-    assert by.between(0, size, size) == by
+    assert by.slice(0, size, size) == by
 
 
 @given(cuts(), st.integers(2, 4))
 def test_scaled_and_divided(drawn: Cut, times: int) -> None:
     size, by = drawn
-    wide = by.scaled(times, size, GRID)
+    wide = by.scale(times, size, GRID)
     assert held(wide, size * times) == [[at * times + i for at in own for i in range(times)] for own in held(by, size)]
-    back = wide.divided(times, size * times, GRID)
+    back = wide.unscale(times, size * times, GRID)
     needless = any(how.is_even(n, GRID) and how.levels[0].unit > 1 for n, how in by.parts or [drawn] if how.levels)
     assert back is not None or needless  # units that even cuts do not need are not found again
     assert back is None or held(back, size) == held(by, size)
-    narrow = by.divided(times, size, GRID)
+    narrow = by.unscale(times, size, GRID)
     if narrow is not None:
         want = [[at * times + i for at in own for i in range(times)] for own in held(narrow, size // times)]
         assert held(by, size) == want
@@ -132,30 +132,30 @@ def test_scaled_and_divided(drawn: Cut, times: int) -> None:
 def test_an_axis_with_and_without(drawn: Cut) -> None:
     _, by = drawn
     for axis in GRID.names:
-        assert set(by.without(axis).axes) == set(by.axes) - {axis}
-        assert set(by.only(axis).axes) == set(by.axes) & {axis}
-        assert by.without(axis).only(axis) == WHOLE
+        assert set(by.drop_axis(axis).axes) == set(by.axes) - {axis}
+        assert set(by.axis_part(axis).axes) == set(by.axes) & {axis}
+        assert by.drop_axis(axis).axis_part(axis) == WHOLE
 
 
 def test_inside_is_a_cut_of_what_is_left() -> None:
-    assert DP.inside(TP) == DimSharding.by("dp", "tp") != TP.inside(DP)
-    assert held(DP.inside(TP), 6) == [[0], [1], [2], [3], [4], [5]]
-    assert held(TP.inside(DP), 6) == [[0], [2], [4], [1], [3], [5]]
-    assert WHOLE.inside(TP) == TP == TP.inside(WHOLE)
+    assert DP.nest(TP) == DimSharding.by("dp", "tp") != TP.nest(DP)
+    assert held(DP.nest(TP), 6) == [[0], [1], [2], [3], [4], [5]]
+    assert held(TP.nest(DP), 6) == [[0], [2], [4], [1], [3], [5]]
+    assert WHOLE.nest(TP) == TP == TP.nest(WHOLE)
     parts = DimSharding.of_parts([(6, DP), (3, WHOLE)])
-    assert parts.inside(DimSharding.of_parts([(6, TP), (3, TP)])) == DimSharding.of_parts([(6, DP.inside(TP)), (3, TP)])
-    assert parts.inside(DimSharding.of_parts([(5, TP), (4, WHOLE)])) == parts
+    assert parts.nest(DimSharding.of_parts([(6, TP), (3, TP)])) == DimSharding.of_parts([(6, DP.nest(TP)), (3, TP)])
+    assert parts.nest(DimSharding.of_parts([(5, TP), (4, WHOLE)])) == parts
 
 
 def test_an_axis_that_is_two() -> None:
     """Even cuts are the same elements; of three axes, the ones made of `tp` lie where it lay."""
     mesh = Mesh((("dp", 2), ("tp", 4)))
     split = mesh.split("tp", 2)
-    for by in (TP, DP.inside(TP), TP.inside(DP), DimSharding.by("tp", block=8, unit=2)):
-        assert held(by.over("tp", split.parts_of("tp")), 16, split) == held(by, 16, mesh)
-        assert Sharding((by.over("tp", split.parts_of("tp")),)).text(split) == Sharding((by,)).text(mesh)
+    for by in (TP, DP.nest(TP), TP.nest(DP), DimSharding.by("tp", block=8, unit=2)):
+        assert held(by.split_axis("tp", split.parts_of("tp")), 16, split) == held(by, 16, mesh)
+        assert Sharding((by.split_axis("tp", split.parts_of("tp")),)).text(split) == Sharding((by,)).text(mesh)
     parts = DimSharding.of_parts([(8, TP), (8, DP)])
-    assert held(parts.over("tp", split.parts_of("tp")), 16, split) == held(parts, 16, mesh)
+    assert held(parts.split_axis("tp", split.parts_of("tp")), 16, split) == held(parts, 16, mesh)
 
 
 def test_an_empty_part_is_none() -> None:
@@ -176,7 +176,7 @@ def test_the_text_of_factors_is_read_back(drawn: Cut, pending: str, op: str) -> 
     text = sharding.text(SHARED)
     assert read_sharding(text, SHARED, 1) == sharding
     assert read_record(BoundaryRecord, {"name": "x", "shape": [1], "dtype": "f32", "sharding": text})
-    joined, mesh = sharding.joined(SHARED)
+    joined, mesh = sharding.join_factors(SHARED)
     assert ("2x" in text) is bool(mesh.factors)
     assert joined.axes <= {*mesh.names}
 

@@ -60,7 +60,7 @@ def test_a_factor_is_named_after_the_ranks_of_its_first_group() -> None:
             name = mesh.group_name(axes)
             assert (mesh.axes_of(name), groups_named(name)) == (axes, mesh.groups(axes))
     assert mesh.text(mesh.names) == "dp.tp"
-    assert mesh.joined("tp") == Mesh.of({"dp": 2, "tp": 8})
+    assert mesh.join("tp") == Mesh.of({"dp": 2, "tp": 8})
     for name in ("tp=4:tp[:3]", "tp=4:tp[:0]", "tp=4:tp[0:2]", "tp=4:dp[:2]", "tp=4:tp_0"):
         assert groups_named(name) == ()
 

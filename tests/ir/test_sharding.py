@@ -196,7 +196,7 @@ def test_axes_and_reductions() -> None:
     sharding = Sharding.of({"dp": Shard(1), "tp": Partial()}, GRID, 2, "a test")
     assert sharding.axes == {"dp", "tp"}
     assert not sharding.is_replicated
-    assert sharding.settled().text(GRID) == "[S(1), R]"
+    assert sharding.without_partial.text(GRID) == "[S(1), R]"
     assert Sharding.replicated(2).is_replicated
 
 
@@ -255,9 +255,9 @@ def test_a_pin_on_one_axis_beside_what_waits_on_another() -> None:
             with pytest.raises(
                 ShardingError, match=r"P\(sum\) over 'dp' and P\(max\) over 'tp'.*\n.*\n  asked by: line 4"
             ):
-                asked.applied(have)
+                asked.apply(have)
         else:
-            assert asked.applied(have).text(GRID) == text
+            assert asked.apply(have).text(GRID) == text
 
 
 def test_the_nesting_of_axes_in_parts_is_printed_and_read_back() -> None:
@@ -268,7 +268,7 @@ def test_the_nesting_of_axes_in_parts_is_printed_and_read_back() -> None:
 
 
 def test_the_rank_that_holds_most_is_not_always_the_first() -> None:
-    rows = DimSharding.by("tp").spanning([(0, 5), (3, 9), (7, 13), (11, 16)])  # under windows
+    rows = DimSharding.by("tp").with_spans([(0, 5), (3, 9), (7, 13), (11, 16)])  # under windows
     sharding = Sharding.replicated(2).with_dim(0, rows)
     assert [sharding.local_bytes((16, 5), 4, TP, rank) for rank in range(4)] == [100, 120, 120, 100]
     assert sharding.local_bytes((16, 5), 4, TP) == 120

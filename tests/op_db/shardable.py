@@ -132,7 +132,7 @@ def _kept(node: fx.Node, given: list[Sharding], mesh: Mesh) -> list[Sharding] | 
     both = shardings(rule, together, mesh)
     if isinstance(both, Refusal):
         return f"{node.target}: {_without_sizes(both.text)}"
-    return [sharding.settled() for sharding in both[1]]
+    return [sharding.without_partial for sharding in both[1]]
 
 
 def _without_sizes(text: str) -> str:

@@ -18,7 +18,6 @@ from tpcompiler._torch import OpOverload
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.objective import Objective
 from tpcompiler.ir import edit
-from tpcompiler.ir.invariants import check_invariants
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import parse_placement
 from tpcompiler.ir.program import (
@@ -28,6 +27,7 @@ from tpcompiler.ir.program import (
     PlacedProgram,
     PlannedProgram,
     ShardedProgram,
+    check_invariants,
 )
 from tpcompiler.ir.rank_numbers import name_rank_numbers, numbers_of_rank, numbers_read
 from tpcompiler.passes.apply_plan import apply_plan

@@ -19,9 +19,9 @@ from tpcompiler._torch import FakeTensorMode
 from tpcompiler.errors import PlanError
 from tpcompiler.ir import edit
 from tpcompiler.ir.text import program_text
-from tpcompiler.passes._attention_kernels import ON_CPU, ON_CUDA
 from tpcompiler.passes.move_device import move_device
 from tpcompiler.passes.regions.attend_in_turns import attend_in_turns
+from tpcompiler.rules.attention import CPU_KERNEL, CUDA_KERNEL
 from tpcompiler.terminal.printed import format_bytes
 
 aten = torch.ops.aten
@@ -243,7 +243,7 @@ def _blind_as_others(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float | None
 ) -> list[torch.Tensor]:
     bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
-    return [*ON_CPU(q, k, v, attn_mask=bias.expand(*q.shape[:3], k.shape[2]))]
+    return [*CPU_KERNEL(q, k, v, attn_mask=bias.expand(*q.shape[:3], k.shape[2]))]
 
 
 @pytest.mark.slow
@@ -285,21 +285,21 @@ def test_the_kernel_of_a_gpu(dynamic: Any, tmp_path: Path) -> None:
     args = (noise(1, 4, 128, 16), noise(1, 2, 128, 16), noise(1, 2, 128, 16) + 1)
     program = converted(causal, args, {"cp": 2}, device_type="cuda", dynamic=dynamic)
     rank = program.rank_program(0)
-    assert attention_of(rank) == [ON_CUDA] * 2
-    assert attention_of(move_device(rank, "cpu")) == [ON_CPU] * 2
+    assert attention_of(rank) == [CUDA_KERNEL] * 2
+    assert attention_of(move_device(rank, "cpu")) == [CPU_KERNEL] * 2
     assert program.verify(args).ok
     program.save(tmp_path / "out")  # and checks the files
 
 
 def test_a_gpu_kernel_that_was_there_before_stays() -> None:
     def attend(q: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = ON_CUDA(q, q, q, None, True)[0]
+        made: torch.Tensor = CUDA_KERNEL(q, q, q, None, True)[0]
         return made
 
     with FakeTensorMode():
         q = torch.empty(1, 2, 64, 16, device="cuda")
     exported = export(Call(lambda self, q: attend(q)), (q,))
-    assert attention_of(move_device(exported, "cpu")) == [ON_CUDA]
+    assert attention_of(move_device(exported, "cpu")) == [CUDA_KERNEL]
 
 
 def attention_of(program: ExportedProgram) -> list[Any]:

@@ -18,8 +18,8 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import REDUCE_OPS
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import read_sharding
+from tpcompiler.parallel.partition import ranks_alike
 from tpcompiler.passes import lower_reshards as lowering
-from tpcompiler.passes._rank_classes import ranks_alike
 
 SQUARE, WIDE, CUBE = Mesh((("dp", 2), ("tp", 2))), Mesh((("dp", 2), ("tp", 3))), Mesh((("a", 2), ("b", 2), ("c", 2)))
 

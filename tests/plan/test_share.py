@@ -14,8 +14,7 @@ import tpcompiler
 from tests.passes.stages import Call
 from tests.zoo.case import randomise
 from tpcompiler.errors import PlanError
-from tpcompiler.plan.plan import Plan
-from tpcompiler.plan.share import join_plans, share_plan
+from tpcompiler.plan.plan import Plan, join_plans, share_plan
 from tpcompiler.runtime.artifact import read_manifest
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting

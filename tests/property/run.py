@@ -25,9 +25,8 @@ from tests.property.steps import ROWS
 from tpcompiler import errors
 from tpcompiler._torch import sym_multiple, symbols_of
 from tpcompiler.ir import edit
-from tpcompiler.ir.invariants import check_invariants
 from tpcompiler.ir.node_placement import PLACEMENT, placement_of
-from tpcompiler.ir.program import reshard
+from tpcompiler.ir.program import check_invariants, reshard
 from tpcompiler.ir.text import op_name
 from tpcompiler.judge.sound.check import check_programs
 from tpcompiler.judge.sound.written import read_ranks

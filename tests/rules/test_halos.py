@@ -19,7 +19,7 @@ from tests.zoo.case import randomise
 from tpcompiler.artifact.collective_records import is_exchange
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.placement_words import describe_sharding
+from tpcompiler.ir.placements import describe_sharding
 from tpcompiler.ir.shares import read_sharding
 from tpcompiler.judge.sound.check import check_programs
 from tpcompiler.parallel.program_subject import layout_of

@@ -117,7 +117,7 @@ def brute_force(problem: Problem) -> Iterator[float]:
                 if operand not in leaves:
                     total += SLOW.change_seconds(made[operand], want, value, mesh)
                     continue
-                over_tp = [dim for dim, cut in enumerate(want.only("tp").dims) if cut.axes]
+                over_tp = [dim for dim, cut in enumerate(want.axis_part("tp").dims) if cut.axes]
                 total += math.inf if len(over_tp) > 1 or want.partial else 0.0
                 total += SLOW.storage_seconds(local_bytes(value, want, mesh))
             if option is None:

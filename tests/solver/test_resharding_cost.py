@@ -13,7 +13,7 @@ from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.objective import Objective
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.solver.resharding_cost import price_changes
+from tpcompiler.solver.build_problem import price_changes
 from tpcompiler.solver.turn import Memo
 
 OBJECTIVE = Objective.of(read_machine("h100"))

@@ -17,8 +17,7 @@ from torch.export.graph_signature import TensorArgument
 import tpcompiler
 from tests.trust.damage import Artifact, claim, inserted
 from tpcompiler.errors import InternalError
-from tpcompiler.ir.call_record import write_call
-from tpcompiler.ir.node_placement import claim_data
+from tpcompiler.ir.node_placement import claim_data, write_call
 from tpcompiler.ir.shares import same_bits
 from tpcompiler.judge.sound.check import check_programs
 

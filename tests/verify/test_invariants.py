@@ -14,9 +14,8 @@ from tests.passes.models import MEGATRON, Mlp
 from tests.passes.stages import divided, folded, local, placed
 from tpcompiler.errors import InternalError
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
-from tpcompiler.ir.invariants import check_invariants
 from tpcompiler.ir.node_placement import PLACEMENT
-from tpcompiler.ir.program import LocalProgram, LoweredProgram, PlacedProgram, Program
+from tpcompiler.ir.program import LocalProgram, LoweredProgram, PlacedProgram, Program, check_invariants
 from tpcompiler.ir.sharding import Sharding
 
 ROWS = Sharding((DimSharding.by("tp"), WHOLE))

@@ -13,7 +13,6 @@ from torch.export import ExportedProgram
 import tpcompiler.rules  # noqa: F401  (registers the rules)
 from tpcompiler.api.parallel_program import ParallelProgram
 from tpcompiler.api.request import AUTO, Given, PlanLike, Programs, Request, read_plan
-from tpcompiler.cost.collective import Collectives
 from tpcompiler.errors import MeshError
 from tpcompiler.ir.gc_pause import collector_rests
 from tpcompiler.ir.mesh import Mesh, MeshLike
@@ -21,11 +20,10 @@ from tpcompiler.parallel.converted_program import ConvertedProgram, convert_prog
 from tpcompiler.parallel.cut_batch import cut_batch
 from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.passes.apply_plan import names_of
-from tpcompiler.plan.plan import Plan
-from tpcompiler.plan.share import join_plans
+from tpcompiler.plan.plan import Plan, join_plans
 from tpcompiler.runtime.beside import families
 from tpcompiler.runtime.place import place_state
-from tpcompiler.runtime.records import Goal, Optimizer
+from tpcompiler.runtime.records import Collectives, Goal, Optimizer
 
 
 @collector_rests()

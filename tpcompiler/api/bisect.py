@@ -121,7 +121,7 @@ def bisect_artifact(
         {
             row.name: _spec(sharding, mesh)
             for row in rows
-            for sharding, whole in [row_sharding(row, artifact.mesh).joined(artifact.mesh)]
+            for sharding, whole in [row_sharding(row, artifact.mesh).join_factors(artifact.mesh)]
             if sharding.axes and whole == mesh  # else the search found it
         }
         for rows in (manifest.inputs, manifest.outputs)
@@ -234,7 +234,7 @@ def _piece(
     graph.output(result)
     module = fx.GraphModule(root, graph)
     exported = torch.export.export(module, tuple(values[node] for node in inputs))
-    given = [_spec(wants[node].settled(), program.mesh, mesh) for node in inputs]
+    given = [_spec(wants[node].without_partial, program.mesh, mesh) for node in inputs]
     return WrongPiece(exported, mesh, plan, given, tuple(f"{op_name(node)} ('{node.name}')" for node in nodes))
 
 

@@ -29,8 +29,7 @@ from tpcompiler.parallel.conversion import Conversion, share_conversions
 from tpcompiler.parallel.converted_program import ConvertedProgram, convert_programs
 from tpcompiler.parallel.program_subject import on_cpu
 from tpcompiler.passes.canonicalize import canonicalize
-from tpcompiler.plan.plan import Plan
-from tpcompiler.plan.share import join_plans
+from tpcompiler.plan.plan import Plan, join_plans
 from tpcompiler.runtime.artifact import MODEL, Manifest, is_single
 from tpcompiler.runtime.beside import families, largest_world
 from tpcompiler.runtime.program_files import ProgramFiles, open_programs

@@ -25,7 +25,7 @@ from tpcompiler._torch import (
     tree_unflatten,
 )
 from tpcompiler.errors import InputsError, ProgramError, TpCompilerError, TpCompilerWarning, reason
-from tpcompiler.frontend.own_backwards import refuse_own_backwards
+from tpcompiler.frontend.refused import refuse_own_backwards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.judge.compare.compare import compare_calls
 from tpcompiler.judge.compare.judge import Layout

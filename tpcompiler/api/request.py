@@ -16,7 +16,6 @@ from torch.export import ExportedProgram
 
 from tpcompiler._torch import user_inputs
 from tpcompiler.cost.amounts import read_memory
-from tpcompiler.cost.collective import Collectives
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.errors import InputsError, MeshError, PlanError, ProgramError, UnsupportedError, option
@@ -27,7 +26,7 @@ from tpcompiler.parallel.stages import StageProgram, mesh_of_stage, stage_progra
 from tpcompiler.plan.file import SEARCHES
 from tpcompiler.plan.plan import Plan
 from tpcompiler.runtime.artifact import SINGLE, is_single
-from tpcompiler.runtime.records import Asked, Goal, Optimizer, PlacedBoundary
+from tpcompiler.runtime.records import Asked, Collectives, Goal, Optimizer, PlacedBoundary
 
 SEVERAL = (Mapping, list, tuple)  # types that hold several programs
 DEGREES = '{"draft": 1}'

@@ -14,7 +14,7 @@ from tpcompiler._torch import hooks_around, record_own_backwards
 from tpcompiler.api.own_gradients import check_own_gradients
 from tpcompiler.errors import ProgramError, UnsupportedError, reason
 from tpcompiler.frontend.example_inputs import copy_repeated
-from tpcompiler.frontend.own_backwards import refuse_own_backwards
+from tpcompiler.frontend.refused import refuse_own_backwards
 from tpcompiler.frontend.training import add_backward
 from tpcompiler.ir.shared_memory import find_shared, is_same_view
 from tpcompiler.rules.registry import ops_with_rules

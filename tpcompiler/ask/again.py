@@ -26,11 +26,11 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import layer_of
 from tpcompiler.ir.program import PlannedProgram, relax
 from tpcompiler.ir.sharding import Sharding
+from tpcompiler.parallel.advice import MOST_WHOLE
 from tpcompiler.parallel.conversion import Conversion
 from tpcompiler.parallel.converted_program import ConvertedProgram, convert_programs
 from tpcompiler.parallel.pipeline import find_placements, make_task, solve_task
-from tpcompiler.parallel.unplanned_weights import MOST_WHOLE
-from tpcompiler.passes._placements import refuse_misfits
+from tpcompiler.passes.place import refuse_misfits
 from tpcompiler.passes.regions.attend_in_turns import ATTENTION, axis_of_turns
 from tpcompiler.plan.plan import Plan
 from tpcompiler.solver.estimate import measure_leaves, sends_of

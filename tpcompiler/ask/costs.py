@@ -21,9 +21,8 @@ from tpcompiler.cost.timeline import StepTime
 from tpcompiler.errors import InputsError, option
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.names import layer_around
+from tpcompiler.ir.names import fold_names, layer_around, times
 from tpcompiler.ir.node_placement import records_of
-from tpcompiler.plan.fold import folded, times
 from tpcompiler.runtime.records import Collective, Record
 from tpcompiler.terminal.printed import format_bytes, format_microseconds
 from tpcompiler.terminal.tables import Part, Shown, Table
@@ -82,7 +81,7 @@ class CostTable(Record, Shown, frozen=True):
                 format_microseconds(each.seconds),
             )
             layers[each.layer] = (*layers.get(each.layer, ()), row)
-        rows = [(pattern, *row, times(names)) for pattern, names in folded(layers) for row in layers[names[0]]]
+        rows = [(pattern, *row, times(names)) for pattern, names in fold_names(layers) for row in layers[names[0]]]
         count = sum(each.count for each in self.costs)
         rows.append(
             (

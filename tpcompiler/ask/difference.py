@@ -18,8 +18,8 @@ from tpcompiler.cost.timeline import StepTime, duration
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.names import fold_names, times
 from tpcompiler.ir.text import op_name
-from tpcompiler.plan.fold import folded, times
 from tpcompiler.runtime.artifact import MODEL, Manifest
 from tpcompiler.runtime.records import PlacedRecord, Record, mesh_text
 from tpcompiler.terminal.printed import format_microseconds, format_unequal_bytes
@@ -79,7 +79,7 @@ class ArtifactDifference(Record, Shown, frozen=True, kw_only=True):
     def placements_alike(self) -> list[tuple[str, list[str], Placement]]:
         """Fold placements of repeated layers into rows: the pattern of the names, the names, the first placement."""
         named = {each.name: each for each in self.placements}
-        alike = folded({name: structs.astuple(each)[1:] for name, each in named.items()})
+        alike = fold_names({name: structs.astuple(each)[1:] for name, each in named.items()})
         return [(pattern, names, named[names[0]]) for pattern, names in alike]
 
     def collectives_alike(self) -> list[tuple[str, list[str], Traffic]]:
@@ -87,7 +87,7 @@ class ArtifactDifference(Record, Shown, frozen=True, kw_only=True):
         of_module: dict[str, list[Traffic]] = defaultdict(list)
         for each in self.collectives:
             of_module[each.module].append(each)
-        alike = folded(
+        alike = fold_names(
             {module: tuple(structs.astuple(each)[1:] for each in found) for module, found in of_module.items()}
         )
         return [(pattern, modules, each) for pattern, modules in alike for each in of_module[modules[0]]]

@@ -24,7 +24,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.gc_pause import collector_rests
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import layer_of, weight_of
-from tpcompiler.ir.placement_words import describe_sharding
+from tpcompiler.ir.placements import describe_sharding
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.text import op_name, value_text
 from tpcompiler.plan.plan import Plan
@@ -318,7 +318,7 @@ def _priced(prices: Sequence[Price], made: Sequence[Placed], wants: Sequence[Pla
     alternatives = list[Alternative]()
     for axes in dict.fromkeys(price.axes for price in prices):
         own_made, own_wants = (
-            tuple(sharding.within(axes, value.shape, mesh) for sharding, value in each) for each in (made, wants)
+            tuple(sharding.restrict_to(axes, value.shape, mesh) for sharding, value in each) for each in (made, wants)
         )
         own = [price for price in prices if price.axes == axes]
         alternatives += _of_axis(own, own_made, own_wants, least, mesh)
@@ -368,7 +368,7 @@ def _slices(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> Iterator[Sli
             _listed(by.runs(sym_hint(size), mesh, here)) if by.axes else ":"
             for size, by in zip(value.shape, sharding.dims, strict=True)
         )
-        pending = "".join(f", a {op} pending over {axis}" for axis, op in sharding.joined(mesh)[0].partial)
+        pending = "".join(f", a {op} pending over {axis}" for axis, op in sharding.join_factors(mesh)[0].partial)
         held.setdefault((f"[{shape}]", f"[{', '.join(dims)}]{pending}"), []).append(rank)
     yield from (Slice(tuple(ranks), *both) for both, ranks in held.items())
 

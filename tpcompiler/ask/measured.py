@@ -17,8 +17,8 @@ from tpcompiler.ask.written import Written
 from tpcompiler.cost.collective import KIND_OF, wire_bytes
 from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.names import fold_names, times
 from tpcompiler.ir.node_placement import records_of
-from tpcompiler.plan.fold import folded, times
 from tpcompiler.runtime.records import Record
 from tpcompiler.terminal.printed import format_unequal_bytes
 from tpcompiler.terminal.tables import Table
@@ -75,7 +75,7 @@ def counts_table(rows: Sequence[CountedCollectives]) -> Table:
     for each in rows:
         pair = (f"{each.count} / {each.called}", " / ".join(format_unequal_bytes(each.wire_bytes, each.called_bytes)))
         layers[each.layer] = (*layers.get(each.layer, ()), (each.kind, *pair, "" if each.agrees else "NOT EQUAL"))
-    shown = [(pattern, *row, times(names)) for pattern, names in folded(layers) for row in layers[names[0]]]
+    shown = [(pattern, *row, times(names)) for pattern, names in fold_names(layers) for row in layers[names[0]]]
     headers = ("layer", "kind", "count", "wire bytes", "", "")
     return Table("collectives of rank 0, as its files say / as it called them", headers, shown)
 

@@ -29,10 +29,9 @@ from tpcompiler.errors import ArtifactError
 from tpcompiler.ir import edit
 from tpcompiler.ir.backward import starts_backward
 from tpcompiler.ir.buckets import ALL_REDUCE, BUCKET
-from tpcompiler.ir.call_record import nodes_named
 from tpcompiler.ir.control_flow import copy_with_bodies, root_of
 from tpcompiler.ir.draws import draws
-from tpcompiler.ir.node_placement import claims_of
+from tpcompiler.ir.node_placement import claims_of, nodes_named
 from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.runtime.inputs import flatten_inputs, refuse_excluded
 

@@ -106,7 +106,7 @@ def torch_placements(sharding: Sharding, shape: Sequence[int], mesh: Mesh) -> Se
     if mesh.is_unequal(sharding.cut_axes):
         return None
     if mesh.factors:
-        joined, whole = sharding.joined(mesh)
+        joined, whole = sharding.join_factors(mesh)
         is_even = all(by.is_even(size, mesh) for by, size in zip(sharding.dims, shape, strict=True))
         if whole.factors or not is_even:  # nested factors deal uneven shares in another way than `torch.chunk`
             return None

@@ -23,7 +23,7 @@ from tpcompiler.artifact.summary import (
 )
 from tpcompiler.checkpoint.leaves import leaves_of
 from tpcompiler.errors import ArtifactError, one_line
-from tpcompiler.plan.fold import folded, times
+from tpcompiler.ir.names import fold_names, times
 from tpcompiler.runtime.artifact import Manifest, lacks_weights
 from tpcompiler.runtime.records import BoundaryRecord
 from tpcompiler.runtime.run import ReturnedTensor
@@ -70,7 +70,7 @@ def model_parts(data: ModelSummary) -> Iterator[Part]:
     total = sum(row.bytes for row in data.parameters if row.tied_to is None)
     yield f"{len(data.parameters)} parameters, buffers and constants, {format_bytes(total)}"
     kinds = {row.name: row.type for row in data.modules}
-    rows = [(pattern, kinds[names[0]].rpartition(".")[2], times(names)) for pattern, names in folded(kinds)]
+    rows = [(pattern, kinds[names[0]].rpartition(".")[2], times(names)) for pattern, names in fold_names(kinds)]
     yield Table("modules", ("name", "class", ""), rows)
     yield Table("parameters", ("name", "kind", "type", "bytes", ""), _folded_rows(data.parameters))
     yield from _boundary(data)
@@ -177,7 +177,7 @@ def _folded_rows(rows: Sequence[ModelTensor | HeldTensor]) -> list[tuple[str, ..
         for name, row in by_name.items()
     }
     out = []
-    for pattern, names in folded({name: (*cells[name], row.tied_to is not None) for name, row in by_name.items()}):
+    for pattern, names in fold_names({name: (*cells[name], row.tied_to is not None) for name, row in by_name.items()}):
         row = by_name[names[0]]
         local = (format_bytes(row.bytes_per_rank[0]),) if isinstance(row, HeldTensor) else ()
         note = f"tied to {row.tied_to}" if row.tied_to else times(names)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import get_args
 
 from tpcompiler.runtime.records import CollectiveKind
-from tpcompiler.runtime.records import Collectives as Collectives
 
 KIND_OF: dict[str, CollectiveKind] = {  # torch's op -> our kind
     "all_reduce": "all_reduce",

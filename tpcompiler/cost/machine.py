@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from tpcompiler.cost.collective import Collectives, wire_bytes
+from tpcompiler.cost.collective import wire_bytes
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.runtime.records import Collectives
 
 NCCL_BYTES = 4e8  # NCCL's buffers on each device; context and workspaces come out of the unusable share
 USABLE = 0.9  # share of a device's memory

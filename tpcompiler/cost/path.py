@@ -1,14 +1,15 @@
 """The fastest path from one sharding to another, in collectives.
 
-A shortest path (Dijkstra, 1959) over shardings: every edge is one collective over one axis, or over several axes as one
-flattened group, or a step that moves nothing. Weights are a machine's seconds.
+A shortest path over shardings: every edge is one collective over one axis, or over several axes as one flattened group,
+or a step that moves nothing. Weights are a machine's seconds.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Literal, NamedTuple
@@ -16,7 +17,6 @@ from typing import Literal, NamedTuple
 from tpcompiler._torch import sym_hint
 from tpcompiler.cost.collective import KINDS, wire_bytes
 from tpcompiler.cost.machine import Link, Machine
-from tpcompiler.cost.shortest import Timed, find_shortest
 from tpcompiler.ir.dim_sharding import DimSharding, Size
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.nan_safe_reduce import sent_itemsize
@@ -28,6 +28,7 @@ Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slic
 FREE = ("slice", "hold")
 EXTRA = 0.1  # of the least time of a collective: less than each one more must gain; measured times differ by as much
 WIRE = Machine(1.0, math.inf, 1.0, {("", 0): [Link(0.0, 1e9)]}, name="wire bytes")  # counts bytes alone
+UNIT = 1e-15  # seconds: smaller differences between paths are ties
 
 
 class Step(NamedTuple):
@@ -42,6 +43,9 @@ class Step(NamedTuple):
     target: Sharding
     wire_bytes: int
     copied: int = 0
+
+
+Timed = tuple[Step, float]  # a step, and its seconds
 
 
 @lru_cache(maxsize=1 << 16)
@@ -73,7 +77,59 @@ def cheapest_path(
     def find_rest(state: Sharding) -> float:
         return _count_collectives(state, target) * least
 
-    return tuple(find_shortest(source, target, find_steps, find_rest))
+    return tuple(_find_shortest(source, target, find_steps, find_rest))
+
+
+def _find_shortest(
+    source: Sharding,
+    target: Sharding,
+    find_steps: Callable[[Sharding], Sequence[Timed]],
+    find_rest: Callable[[Sharding], float],
+) -> list[Step]:
+    """Return the fastest steps; ties go to the path with the fewest wire bytes, then to the one with the fewest steps.
+
+    The least time is found first, by A* (Hart, Nilsson and Raphael, 1968). Dijkstra's order then breaks the ties, and
+    leaves out what cannot be on a path of that time.
+
+    Args:
+        find_rest: seconds that the rest of a path from a sharding takes at least; no step takes less than it saves.
+    """
+    if not find_rest(source):
+        return _reach(source, target, find_steps, find_rest, math.inf)[1]
+    least, _ = _reach(source, target, find_steps, find_rest, None)
+    return _reach(source, target, find_steps, find_rest, least + 1)[1]  # a sum may be rounded up
+
+
+def _reach(
+    source: Sharding,
+    target: Sharding,
+    find_steps: Callable[[Sharding], Sequence[Timed]],
+    find_rest: Callable[[Sharding], float],
+    most: float | None,
+) -> tuple[int, list[Step]]:
+    """Return the time of a shortest path in units, and its steps.
+
+    `most`: units that no path of interest takes more than; without it, the order is that of A*.
+    """
+    nearest, seconds_to = {source: (0, 0, 0)}, {source: 0.0}  # (time, wire bytes, steps), and seconds
+    reached: dict[Sharding, Step] = {}
+    serial = itertools.count()  # of equally distant states the target goes first, then the earliest one
+    open_ = [((0, 0, 0), True, next(serial), source)]
+    while (state := heapq.heappop(open_)[-1]) != target:
+        for step, more in find_steps(state):
+            seconds, (_, sent, count) = seconds_to[state] + more, nearest[state]
+            far = round(seconds / UNIT), sent + step.wire_bytes, count + 1
+            if step.target in nearest and far >= nearest[step.target]:
+                continue
+            whole = far[0] + math.floor(find_rest(step.target) / UNIT)
+            if most is None or whole <= most:
+                nearest[step.target], seconds_to[step.target], reached[step.target] = far, seconds, step
+                order = (whole, *far[1:]) if most is None else far
+                heapq.heappush(open_, (order, step.target != target, next(serial), step.target))
+    path = [reached[target]]
+    while path[-1].source != source:
+        path.append(reached[path[-1].source])
+    return nearest[target][0], path[::-1]
 
 
 @lru_cache(maxsize=1 << 10)
@@ -368,7 +424,7 @@ def _grow(
 def _plain(cut: DimSharding, axes: tuple[str, ...]) -> DimSharding | None:
     if cut.parts:
         return None
-    return cut.inside(DimSharding.by(*axes))
+    return cut.nest(DimSharding.by(*axes))
 
 
 def _toward(have: DimSharding, want: DimSharding, axes: tuple[str, ...], size: int, mesh: Mesh) -> DimSharding | None:
@@ -376,7 +432,7 @@ def _toward(have: DimSharding, want: DimSharding, axes: tuple[str, ...], size: i
     if want.parts:
         parts, at = [], 0
         for length, cut in want.parts:
-            piece = have.between(at, at + length, size)
+            piece = have.slice(at, at + length, size)
             at += length
             if piece is None:
                 return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, Tens
 from tpcompiler._torch import (
     WRAPPERS,
     FakeTensor,
+    FakeTensorMode,
     HigherOrderOperator,
     OpOverload,
     all_tensors,
@@ -27,9 +28,9 @@ from tpcompiler._torch import (
     functional_op,
     is_vmap,
     stays_whole,
+    trace_ops,
     tree_flatten,
 )
-from tpcompiler.frontend.call_body import Bodies, NotSimple
 from tpcompiler.frontend.written_back import hidden_bases, memory_of, updates_statistics, without_memory, writes
 from tpcompiler.ir import edit
 from tpcompiler.ir.draws import DROPOUTS
@@ -43,6 +44,10 @@ SCATTERS = {  # views, and the ops that put a part back, with the same arguments
     aten.slice.Tensor: aten.slice_scatter.default,
 }
 DENSE = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+
+
+class NotSimple(Exception):
+    """A program that torch has to trace as a whole."""
 
 
 def decompose_calls(program: ExportedProgram, how: Mapping[Any, Any], table: Mapping[Any, Any]) -> ExportedProgram:
@@ -69,11 +74,60 @@ def decompose_calls(program: ExportedProgram, how: Mapping[Any, Any], table: Map
         return writer.written()
 
 
+class _Bodies:
+    """The decompositions of calls, as graphs from the values that a call reads to its results."""
+
+    def __init__(self, mode: FakeTensorMode, table: Mapping[Any, Any]) -> None:
+        self.mode, self.table = mode, table
+        self.known: dict[Any, fx.Graph] = {}
+
+    def find(self, node: fx.Node, op: Any, operands: Sequence[fx.Node]) -> fx.Graph:
+        """Return the decomposition of a call of `op` with a node's arguments, its inputs being these operands.
+
+        Raises:
+            NotSimple: it creates tensors, writes in place or has control flow, or an operand is a conjugated view.
+        """
+        number = {used: at for at, used in enumerate(node.all_input_nodes)}
+        args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda used: ("node", number[used]))
+        call = op, key(args), key(operands)
+        if call not in self.known:
+            values = [edit.fake(each) for each in operands]
+            self.known[call] = _trace(node, op, values, self.mode, self.table)
+        return self.known[call]
+
+
+def _trace(node: fx.Node, op: Any, values: Sequence[Any], mode: FakeTensorMode, table: Mapping[Any, Any]) -> fx.Graph:
+    inputs = node.all_input_nodes
+    if any(isinstance(v, torch.Tensor) and (v.is_conj() or v.is_neg()) for v in values):
+        raise NotSimple(node.name)
+
+    def body(*values: Any) -> Any:
+        values_of = dict(zip(inputs, values, strict=True))
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda used: values_of[used])
+        return op(*args, **kwargs)
+
+    with mode, torch.no_grad(), enable_python_dispatcher():
+        own = [  # a tracer identifies its inputs as objects
+            torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
+            if isinstance(v, torch.Tensor)
+            else v
+            for v in values
+        ]
+        graph = trace_ops(body, *own, table=table)
+    for inner in graph.nodes:
+        is_op = isinstance(inner.target, OpOverload)
+        if inner.op == "get_attr" or (inner.op == "call_function" and is_op and inner.target._schema.is_mutable):
+            raise NotSimple(node.name)
+        if isinstance(inner.target, HigherOrderOperator) or (is_op and updates_statistics(inner)):
+            raise NotSimple(node.name)
+    return graph
+
+
 class _Simplifier:
     def __init__(self, program: ExportedProgram, how: Mapping[Any, Any], table: Mapping[Any, Any]) -> None:
         self.program, self.how, self.table = program, how, table
         self.graph, self.mode = fx.Graph(), fake_mode_of(program.graph)
-        self.bodies = Bodies(self.mode, table)
+        self.bodies = _Bodies(self.mode, table)
         self.sizes: dict[Any, fx.Node] = {}
         self.results: dict[Any, Any] = {}
         self.seen: dict[Any, Any] = {}  # the shapes of results, by call

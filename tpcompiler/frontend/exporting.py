@@ -30,8 +30,8 @@ from tpcompiler.frontend.example_inputs import (
     copy_repeated,
     takes_only,
 )
-from tpcompiler.frontend.own_backwards import refuse_own_backwards
 from tpcompiler.frontend.prefill_decode import build_steps
+from tpcompiler.frontend.refused import refuse_own_backwards
 from tpcompiler.runtime.hub import FACTORY, refuse_missing_config
 from tpcompiler.runtime.model_file import import_modules
 from tpcompiler.runtime.opened import read_object

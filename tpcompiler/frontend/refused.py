@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import fx
 from torch.export import ExportedProgram
@@ -197,3 +199,14 @@ def _higher_order(node: fx.Node, op: str, where: str) -> UnsupportedError:
         help=f"export the model without {op}",
         used_at=where,
     )
+
+
+def refuse_own_backwards(names: Collection[str]) -> None:
+    """Refuse a model with custom backwards, which torch.export leaves out: they may be torch's on an example alone."""
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise UnsupportedError(
+            f"the model has its own backward, which torch.export leaves out: {', '.join(list(names)[:3])}{more}",
+            help="write it in the forward, such as x + (f(x) - x).detach() for a step with the gradient of x, or as a "
+            "custom op with torch.library.register_autograd; remove hooks that only observe",
+        )

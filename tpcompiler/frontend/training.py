@@ -30,8 +30,7 @@ from tpcompiler._torch import (
     tree_unflatten,
 )
 from tpcompiler.errors import InputsError, ProgramError, UnsupportedError, reason
-from tpcompiler.frontend.corrected import LAYERS, LOSSES
-from tpcompiler.frontend.layouts import allow_copies
+from tpcompiler.frontend.kernel_differences import LAYERS, LOSSES, allow_copies
 from tpcompiler.frontend.refused import refuse_objects
 from tpcompiler.ir import edit
 from tpcompiler.ir.draws import draws

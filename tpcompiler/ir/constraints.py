@@ -1,10 +1,16 @@
-"""Constraints on leaves and values: the shardings that the plan, the boundary and the search allow, and who asked."""
+"""Constraints on leaves and values: the shardings that the plan, the boundary and the search allow, and who asked.
+
+A parameter may also be held in shards between its uses: each use gathers it, each gradient is scattered. That is the
+fully sharded data parallelism of Zhao et al., PyTorch FSDP (2023), after ZeRO (Rajbhandari et al., 2020).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from tpcompiler.ir.dim_sharding import DimSharding, Size
+from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding, refuse_mixed
 
 
@@ -16,7 +22,7 @@ class Exactly:
 
     def admits(self, sharding: Sharding, axis: str) -> bool:
         """Return True for one of the shardings over `axis`; a whole leaf may also be a pending sum."""
-        return any(sharding.settled().only(axis) == each.only(axis) for each in self.shardings)
+        return any(sharding.without_partial.axis_part(axis) == each.axis_part(axis) for each in self.shardings)
 
 
 @dataclass(frozen=True)
@@ -96,13 +102,13 @@ class Constraint:
         """True if the search places the leaf, and this only excludes some of its choices."""
         return isinstance(self.allowed, AnyStyle)
 
-    def applied(self, have: Sharding) -> Sharding:
+    def apply(self, have: Sharding) -> Sharding:
         """Return the sharding of a value that was placed as `have`.
 
         Raises:
             ShardingError: reductions pending over other axes do not commute with its own.
         """
-        target = self.sharding.beside(have, self.allowed.axes) if isinstance(self.allowed, Over) else self.sharding
+        target = self.sharding.nest_in(have, self.allowed.axes) if isinstance(self.allowed, Over) else self.sharding
         refuse_mixed(target.partial, "a value", self.asked_by)
         return target
 
@@ -111,9 +117,9 @@ class Constraint:
         assert isinstance(self.allowed, Exactly | Dims)
         return replace(self, allowed=replace(self.allowed, shardings=(*self.allowed.shardings, *others)))
 
-    def over(self, axis: str, both: Sequence[str]) -> Constraint:
+    def split_axis(self, axis: str, both: Sequence[str]) -> Constraint:
         """Return the same constraint on a mesh that has the axes `both` instead of `axis`."""
-        shardings = tuple(each.over(axis, both) for each in self.request.shardings) if self.request else ()
+        shardings = tuple(each.split_axis(axis, both) for each in self.request.shardings) if self.request else ()
         match self.allowed:
             case Exactly() | Dims() as allowed:
                 return replace(self, allowed=replace(allowed, shardings=shardings))
@@ -123,3 +129,24 @@ class Constraint:
                 split = tuple(name for old in axes for name in (both if old == axis else (old,)))
                 return replace(self, allowed=Over(shardings, split))
         return self
+
+
+@dataclass(frozen=True)
+class AtRest:
+    """A request that ranks along `axis` each hold a share of a parameter."""
+
+    axis: str
+    asked_by: str
+
+    def apply(self, used: Sharding, shape: Sequence[Size], mesh: Mesh) -> Sharding:
+        """Return the sharding at rest of a parameter that its uses want as `used`.
+
+        The axis cuts the first dim that it cuts evenly, inside of what cuts the dim already; none if it cuts no dim so.
+        """
+        parts = mesh.parts_of(self.axis)
+        for dim, (cut, size) in enumerate(zip(used.dims, shape, strict=True)):
+            if used.axes.isdisjoint(parts) and not cut.parts and not cut.block:
+                inner = cut.nest(DimSharding.by(*parts))
+                if inner.is_even(size, mesh):
+                    return used.with_dim(dim, inner)
+        return used

@@ -127,7 +127,7 @@ class DimSharding:
         """Return the same cut with this block for the outermost axis."""
         return replace(self, levels=(self.levels[0]._replace(block=block), *self.levels[1:])) if self.levels else self
 
-    def between(self, start: int, stop: int, size: int) -> DimSharding | None:
+    def slice(self, start: int, stop: int, size: int) -> DimSharding | None:
         """Return the cut of the elements from `start` to `stop` of a dim of `size`; None if no cut expresses it."""
         if not self.axes or start == stop:
             return WHOLE
@@ -138,7 +138,7 @@ class DimSharding:
             for length, cut in self.parts:
                 low, high = max(start, at), min(stop, at + length)
                 if low < high:
-                    piece = cut.between(low - at, high - at, length)
+                    piece = cut.slice(low - at, high - at, length)
                     if piece is None:
                         return None
                     pieces.append((high - low, piece))
@@ -149,33 +149,33 @@ class DimSharding:
             return None
         return self.of_block(block if stop - start > block else 0)
 
-    def scaled(self, times: int, size: int, mesh: Mesh) -> DimSharding:
+    def scale(self, times: int, size: int, mesh: Mesh) -> DimSharding:
         """Return the cut of a dim of `size` elements after each element becomes `times` elements in a row."""
         if self.parts:
-            return DimSharding.of_parts([(n * times, cut.scaled(times, n, mesh)) for n, cut in self.parts])
+            return DimSharding.of_parts([(n * times, cut.scale(times, n, mesh)) for n, cut in self.parts])
         unit = 1 if self.is_exact(size, mesh) else times
         return DimSharding(tuple(Level(a, block * times, own * unit) for a, block, own in self.levels))
 
-    def divided(self, by: int, size: int, mesh: Mesh) -> DimSharding | None:
-        """Invert `scaled`: return the cut that it scales to this one; None if this cut splits such a run."""
+    def unscale(self, by: int, size: int, mesh: Mesh) -> DimSharding | None:
+        """Invert `scale`: return the cut that it scales to this one; None if this cut splits such a run."""
         if self.parts:
-            parts = [(n // by, cut.divided(by, n, mesh)) for n, cut in self.parts]
+            parts = [(n // by, cut.unscale(by, n, mesh)) for n, cut in self.parts]
             if any(n % by for n, _ in self.parts) or any(cut is None for _, cut in parts):
                 return None
             return DimSharding.of_parts([(n, cut) for n, cut in parts if cut is not None])
         candidate = DimSharding(tuple(Level(a, block // by, max(unit // by, 1)) for a, block, unit in self.levels))
-        return candidate if size % by == 0 and candidate.scaled(by, size // by, mesh) == self else None
+        return candidate if size % by == 0 and candidate.scale(by, size // by, mesh) == self else None
 
-    def without(self, axis: str) -> DimSharding:
+    def drop_axis(self, axis: str) -> DimSharding:
         """Return the cut of all axes except `axis`."""
-        parts = [(size, cut.without(axis)) for size, cut in self.parts]
+        parts = [(size, cut.drop_axis(axis)) for size, cut in self.parts]
         remainder = DimSharding(tuple(level for level in self.levels if level.axis != axis))
         return DimSharding.of_parts(parts) if parts else remainder
 
-    def within(self, axes: Collection[str], size: Size, mesh: Mesh) -> DimSharding:
+    def restrict_to(self, axes: Collection[str], size: Size, mesh: Mesh) -> DimSharding:
         """Return the cut of `axes` alone, for a dim of `size`; pieces of the other axes become blocks."""
         if self.parts:
-            return DimSharding.of_parts([(length, cut.within(axes, length, mesh)) for length, cut in self.parts])
+            return DimSharding.of_parts([(length, cut.restrict_to(axes, length, mesh)) for length, cut in self.parts])
         levels, left = list[Level](), 0
         for axis, block, unit in self.levels:
             piece = chunk(block or size, mesh.deals(axis), 0, unit)[1]
@@ -188,32 +188,34 @@ class DimSharding:
             size = piece
         return DimSharding(tuple(levels))
 
-    def only(self, axis: str) -> DimSharding:
+    def axis_part(self, axis: str) -> DimSharding:
         """Return the cut of `axis` alone."""
-        parts = [(size, cut.only(axis)) for size, cut in self.parts]
+        parts = [(size, cut.axis_part(axis)) for size, cut in self.parts]
         remainder = DimSharding(tuple(level for level in self.levels if level.axis == axis))
         return DimSharding.of_parts(parts) if parts else remainder
 
-    def over(self, axis: str, parts: Sequence[str]) -> DimSharding:
+    def split_axis(self, axis: str, parts: Sequence[str]) -> DimSharding:
         """Return the same cut on a mesh that has the nested axes `parts` instead of `axis`."""
         levels: list[Level] = []
         for level in self.levels:
             inner = [Level(part, 0, level.unit) for part in parts[1:]]
             levels += [level._replace(axis=parts[0]), *inner] if level.axis == axis else [level]
-        return DimSharding(tuple(levels), tuple((size, cut.over(axis, parts)) for size, cut in self.parts), self.spans)
+        return DimSharding(
+            tuple(levels), tuple((size, cut.split_axis(axis, parts)) for size, cut in self.parts), self.spans
+        )
 
-    def under(self, axis: str, parts: Sequence[str]) -> DimSharding:
-        """Invert `over`, for a cut that it makes."""
+    def join_axis(self, axis: str, parts: Sequence[str]) -> DimSharding:
+        """Invert `split_axis`, for a cut that it makes."""
         levels = [each._replace(axis=axis) if each.axis == parts[0] else each for each in self.levels]
         kept = tuple(level for level in levels if level.axis not in parts)
-        return DimSharding(kept, tuple((size, cut.under(axis, parts)) for size, cut in self.parts), self.spans)
+        return DimSharding(kept, tuple((size, cut.join_axis(axis, parts)) for size, cut in self.parts), self.spans)
 
     @property
     def without_spans(self) -> DimSharding:
         """The cut into shares that do not overlap, by the same axes."""
         return DimSharding(self.levels, self.parts) if self.spans else self
 
-    def spanning(self, spans: Sequence[tuple[int, int]]) -> DimSharding:
+    def with_spans(self, spans: Sequence[tuple[int, int]]) -> DimSharding:
         """Return the cut by the same axes in which the ranks hold these elements."""
         return DimSharding(self.levels, self.parts, tuple(spans))
 
@@ -229,7 +231,7 @@ class DimSharding:
             at = at * mesh.degree(axis) + coordinate[axis]
         return self.spans[at]
 
-    def inside(self, inner: DimSharding) -> DimSharding:
+    def nest(self, inner: DimSharding) -> DimSharding:
         """Return this cut with `inner` nested in each piece; unchanged if the two have different parts."""
         if not self.axes:
             return inner
@@ -237,7 +239,7 @@ class DimSharding:
             if [size for size, _ in self.parts] != [size for size, _ in inner.parts]:
                 return self
             pairs = zip(self.parts, inner.parts, strict=True)
-            return DimSharding.of_parts([(size, cut.inside(by)) for (size, cut), (_, by) in pairs])
+            return DimSharding.of_parts([(size, cut.nest(by)) for (size, cut), (_, by) in pairs])
         same = bool(self.block) and inner.block == self.block  # each block's remainder is a piece
         return DimSharding((*self.levels, *(inner.of_block(0) if same else inner).levels))
 

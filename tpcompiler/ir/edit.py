@@ -133,6 +133,18 @@ def set_argument(node: fx.Node, name: str, value: Any) -> None:
                 node.update_kwarg(name, value)
 
 
+def count_slices_from_start(graph: fx.Graph) -> None:
+    """Replace negative starts and ends of slices, which count from the end: of a shard, that is somewhere else."""
+    for node in calls(graph):
+        if node.target not in (aten.slice.Tensor, aten.slice_copy.Tensor, aten.slice_scatter.default):
+            continue
+        args = bound(node)
+        size = shape(operands(node)[0])[args["dim"]]
+        for name in ("start", "end"):
+            if isinstance(size, int) and isinstance(args[name], int) and args[name] < 0:
+                set_argument(node, name, max(0, args[name] + size))
+
+
 def allow_copy(node: fx.Node) -> None:
     """Replace a view by a reshape, which takes an operand of any layout in memory."""
     if node.target in VIEWS:

@@ -170,7 +170,7 @@ class Mesh:
         """Return the mesh on which `axis` runs as two, the outer one with `outer` ranks."""
         return replace(self, factors=(*self.factors, (axis, (outer, self.degree(axis) // outer))))
 
-    def joined(self, axis: str) -> Mesh:
+    def join(self, axis: str) -> Mesh:
         """Return the mesh on which `axis` is one again."""
         return replace(self, factors=tuple(own for own in self.factors if own[0] != axis))
 

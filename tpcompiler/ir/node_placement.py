@@ -1,16 +1,22 @@
-"""The placement of a node: its share of the single-device program. In memory typed; in files a claim, plain data."""
+"""The placement of a node: its share of the single-device program. In memory typed; in files a claim, plain data.
+
+A claim also records the whole call whose share a rank's program computes, where the rank calls something else.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from msgspec.structs import asdict
 from torch import fx
 
+from tpcompiler._torch import op_overload
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir import edit
 from tpcompiler.ir.dim_sharding import DimSharding, Size
@@ -21,6 +27,7 @@ from tpcompiler.runtime.records import CallRecord, Collective, Record, Why, read
 
 PLACEMENT = "tpcompiler_placement"  # the key of a NodePlacement in `node.meta`, until the rank programs are built
 CLAIM = "tpcompiler"  # the key of a Claim in `node.meta["custom"]`, which `torch.export.save` keeps
+NAMED = (torch.dtype, torch.layout, torch.memory_format)  # printed as `torch.x`
 
 Counts = Mapping[str, tuple[tuple[tuple[Size, DimSharding], ...], ...]]
 
@@ -228,3 +235,73 @@ def records_of(graph: fx.Graph, manifest: Manifest) -> dict[fx.Node, Collective]
 
 
 NO_CLAIM = Claim()
+
+
+def write_call(node: fx.Node) -> CallRecord:
+    """Return the op and all its arguments in a JSON-compatible form, nodes by name."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    return CallRecord(
+        op=f"{node.target._schema.name}.{node.target._overloadname}",
+        args=[_to_json(value) for value in node.args],
+        kwargs={name: _to_json(value) for name, value in node.kwargs.items()},
+    )
+
+
+def read_call(
+    call: CallRecord, value: Callable[[str], Any], device: torch.device
+) -> tuple[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]]:
+    """Read back a call that `write_call` wrote, with nodes replaced by `value(name)` and devices by `device`.
+
+    Returns:
+        (op, args, kwargs)
+
+    Raises:
+        ValueError: `call` is no such call.
+    """
+    op = op_overload(call.op)
+    if op is None:
+        raise ValueError(f"{call.op!r} is no op that torch has here")
+
+    def read(argument: Any) -> Any:
+        if isinstance(argument, list):
+            return [read(each) for each in argument]
+        if not isinstance(argument, dict):
+            return argument
+        ((kind, text),) = argument.items()
+        if kind == "node":
+            return value(text)
+        if kind == "device":
+            return device
+        constant = getattr(torch, str(text), None) if kind == "torch" else float(text) if kind == "float" else None
+        if kind not in ("torch", "float") or (kind == "torch" and not isinstance(constant, NAMED)):
+            raise ValueError(f"{argument!r} is no argument of a call")
+        return constant
+
+    return op, tuple(map(read, call.args)), {name: read(each) for name, each in call.kwargs.items()}
+
+
+def nodes_named(call: CallRecord) -> set[str]:
+    """Return the names of the nodes in a call's arguments."""
+
+    def names(value: Any) -> Iterator[str]:
+        if isinstance(value, list):
+            for each in value:
+                yield from names(each)
+        elif isinstance(value, dict) and "node" in value:
+            yield value["node"]
+
+    return {*names(list(call.args)), *names(list(call.kwargs.values()))}
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, fx.Node):
+        return {"node": value.name}
+    if isinstance(value, (list, tuple)):
+        return [_to_json(each) for each in value]
+    if isinstance(value, NAMED):
+        return {"torch": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": value.type}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    return value

@@ -1,17 +1,22 @@
-"""Placements as text: torch's `R`, `S(dim)`, `P(op)`, and `S(dim, parts 8 4)`. A spec is one, or one per mesh axis."""
+"""Placements as text: torch's `R`, `S(dim)`, `P(op)`, and `S(dim, parts 8 4)`; and in plain words.
+
+A spec is one placement, or one per mesh axis.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from tpcompiler.errors import PlanError
+from tpcompiler.ir.mesh import Mesh
 
 _N = r"[1-9]\d{0,17}"  # a size
+WHOLE = "whole on every rank"
 REDUCE_OPS = ("sum", "avg", "product", "max", "min")
 
 # One placement (a mesh of one axis), or {axis: placement} with absent axes replicated.
@@ -151,3 +156,61 @@ def format_spec(spec: PlacementSpec) -> str | dict[str, str]:
     if isinstance(spec, Mapping):
         return {axis: format_placement(placement) for axis, placement in spec.items()}
     return format_placement(spec)
+
+
+def describe_sharding(text: str, mesh: Mesh) -> str:
+    """Describe a sharding, or a change of one, in words: `S(0)` is "dim 0 cut over tp".
+
+    Return "" for any other text.
+    """
+    sides = [_describe_side(side, mesh) for side in text.split(" -> ")]
+    return " -> ".join(sides) if all(sides) else ""
+
+
+def _describe_side(text: str, mesh: Mesh) -> str:
+    inside = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    texts = re.split(r", (?![^(]*\))", inside)
+    if len(texts) != len(mesh.axes) or not all(texts):
+        return ""
+    try:
+        parts = [
+            part
+            for each, (axis, _) in zip(texts, mesh.axes, strict=True)
+            for part in _placements_over(each, axis, mesh)
+        ]
+        phrases = [phrase for each, axis in parts for phrase in _describe_placement(each, axis)]
+    except (PlanError, ValueError):
+        return ""
+    return ", ".join(phrases) or WHOLE
+
+
+def _placements_over(text: str, axis: str, mesh: Mesh) -> Iterator[tuple[str, str]]:
+    """Yield the placement over an axis, or over each of its factors: `2xS(0) 2xR`."""
+    factors = re.findall(r"\d+x([RSP](?:\([^)]*\))?)", text) if text[0].isdigit() else ()
+    yield from zip(factors, mesh.parts_of(axis), strict=True) if factors else ((text, axis),)
+
+
+def _describe_placement(text: str, axis: str) -> Iterator[str]:
+    """Yield the words for one axis; nothing if the value is whole over it."""
+    placement = parse_placement(text)
+    if isinstance(placement, Partial):
+        yield f"a partial {placement.reduce_op} on each rank of {axis}"
+    elif isinstance(placement, Cut) and placement.pieces[0].size:
+        parts = "; ".join(map(_describe_piece, placement.pieces))
+        yield f"dim {placement.dim} cut over {axis} in {len(placement.pieces)} parts, each by itself ({parts})"
+    elif isinstance(placement, (Shard, Cut)):
+        how = _describe_cut(placement.pieces[0]) if isinstance(placement, Cut) else ""
+        yield f"dim {placement.dim} cut over {axis}{how}"
+
+
+def _describe_piece(piece: Piece) -> str:
+    return f"{piece.size}{_describe_cut(piece)}" if piece.cut else f"{piece.size} whole"
+
+
+def _describe_cut(piece: Piece) -> str:
+    unit = f" in whole units of {piece.unit}" if piece.unit > 1 else ""
+    block = f", each block of {piece.block} by itself" if piece.block else ""
+    reached = " ".join(f"{start}:{stop}" for start, stop in piece.spans)
+    spans = f", each rank with the elements that its windows reach: {reached}" if reached else ""
+    again = f", before {piece.outside} cuts it again" if piece.outside else ""
+    return f"{unit}{block}{again}{spans}"

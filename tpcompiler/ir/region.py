@@ -23,7 +23,6 @@ from tpcompiler.ir.draws import remove_unused
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, memory_order, no_new_guards, same_layout
 from tpcompiler.ir.program import PIN, PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.ir.slices import count_from_the_start
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Region:
             except _Declined:
                 return None
         _write_nothing_in_place(body)
-        count_from_the_start(body)
+        edit.count_slices_from_start(body)
         body.eliminate_dead_code()
         numbers = tree_flatten([(inner.args, inner.kwargs) for inner in body.nodes])[0]
         return None if any(isinstance(number, torch.SymInt) for number in numbers) else body

@@ -153,60 +153,61 @@ class Sharding:
         """Return this sharding with another cut of one dim."""
         return Sharding((*self.dims[:dim], cut, *self.dims[dim + 1 :]), self.partial)
 
-    def permuted(self, order: Sequence[int]) -> Sharding:
+    def permute(self, order: Sequence[int]) -> Sharding:
         """Return the sharding of `tensor.permute(order)`."""
         return Sharding(tuple(self.dims[dim] for dim in order), self.partial)
 
-    def over(self, axis: str, parts: Sequence[str]) -> Sharding:
+    def split_axis(self, axis: str, parts: Sequence[str]) -> Sharding:
         """Return the same layout on a mesh that has the axes `parts` instead of `axis`."""
         partial = [(a, op) for old, op in self.partial for a in (parts if old == axis else (old,))]
-        return Sharding(tuple(dim.over(axis, parts) for dim in self.dims), tuple(sorted(partial)))
+        return Sharding(tuple(dim.split_axis(axis, parts) for dim in self.dims), tuple(sorted(partial)))
 
-    def joined(self, mesh: Mesh) -> tuple[Sharding, Mesh]:
+    def join_factors(self, mesh: Mesh) -> tuple[Sharding, Mesh]:
         """Return the sharding and the mesh without the factors of axes of which it shards all alike, or none."""
         found = self
         for axis, _ in mesh.factors:
             parts = mesh.parts_of(axis)
             partial = {(axis if old == parts[0] else old, op) for old, op in found.partial if old not in parts[1:]}
-            one = Sharding(tuple(dim.under(axis, parts) for dim in found.dims), tuple(sorted(partial)))
-            if one.over(axis, parts) == found:
-                found, mesh = one, mesh.joined(axis)
+            one = Sharding(tuple(dim.join_axis(axis, parts) for dim in found.dims), tuple(sorted(partial)))
+            if one.split_axis(axis, parts) == found:
+                found, mesh = one, mesh.join(axis)
         return found, mesh
 
-    def only(self, axis: str) -> Sharding:
+    def axis_part(self, axis: str) -> Sharding:
         """Return the part of this sharding over `axis`."""
-        return Sharding(tuple(dim.only(axis) for dim in self.dims), tuple(p for p in self.partial if p[0] == axis))
+        return Sharding(tuple(dim.axis_part(axis) for dim in self.dims), tuple(p for p in self.partial if p[0] == axis))
 
-    def without(self, axes: Collection[str]) -> Sharding:
-        """Return the part of this sharding over all axes except `axes`."""
+    def drop_axes(self, axes: Collection[str]) -> Sharding:
+        """Return this sharding without the cuts and reductions over `axes`."""
         dims = list(self.dims)
         for axis in axes:
-            dims = [dim.without(axis) if axis in dim.axes else dim for dim in dims]
+            dims = [dim.drop_axis(axis) if axis in dim.axes else dim for dim in dims]
         return Sharding(tuple(dims), tuple(p for p in self.partial if p[0] not in axes))
 
-    def within(self, axes: Collection[str], shape: Sequence[Size], mesh: Mesh) -> Sharding:
+    def restrict_to(self, axes: Collection[str], shape: Sequence[Size], mesh: Mesh) -> Sharding:
         """Return the part of this sharding over `axes`, for a tensor of `shape`."""
         if self.axes.issubset(axes):
             return self
         dims = (
-            cut if set(cut.axes) <= set(axes) else cut.within(axes, size, mesh)
+            cut if set(cut.axes) <= set(axes) else cut.restrict_to(axes, size, mesh)
             for cut, size in zip(self.dims, shape, strict=True)
         )
         return Sharding(tuple(dims), tuple(p for p in self.partial if p[0] in axes))
 
-    def beside(self, other: Sharding, axes: Collection[str]) -> Sharding:
+    def nest_in(self, other: Sharding, axes: Collection[str]) -> Sharding:
         """Return this sharding over `axes`, nested inside the other's sharding over the remaining axes."""
         dims = []
         for own, others in zip(self.dims, other.dims, strict=True):
             outer = others
             for axis in [a for a in others.axes if a in axes]:
-                outer = outer.without(axis)
-            dims.append(outer.inside(own) if own.axes else outer)
+                outer = outer.drop_axis(axis)
+            dims.append(outer.nest(own) if own.axes else outer)
         partial = [(a, op) for a, op in other.partial if a not in axes] + list(self.partial)
         return Sharding(tuple(dims), tuple(sorted(partial)))
 
-    def settled(self) -> Sharding:
-        """Return the sharding with every pending reduction done."""
+    @property
+    def without_partial(self) -> Sharding:
+        """The sharding after every pending reduction is done."""
         return Sharding(self.dims)
 
     def local_shape(self, shape: Sequence[Size], mesh: Mesh, coordinate: Mapping[str, int]) -> tuple[Size, ...]:
@@ -245,7 +246,7 @@ class Sharding:
         the axis and then over the next, so the shares of an uneven dim are not those of `torch.chunk`.
         """
         if mesh.factors:
-            joined, mesh = self.joined(mesh)
+            joined, mesh = self.join_factors(mesh)
             if joined is not self:
                 return joined.text(mesh)
         words = dict[str, str]()

@@ -295,7 +295,7 @@ def read_sharding(text: str, mesh: Mesh, ndim: int) -> Sharding:
     placements = (parse_placement(item) for _, item in each)
     sharding = Sharding.of(dict(zip(apart.names, placements, strict=True)), apart, ndim, "a tensor")
     for axis, _ in mesh.factors:
-        sharding = sharding.over(axis, mesh.parts_of(axis)) if axis in apart.names else sharding
+        sharding = sharding.split_axis(axis, mesh.parts_of(axis)) if axis in apart.names else sharding
     return sharding
 
 

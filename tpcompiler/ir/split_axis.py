@@ -26,14 +26,14 @@ def on_split_axis(program: PlannedProgram, axis: str, outer: int) -> PlannedProg
     graph = edit.copy_graph(program.graph)
     for node in edit.calls(graph):
         if node.target is pin:
-            node.meta[PIN] = node.meta[PIN].over(axis, both)
+            node.meta[PIN] = node.meta[PIN].split_axis(axis, both)
     inner = mesh.degree(both[1])
     text = f"{axis}={mesh.degree(axis)}: some weights in {outer} shares, each on {inner} ranks in a row"
     return replace(
         program,
         graph=graph,
         mesh=mesh,
-        constraints={name: constraint.over(axis, both) for name, constraint in program.constraints.items()},
+        constraints={name: constraint.split_axis(axis, both) for name, constraint in program.constraints.items()},
         notes=(*program.notes, Note("mesh", text)),
     )
 
@@ -53,7 +53,7 @@ def _deals_alike(sharding: Sharding, shape: torch.Size, mesh: Mesh, axis: str, o
     for cut, size in zip(sharding.dims, shape, strict=True):
         if axis not in cut.axes or cut.is_even(size, mesh):
             continue
-        halves = cut.over(axis, split.parts_of(axis))
+        halves = cut.split_axis(axis, split.parts_of(axis))
         for rank in range(mesh.world_size):
             if cut.runs(size, mesh, mesh.coordinate(rank)) != halves.runs(size, split, split.coordinate(rank)):
                 return False

@@ -1,33 +1,47 @@
-"""The cheapest change of a plan that does without a gather, or that an op can take: a search that leaves it open."""
+"""Advice on a plan, from searches that leave part of it open.
+
+The cheapest change that does without a gather, or that an op can take; and the memory that a searched plan would save,
+if the plan leaves many weights whole without naming them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import fx
 
+from tpcompiler.artifact.summary import SearchedPlan
+from tpcompiler.cost.collective import KINDS
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.objective import Objective, local_bytes
-from tpcompiler.cost.reshard_bytes import changes, value_behind
+from tpcompiler.cost.path import steps_between
 from tpcompiler.errors import ShardingError, TpCompilerError
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import no_new_guards
-from tpcompiler.ir.node_placement import placement_of
-from tpcompiler.ir.program import PlacedProgram, PlannedProgram, relax, reshard
+from tpcompiler.ir.names import modules_around
+from tpcompiler.ir.node_placement import placement_of, reshard_of
+from tpcompiler.ir.program import PIN, PlacedProgram, PlannedProgram, relax, reshard, tied
 from tpcompiler.ir.sharding import Sharding
+from tpcompiler.parallel.conversion import Conversion, unseen
+from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.passes.place import place
 from tpcompiler.plan.plan import Plan, PlanEntry
 from tpcompiler.plan.styles import STYLES, read_style
+from tpcompiler.runtime.records import Goal, Why
+from tpcompiler.solver.estimate import measure_leaves, measure_step_time
 from tpcompiler.solver.search import PLACING, solve
+from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.task import Task
 from tpcompiler.terminal.printed import format_bytes
 
 MOST_CHANGED = 2  # entries that one advice changes
+MOST_WHOLE = 0.25  # of all bytes, that a plan may leave whole without naming them
+LEAST_SAVED = 0.1  # of all bytes, that a rank holds less by a plan worth mentioning
 
 
 class Advice(NamedTuple):
@@ -35,6 +49,15 @@ class Advice(NamedTuple):
 
     text: str
     made: PlacedProgram
+
+
+class _Change(NamedTuple):
+    """A change of a value's sharding, with its kind and its wire bytes per rank."""
+
+    value: fx.Node
+    to: Sharding
+    why: Why
+    wire_bytes: int
 
 
 @dataclass
@@ -60,9 +83,9 @@ class Adviser:
     def advise_gather(self, value: str, program: PlacedProgram) -> str:
         """The change that leaves out the fallback gathers of a value and saves most, in words, or nothing."""
         now = self._sent(program)
-        behind = planned_behind(program, value)
+        behind = _planned_behind(program, value)
         nearest, near = (_concerning(self.plan, leaves) for leaves in (behind[:1], behind))
-        far = _concerning(self.plan, planned_behind(program, value, far=True))
+        far = _concerning(self.plan, _planned_behind(program, value, far=True))
         tried = (self._best(nearest, alone=True), self._best(near), self._best(far)) if near else ()
         found = [
             advice
@@ -72,12 +95,12 @@ class Adviser:
         best = min(found, key=lambda advice: self._sent(advice.made), default=None)
         if best is None or self._sent(best.made) >= now:
             return ""
-        more = held_bytes(best.made) - held_bytes(program)
+        more = _held_bytes(best.made) - _held_bytes(program)
         price = f"; each rank holds {format_bytes(more)} more" if more > 0 else ""
         return f"{best.text} (each rank sends {format_bytes(now - self._sent(best.made))} less per call{price})"
 
     def _sent(self, program: PlacedProgram) -> int:
-        return wire_bytes(program, self.objective.machine)
+        return _wire_bytes(program, self.objective.machine)
 
     def _styled(self, leaves: Sequence[str]) -> Advice | None:
         """The style that cuts the dim that a placement does, but where the uses allow it, such as in whole groups."""
@@ -209,19 +232,19 @@ def _concerning(plan: Plan, leaves: Iterable[str]) -> tuple[PlanEntry, ...]:
     return tuple(entry for entry in plan.entries if any(entry.matches(name) for name in names))
 
 
-def wire_bytes(program: PlacedProgram, machine: Machine) -> int:
+def _wire_bytes(program: PlacedProgram, machine: Machine) -> int:
     """Return the wire bytes of one call; a change that several uses share counts once."""
-    once = {(change.value, change.to): change.wire_bytes for change in changes(program, machine) if change.wire_bytes}
+    once = {(change.value, change.to): change.wire_bytes for change in _changes(program, machine) if change.wire_bytes}
     return sum(once.values())
 
 
-def held_bytes(program: PlacedProgram) -> int:
+def _held_bytes(program: PlacedProgram) -> int:
     """Return the weight bytes of the first rank."""
     leaves = (node for node, _ in program.leaves())
     return sum(local_bytes(edit.fake(node), placement_of(node).shardings[0], program.mesh) for node in leaves)
 
 
-def planned_behind(program: PlacedProgram, value: str, far: bool = False) -> list[str]:
+def _planned_behind(program: PlacedProgram, value: str, far: bool = False) -> list[str]:
     """The leaves that the plan cut and because of which the value is cut, nearest first; far: all that it comes of."""
     names = dict(program.leaves())
     queue = [node for node in program.graph.nodes if node.name == value and node.target is not reshard]
@@ -229,9 +252,78 @@ def planned_behind(program: PlacedProgram, value: str, far: bool = False) -> lis
     for node in queue:  # it grows
         if node not in seen and (far or not placement_of(node).shardings[0].is_replicated):
             seen[node] = None
-            queue += map(value_behind, edit.operands(node))
+            queue += map(_value_behind, edit.operands(node))
     return [names[node] for node in seen if node in names and placement_of(node).reason.startswith("plan: ")]
 
 
 def _gathered(program: PlacedProgram, machine: Machine) -> set[str]:
-    return {change.value.name for change in changes(program, machine) if change.why == "fallback" and change.wire_bytes}
+    sent = (change for change in _changes(program, machine) if change.wire_bytes)
+    return {change.value.name for change in sent if change.why == "fallback"}
+
+
+def _changes(program: PlacedProgram, machine: Machine) -> Iterator[_Change]:
+    """Iterate over the changes of sharding of one call, once for each use of a value."""
+    for node in edit.calls(program.graph):
+        if node.target is reshard:
+            (operand,), change = edit.operands(node), reshard_of(node)
+            value, ends = edit.fake(operand), (change.source, change.target)
+            steps = steps_between(*ends, value.shape, value.element_size(), program.mesh, machine)
+            yield _Change(_value_behind(operand), change.target, change.why, sum(step.wire_bytes for step in steps))
+
+
+def _value_behind(node: fx.Node) -> fx.Node:
+    """Return the value that reshards have changed up to here, except for what a pin has asked for."""
+    while node.target is reshard and PIN not in node.meta:
+        (node,) = edit.operands(node)
+    return node
+
+
+def find_searched_plan(conversions: Sequence[Conversion], found: Solution) -> SearchedPlan | None:
+    """Search for a plan if the given one leaves much whole; return what it holds if that is clearly less.
+
+    For the caller's goal, and if the fastest call needs nearly as many bytes, for the fewest bytes.
+    """
+    sizes, whole = dict[str, int](), set[str]()
+    for own, program in zip(conversions, found.programs, strict=True):
+        first_of = tied(program)
+        for node, fqn in program.leaves():
+            if first_of[node.name] == node.name:
+                value = edit.fake(node)
+                sizes[fqn] = value.numel() * value.element_size()
+                if program.at_rest(node, found.leaves[node]).is_replicated and not _is_named(
+                    program, node, fqn, own.plan
+                ):
+                    whole.add(fqn)
+    total, left = sum(sizes.values()), sum(map(sizes.__getitem__, whole))
+    if found.mesh.world_size == 1 or any(own.plan.searches for own in conversions) or left <= MOST_WHOLE * total:
+        return None
+    held = sum(measure_leaves(found).values())
+    free = [replace(own, plan=Plan().with_search(), after=unseen) for own in conversions]
+    asked = conversions[0].asked
+    limit = conversions[0].machine.usable_memory if asked.memory is None else asked.memory
+    goals: Sequence[Goal] = (asked.optimize, "memory") if _could_be_faster(found) else ("memory",)
+    for goal in dict.fromkeys(goals):
+        with contextlib.suppress(TpCompilerError):
+            other = find_placements([own.with_asked(memory=limit, optimize=goal) for own in free])
+            searched = sum(measure_leaves(other).values())
+            if held - searched >= LEAST_SAVED * total:
+                return SearchedPlan(
+                    bytes=total, held_bytes=held, whole_bytes=left, searched_bytes=searched, optimize=goal
+                )
+    return None
+
+
+def _is_named(program: PlannedProgram, leaf: fx.Node, fqn: str, plan: Plan) -> bool:
+    """Return True if an entry of the plan makes a leaf whole: its own, its layer's, or that of a module around it."""
+    own = program.constraints.get(leaf.name)
+    if own is not None and own.request is not None and own.sharding.is_replicated:
+        return True
+    return any(entry.style.whole and any(map(entry.matches, modules_around(fqn))) for entry in plan.entries)
+
+
+def _could_be_faster(found: Solution) -> bool:
+    """Return False if all work of a call takes less time than any collective: its fastest placements are whole."""
+    mesh, machine = found.mesh, found.machine
+    axes = [axis for axis in mesh.names if mesh.degree(axis) > 1]
+    least = min(machine.collective_seconds(kind, (axis,), 0, mesh) for kind in KINDS for axis in axes)
+    return (mesh.world_size - 1) * measure_step_time(found, machine).work > least

@@ -15,16 +15,14 @@ from torch.export import ExportedProgram
 from tpcompiler.cost.machine import Machine
 from tpcompiler.frontend.plain_weights import drop_replaced, unwrap_subclasses
 from tpcompiler.ir.devices import device_type_for
-from tpcompiler.ir.invariants import check_invariants
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import format_spec, read_spec
-from tpcompiler.ir.program import CanonicalProgram, Note, Program
+from tpcompiler.ir.program import CanonicalProgram, Note, Program, check_invariants
 from tpcompiler.ir.symm_mem import refuse_symm_mem
 from tpcompiler.ir.text import program_text
 from tpcompiler.passes.apply_plan import Boundary, names_of
 from tpcompiler.passes.canonicalize import canonicalize
-from tpcompiler.plan.plan import Plan
-from tpcompiler.plan.share import share_plan
+from tpcompiler.plan.plan import Plan, share_plan
 from tpcompiler.runtime.records import Asked, PlacedBoundary, StageRecord
 from tpcompiler.solver.solution import Solution
 

@@ -26,14 +26,12 @@ from tpcompiler.errors import ShardingError
 from tpcompiler.ir import edit
 from tpcompiler.ir.node_placement import reshard_of
 from tpcompiler.ir.program import Note, PlacedProgram, PlannedProgram, reshard
-from tpcompiler.parallel.advice import Adviser
+from tpcompiler.ir.shared_memory import refuse_cut_shared
+from tpcompiler.parallel.advice import Adviser, find_searched_plan
 from tpcompiler.parallel.conversion import Conversion
-from tpcompiler.parallel.manifest import manifest_of
 from tpcompiler.parallel.partition import Partition
 from tpcompiler.parallel.pipeline import find_placements, objective_of, partition_program, place_programs, plan_programs
-from tpcompiler.parallel.shared_leaves import refuse_cut_shared
-from tpcompiler.parallel.unplanned_weights import find_searched_plan
-from tpcompiler.parallel.writing import writer_of
+from tpcompiler.parallel.writing import manifest_of, writer_of
 from tpcompiler.plan.plan import Plan
 from tpcompiler.runtime.artifact import SINGLE, Manifest, write_program
 from tpcompiler.runtime.rank_file import Weights, put_state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from os.path import basename
 from typing import Any
@@ -10,24 +11,23 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from tpcompiler.artifact.collective_records import collectives_of, is_exchange, transfer_of
-from tpcompiler.cost.collective import Collectives
 from tpcompiler.cost.machine import Machine
 from tpcompiler.ir import edit
 from tpcompiler.ir.gc_pause import collector_rests
-from tpcompiler.ir.local import no_new_guards
-from tpcompiler.ir.program import LocalProgram, PlacedProgram, ShardedProgram
+from tpcompiler.ir.local import key, no_new_guards
+from tpcompiler.ir.node_placement import placement_of, reshard_of
+from tpcompiler.ir.program import LocalProgram, PlacedProgram, ShardedProgram, reshard
 from tpcompiler.ir.rank_numbers import name_rank_numbers, numbers_of_rank
 from tpcompiler.ir.symm_mem import fitted_text
-from tpcompiler.passes._rank_classes import ranks_alike
 from tpcompiler.passes.bucket_sums import bucket_sums
 from tpcompiler.passes.build_rank_program import Built, build_rank_program
 from tpcompiler.passes.fit_collectives import Fit, fit_collectives
 from tpcompiler.passes.localize_shapes import localize_shapes
-from tpcompiler.passes.lower_reshards import lower_reshards
+from tpcompiler.passes.lower_reshards import lines_of, lower_reshards
 from tpcompiler.passes.move_device import move_device
 from tpcompiler.passes.schedule_collectives import schedule_collectives
 from tpcompiler.passes.shard_state import Hollow, shard_state
-from tpcompiler.runtime.records import Collective
+from tpcompiler.runtime.records import Collective, Collectives
 from tpcompiler.terminal.printed import format_bytes
 
 
@@ -124,3 +124,40 @@ class Partition:
         mesh = self.program.mesh
         used = map(mesh.read, [*dict(mesh.axes), *(sent.axis for sent in self.collectives())])
         return {mesh.group_name(axes): [list(ranks) for ranks in mesh.groups(axes)] for axes in used}
+
+
+def ranks_alike(program: PlacedProgram) -> list[tuple[int, ...]]:
+    """Return classes of ranks that run one graph: those with equal local shapes of every value, also within reshards.
+
+    Even shards make one class; 7 rows over 3 ranks (3, 3, 1) make two.
+    """
+    classes: dict[Any, list[int]] = {}
+    uneven = list(_uneven(program))
+    for rank in range(program.mesh.world_size):
+        classes.setdefault(key([shapes_on(rank) for shapes_on in uneven]), []).append(rank)
+    return [tuple(ranks) for ranks in classes.values()]
+
+
+def _uneven(program: PlacedProgram) -> Iterator[Any]:
+    """Yield, for everything with possibly unequal shares, a function from a rank to its local shapes."""
+    mesh, visited = program.mesh, set[Any]()
+    for node in program.graph.nodes:
+        if node.op == "output":
+            continue
+        mark = placement_of(node)
+        for value, sharding in zip(edit.outputs(node), mark.shardings, strict=True):
+            if not sharding.is_even(value.shape, mesh) and (what := (sharding, key(value.shape))) not in visited:
+                visited.add(what)
+                yield lambda rank, s=sharding, v=value: s.local_shape(v.shape, mesh, mesh.coordinate(rank))
+        count_cuts = [(by, size) for groups in mark.counts.values() for group in groups for size, by in group]
+        for by, total in (*(mark.local.cuts if mark.local else ()), *count_cuts):
+            if not by.is_even(total, mesh):
+                yield lambda rank, by=by, total=total: by.local_size(total, mesh, mesh.coordinate(rank))
+        if mark.local is not None:
+            yield lambda rank, local=mark.local: local.range_of(mesh, mesh.coordinate(rank)).frames
+        if node.target is reshard:
+            change = reshard_of(node)
+            (operand,) = edit.operands(node)
+            value = edit.fake(operand)
+            if not all(state.is_even(value.shape, mesh) for state in change.states):
+                yield lambda rank, c=change, v=value: [line.facts() for line, _ in lines_of(c, v, mesh, rank)]

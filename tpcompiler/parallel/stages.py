@@ -14,9 +14,9 @@ from tpcompiler.cost.timeline import predict_times
 from tpcompiler.errors import MeshError, UnsupportedError
 from tpcompiler.frontend.plain_weights import with_plain_weights
 from tpcompiler.frontend.stages import Prices, cut_stages
+from tpcompiler.ir.calling_convention import plain_outputs
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import PIPELINE, Mesh
-from tpcompiler.ir.plain_outputs import plain_outputs
 from tpcompiler.ir.program import CanonicalProgram, results_of
 from tpcompiler.parallel.batches import find_batches
 from tpcompiler.passes.canonicalize import canonicalize

@@ -1,8 +1,9 @@
-"""Write an artifact's files: the ranks' programs and weights, and the model that they were made from."""
+"""Write an artifact: its manifest, the ranks' programs and weights, and the model that they were made from."""
 
 from __future__ import annotations
 
 import copy
+import platform
 import warnings
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -20,21 +21,98 @@ from tpcompiler._torch import forget_index, guards_of, guards_on, save_program, 
 from tpcompiler.artifact.program import Layout, Stored, tensors_of
 from tpcompiler.errors import TpCompilerWarning, UnsupportedError, option
 from tpcompiler.frontend.refused import refuse_hollow, refuse_unwritable
-from tpcompiler.ir.calling_convention import tree_text
+from tpcompiler.ir import edit
+from tpcompiler.ir.calling_convention import calling_of, odd_keys, plain_outputs, tree_text
 from tpcompiler.ir.devices import values
 from tpcompiler.ir.gc_pause import collector_rests
-from tpcompiler.ir.plain_outputs import odd_keys, plain_outputs
+from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.node_placement import placement_of
+from tpcompiler.ir.program import PlacedProgram, results_of, tied
+from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.symm_mem import rooms_of
+from tpcompiler.ir.text import dtype_name
 from tpcompiler.parallel.partition import Partition
-from tpcompiler.runtime.artifact import Manifest, Writer, program_file, rank_file, weights_file
+from tpcompiler.plan.plan import Plan
+from tpcompiler.rules.index_range import door_ranges
+from tpcompiler.runtime.artifact import FORMAT, VERSION, Manifest, Writer, program_file, rank_file, weights_file
 from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.place import leave_out, memory_of, place_state
 from tpcompiler.runtime.pt2 import MODEL, Pt2, has_pickled_examples, why_not_read
+from tpcompiler.runtime.records import Asked, BoundaryRecord, TensorRecord
 from tpcompiler.runtime.target import refuse_full_disk
 from tpcompiler.runtime.weightless import hollow_like, save_marked, weightless_names
 from tpcompiler.runtime.weights import TensorEntry, lay_out, write_weights
 
 FEW, MOST_PLACES = 64, 1 << 20  # elements of a literal; of one that holds positions in a dim
 NODE_BYTES, FILE_BYTES = 4_000, 1 << 16  # upper bounds of a node's text, and of an archive without nodes
+
+
+def manifest_of(partition: Partition, plan: Plan, asked: Asked) -> Manifest:
+    """Return the manifest of a converted program, without notes and the files' hashes."""
+    program, mesh = partition.program, partition.program.mesh
+    ranges = door_ranges(program, {node.name: placement_of(node).shardings[0] for node in program.user_inputs()})
+    inputs = [
+        BoundaryRecord(
+            name=node.name,
+            values=list(ranges[node.name]) if node.name in ranges else None,
+            **_described(edit.fake(node), placement_of(node).shardings[0], mesh),
+        )
+        for node in program.user_inputs()
+    ]
+    outputs = [
+        BoundaryRecord(name=name, **_described(edit.fake(value), placement_of(value).shardings[0], mesh))
+        for name, value in results_of(program).items()
+        if edit.is_tensor(value)
+    ]
+    first = partition.rank_program(0)
+    return Manifest(
+        mesh=mesh.written,
+        factors={axis: list(degrees) for axis, degrees in mesh.factors},
+        groups=partition.groups(),
+        device_type="cuda" if partition.device_type == "cuda" else "cpu",
+        plan=plan.to_data(),
+        tensors=_tensors(program),
+        inputs=inputs,
+        outputs=outputs,
+        collectives=partition.collectives(),
+        notes=[],
+        output_type=None,
+        versions={"tpcompiler": VERSION, "torch": str(torch.__version__), "python": platform.python_version()},
+        calling=calling_of(first, guards_of(first)),
+        rank_numbers=partition.rank_numbers,
+        asked=asked,
+        symm_mem={name: room.group for name, room in rooms_of(first).items()},
+        files={},
+        programs={},
+        format=FORMAT,
+    )
+
+
+def _tensors(program: PlacedProgram) -> list[TensorRecord]:
+    first_of = tied(program)
+    names = {node.name: fqn for node, fqn in program.leaves()}
+    specs = {spec.target: spec for _, spec in program.inputs()}
+    rows = []
+    for node, fqn in program.leaves():
+        first = first_of[node.name]
+        rows.append(
+            TensorRecord(
+                name=fqn,
+                kind=specs[fqn].kind.name.lower(),
+                persistent=specs[fqn].persistent is not False,
+                tied_to=names[first] if first != node.name else None,
+                **_described(program.state(fqn), placement_of(node).shardings[0], program.mesh),
+            )
+        )
+    return rows
+
+
+def _described(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> dict[str, Any]:
+    return {
+        "shape": [size if isinstance(size, int) else str(size) for size in value.shape],
+        "dtype": dtype_name(value.dtype),
+        "sharding": sharding.text(mesh),
+    }
 
 
 class _WriterInput(NamedTuple):
@@ -102,9 +180,7 @@ def writer_of(
 
 def _refuse_unwritable(original: ExportedProgram, partition: Partition) -> None:
     refuse_unwritable(partition.program.graph)
-    outputs: Any = partition.program.output.args[0]
-    names = partition.program.output_names()
-    for name, value in zip(names, list(outputs)[len(outputs) - len(names) :], strict=True):
+    for name, value in results_of(partition.program).items():
         if isinstance(value, str):
             raise UnsupportedError(
                 f"output '{name}' is the text {value!r}, which torch.export.load cannot read back",

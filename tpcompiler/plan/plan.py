@@ -13,10 +13,8 @@ from functools import cached_property
 from typing import Any
 
 from tpcompiler.errors import PlanError, UnsupportedError, option
-from tpcompiler.ir.names import modules_around
-from tpcompiler.plan.config import config_plan, is_config
-from tpcompiler.plan.file import CONFIG, read_plan_file
-from tpcompiler.plan.fold import folded
+from tpcompiler.ir.names import fold_names, modules_around
+from tpcompiler.plan.file import CONFIG, config_plan, is_config, read_plan_file
 from tpcompiler.plan.styles import AUTO, REFUSED, Style, read_style
 
 SHOWN = 4  # names of a program listed in an error
@@ -213,7 +211,7 @@ class Plan:
         names = list(names)
         rivals: dict[str, list[PlanEntry]] = {}
         matched = {entry: [name for name in names if entry.matches(name)] for entry in self.entries}
-        refuse_unmatched(self.entries, [entry for entry, names_of_entry in matched.items() if names_of_entry], names)
+        _refuse_unmatched(self.entries, [entry for entry, names_of_entry in matched.items() if names_of_entry], names)
         for entry, names_of_entry in matched.items():
             for name in () if entry.style.rests else names_of_entry:
                 rivals.setdefault(name, []).append(entry)
@@ -233,7 +231,7 @@ class Plan:
         """
         names, place = list(dict.fromkeys(names)), {name: at for at, name in enumerate(found)}
         named = {name: entry for name, entry in self.assign(names).items() if entry.style != AUTO}
-        groups = folded({name: found.get(name) for name in names if name not in named})
+        groups = fold_names({name: found.get(name) for name in names if name not in named})
         of_layers = sorted((place[group[0]], pattern, group) for pattern, group in groups if group[0] in place)
         additions: list[PlanEntry] = []
         for _, pattern, group in of_layers:
@@ -276,7 +274,7 @@ def _read_entry(pattern: object, style: object, source: str) -> PlanEntry:
     return PlanEntry(pattern, parsed, where)
 
 
-def refuse_unmatched(entries: Sequence[PlanEntry], matched: Collection[PlanEntry], names: Sequence[str]) -> None:
+def _refuse_unmatched(entries: Sequence[PlanEntry], matched: Collection[PlanEntry], names: Sequence[str]) -> None:
     """Raise a PlanError if an entry matches none of these names, or the whole plan is for another model."""
     requested = [entry for entry in entries if entry.style != AUTO]  # AUTO may leave nothing to the search
     unmatched = [entry for entry in requested if entry not in matched]
@@ -326,3 +324,44 @@ def _nearest(pattern: str, names: Sequence[str]) -> str:
     if not nearest:
         return "the program has no module and no parameter to name"
     return f"use a name of the program, such as {', '.join(map(repr, nearest))}"
+
+
+def share_plan(plans: Sequence[Plan], held: Sequence[Collection[str]], used: Sequence[Collection[str]]) -> list[Plan]:
+    """Return the plan of each program, without the entries that only other programs use.
+
+    An entry must match in at least one program, and `"**": auto` may leave nothing to the search. A program that holds
+    the named weights without using them, as a decoder step holds its encoder's weights, leaves the entry to the
+    programs that use them.
+
+    Args:
+        plans: one plan in the names of each program.
+        held: the names in each program that a plan may use.
+        used: the subset that the program's ops use.
+
+    Raises:
+        PlanError: an entry matches in no program.
+    """
+    matched, busy = ([_matches(*both) for both in zip(plans, names, strict=True)] for names in (held, used))
+    every = [name for names in held for name in names]
+    for plan in plans:
+        matching = [entry for entry in plan.entries if any(entry.where in matches for matches in matched)]
+        _refuse_unmatched(plan.entries, matching, every)
+    elsewhere = set[str]().union(*busy)
+    notes = set(plans[0].notes).intersection(*(plan.notes for plan in plans))
+    return [
+        replace(
+            plan,
+            entries=tuple(e for e in plan.entries if e.style == AUTO or e.where in own or e.where in has - elsewhere),
+            notes=tuple(note for note in plan.notes if note in notes),
+        )
+        for plan, has, own in zip(plans, matched, busy, strict=True)
+    ]
+
+
+def join_plans(plans: Sequence[Plan]) -> Plan:
+    entries = {entry.pattern: entry for plan in plans for entry in plan.entries}
+    return replace(plans[0], entries=tuple(entries.values()))
+
+
+def _matches(plan: Plan, names: Collection[str]) -> set[str]:
+    return {entry.where for entry in plan.entries if any(map(entry.matches, names))}

@@ -4,7 +4,6 @@ from tpcompiler.rules import (
     attention,
     backward,
     convolution,
-    einsum,
     embedding,
     experts,
     indexing,
@@ -23,7 +22,6 @@ from tpcompiler.rules import (
     structure,
     triangles,
     variants,
-    vectors,
     views,
 )
 
@@ -31,7 +29,6 @@ __all__ = [
     "attention",
     "backward",
     "convolution",
-    "einsum",
     "embedding",
     "experts",
     "indexing",
@@ -50,6 +47,5 @@ __all__ = [
     "structure",
     "triangles",
     "variants",
-    "vectors",
     "views",
 ]

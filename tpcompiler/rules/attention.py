@@ -11,11 +11,13 @@ from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.pointwise import broadcast, is_one
 from tpcompiler.rules.registry import op_rule
 
-CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
+# The kernels that also return the log-sum-exp of each query's scores, each on its kind of device.
+CPU_KERNEL = aten._scaled_dot_product_flash_attention_for_cpu.default
+CUDA_KERNEL = aten._scaled_dot_product_efficient_attention.default
 KERNELS = (
-    CPU,
+    CPU_KERNEL,
     aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
+    CUDA_KERNEL,
     aten._scaled_dot_product_cudnn_attention.default,
 )
 
@@ -48,7 +50,7 @@ def attention(node: fx.Node) -> RuleText | None:
             factors = {"i": times}
             names = ["(h i g)", *("(h i)" if statically_equal(size, several) else "h" for size in (k[-3], v[-3]))]
         queries, keys, values = ([*heads[:-1], name] for name in names)
-    s, e = "s!" if args.is_causal or (kernel and node.target is not CPU) else "s", "e!" if kernel else "e"
+    s, e = "s!" if args.is_causal or (kernel and node.target is not CPU_KERNEL) else "s", "e!" if kernel else "e"
     terms = [
         broadcast(q, [*queries, s, "d!"], [*out.shape[:-1], q[-1]]),
         broadcast(k, [*keys, "t!", "d!"], [*kv[0], *k[-2:]]),
@@ -57,7 +59,7 @@ def attention(node: fx.Node) -> RuleText | None:
     ]
     results = [" ".join([*queries, s, e])]
     for i, value in enumerate(others):
-        rest = [s] if node.target is CPU else [f"x{i}{d}!" for d in range(value.ndim - len(queries))]
+        rest = [s] if node.target is CPU_KERNEL else [f"x{i}{d}!" for d in range(value.ndim - len(queries))]
         results.append(" ".join([*queries, *rest] if i == 0 else [f"x{i}{d}!" for d in range(value.ndim)]))
     text = f"{', '.join(terms)} -> {', '.join(results)}"
     return RuleText(text, factors=factors, linear=() if kernel else ((2,),))

@@ -57,7 +57,7 @@ def _take_apart(rule: Rule, dim: Dim, cut: DimSharding, mesh: Mesh) -> dict[str,
         factor = _outer(rule, dim)
         minor = _product(rule.extent[f] for f in dim[dim.index(factor) + 1 :]) if factor is not None else None
         if factor is not None and isinstance(minor, int) and minor:
-            parts = cut.divided(minor, rule.extent[factor] * minor, mesh)
+            parts = cut.unscale(minor, rule.extent[factor] * minor, mesh)
             if parts is not None:
                 return {factor: parts}
         return Refusal("is cut in parts, which the op takes apart otherwise")
@@ -107,7 +107,7 @@ def _spans(rule: Rule, made: str, cut: DimSharding, mesh: Mesh) -> DimSharding:
         spans.append(window.span(start, start + size))
         frame, (begin, length) = window.frame(start, size), cut.share(window.size, mesh, here)
         is_plain &= spans[-1] == (begin, begin + length) and not (frame.before or frame.behind or frame.place)
-    return cut if is_plain else cut.spanning(spans)
+    return cut if is_plain else cut.with_spans(spans)
 
 
 def _not_divisible(size: Size, degree: int) -> str:
@@ -125,7 +125,7 @@ def _between(rule: Rule, dim: Joined, cut: DimSharding) -> dict[str, DimSharding
     """Return the cuts of factors in a row."""
     cuts, at, size = {}, 0, sum(rule.extent[factor] for factor in dim)
     for factor in dim:
-        piece = cut.between(at, at + rule.extent[factor], size)
+        piece = cut.slice(at, at + rule.extent[factor], size)
         if piece is None:
             return Refusal(f"is cut across the parts of {', '.join(str(rule.extent[f]) for f in dim)} in it")
         at += rule.extent[factor]
@@ -270,7 +270,7 @@ def _cut(rule: Rule, dim: Dim, option: Option, mesh: Mesh) -> DimSharding | None
         minor = _product(rule.extent[f] for f in dim[position + 1 :])
         if cut.parts:
             alone = not levels and is_one(outer) and option.cuts.keys().isdisjoint(dim[position + 1 :])
-            return cut.scaled(minor, remainder, mesh) if alone and isinstance(minor, int) else None
+            return cut.scale(minor, remainder, mesh) if alone and isinstance(minor, int) else None
         alike = True  # True while all pieces of the factor have one size
         for at, (axis, own, unit) in enumerate(cut.levels):
             block = 0 if not own and (at or (is_one(outer) and even)) else (own or remainder) * minor
@@ -350,5 +350,5 @@ def candidates(rule: Rule, axis: str) -> Iterator[Option]:
 
 def restricted(option: Option, axis: str) -> Option:
     """Return the part of the option over this axis."""
-    cuts = {factor: only for factor, cut in option.cuts.items() if (only := cut.only(axis)).axes}
+    cuts = {factor: only for factor, cut in option.cuts.items() if (only := cut.axis_part(axis)).axes}
     return Option(cuts, {a: passed for a, passed in option.through.items() if a == axis})

@@ -1,6 +1,8 @@
-"""Linear algebra on batches of matrices: a matrix's own dims stay whole, batch dims are free."""
+"""Linear algebra on batches of vectors and matrices: their own dims stay whole, batch dims are free."""
 
 from __future__ import annotations
+
+import re
 
 import torch
 from torch import fx
@@ -8,7 +10,7 @@ from torch import fx
 from tpcompiler._torch import aten
 from tpcompiler.ir import edit
 from tpcompiler.rules.notation import RuleText
-from tpcompiler.rules.pointwise import broadcast
+from tpcompiler.rules.pointwise import broadcast, pointwise
 from tpcompiler.rules.registry import op_rule
 from tpcompiler.rules.structure import dims_text
 
@@ -93,3 +95,24 @@ def fourier(node: fx.Node) -> RuleText:
     dims = [dim % ndim for dim in edit.arguments(node).dim]
     result = " ".join(f"f{d}" if d in dims else f"d{d}" for d in range(ndim))
     return RuleText(f"{dims_text(ndim, dims)} -> {result}", linear=((0,),))
+
+
+@op_rule(aten.linalg_cross.default, shards="any")
+def cross(node: fx.Node) -> RuleText:
+    """ "d0 d1!, d0 d1! -> d0 d1!": the vector's dim is whole, others broadcast. Linear in each operand."""
+    whole = f"d{edit.arguments(node).dim % edit.ndim(node)}"
+    return RuleText(re.sub(rf"\b{whole}\b", f"{whole}!", pointwise(node)), linear=((0,), (1,)))
+
+
+@op_rule(aten.renorm.default, shards="any")
+def renorm(node: fx.Node) -> str:
+    """ "d0! d1 d2! -> d0! d1 d2!": every slice of the dim has its own norm."""
+    ndim = edit.ndim(node)
+    term = " ".join(f"d{d}" if d == edit.arguments(node).dim % ndim else f"d{d}!" for d in range(ndim))
+    return f"{term} -> {term}"
+
+
+@op_rule(aten.trace.default, shards="any")
+def trace(node: fx.Node) -> RuleText:
+    """ "d0! d1! ->": the diagonal crosses both dims. Linear."""
+    return RuleText("d0! d1! ->", linear=((0,),))

@@ -175,7 +175,7 @@ class CallRecord(Record, frozen=True, kw_only=True):
     """A call of an op on the whole, which a rank does a share of."""
 
     op: str  # its schema's name and overload
-    args: list[Any]  # numbers and texts; others as `ir/call_record.py` writes them
+    args: list[Any]  # numbers and texts; others as `ir/node_placement.py` writes them
     kwargs: dict[str, Any]  # likewise
     output: int | None = None  # the index of the one that is meant, of several results
 

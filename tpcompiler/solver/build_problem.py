@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from functools import partial
 from typing import Any
@@ -16,20 +17,22 @@ from torch import fx
 from tpcompiler._torch import aten, sym_hint
 from tpcompiler.cost.fusion import NO_KERNEL, Kernel, find_kernels
 from tpcompiler.cost.objective import Objective, local_work
+from tpcompiler.cost.path import reshard_wire_bytes
 from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.backward import is_backward
 from tpcompiler.ir.constraints import AnyStyle
+from tpcompiler.ir.dim_sharding import DimSharding, Size, divides
 from tpcompiler.ir.leaf_values import computed_from_leaves
 from tpcompiler.ir.local import key
+from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.solver.batch_dims import Part, find_samples
 from tpcompiler.solver.domain import Domain, combine_domains, find_domain, shardings_of_pin
 from tpcompiler.solver.leaves import Leaf, add_layers, add_leaf, find_groups, find_leaves, price_use
 from tpcompiler.solver.minimize import MOST_JOINT_CELLS, TOO_SLOW, find_order
-from tpcompiler.solver.problem import NEVER, Choices, Gathers, Problem, Values
-from tpcompiler.solver.resharding_cost import UNIT, find_common, in_units, price_changes
+from tpcompiler.solver.problem import NEVER, UNIT, Choices, Gathers, Problem, Values, in_units
 from tpcompiler.solver.strategies import Strategies
 from tpcompiler.solver.turn import Memo, Strategy, Turn
 from tpcompiler.terminal.progress import counted
@@ -92,7 +95,7 @@ def build_problem(
     if turn.parts:
         _check_changes(problem)
     for change in counted(problem.changes, "pricing changes", "values"):
-        _price_changes(problem, *change)
+        _add_prices(problem, *change)
     return problem
 
 
@@ -242,7 +245,7 @@ def _find_changes(problem: Problem, value: fx.Node, uses: Sequence[Values], is_w
     if len(uses) > 1 and not is_weight:
         wanted = tuple(use.shardings for use in uses)
         many = FEW ** len(problem.turn.own) if len(uses) >= MANY else math.inf
-        find = partial(find_common, made.shardings, wanted, int(min(many, problem.turn.most)))
+        find = partial(_find_common, made.shardings, wanted, int(min(many, problem.turn.most)))
         domain, more = problem.known.once(("settled", made.shardings, wanted), find)
         problem.capped += more
         settled = problem.settled[value] = problem.variable(domain)
@@ -251,9 +254,10 @@ def _find_changes(problem: Problem, value: fx.Node, uses: Sequence[Values], is_w
     problem.changes += [(value, made, use, is_weight, weight) for use in uses]
 
 
-def _price_changes(
+def _add_prices(
     problem: Problem, value: fx.Node, source: Values, target: Values, is_weight: bool, weight: float
 ) -> None:
+    """Add the table of prices of a change of a value, from one of its variables to another."""
     tensor, have, want = edit.fake(value), source.shardings, target.shardings
     refused = problem.refused / weight if is_weight else None
 
@@ -263,3 +267,69 @@ def _price_changes(
 
     known = have, want, key(value), is_weight, weight
     problem.price([source, target], problem.known.once(known, find))
+
+
+def price_changes(
+    have: Sequence[Sharding],
+    want: Sequence[Sharding],
+    tensor: torch.Tensor,
+    mesh: Mesh,
+    objective: Objective,
+    known: Memo,
+    refused: float | None = None,
+) -> numpy.ndarray:
+    """Return the seconds of every change of a value from one of `have` (a row) to one of `want`.
+
+    Args:
+        refused: of a weight, the price of a change that sends anything.
+        known: what was found before, on any mesh.
+    """
+
+    def price(source: Sharding, target: Sharding) -> float:
+        if refused is not None and reshard_wire_bytes(source, target, tensor.shape, tensor.itemsize, mesh):
+            return refused
+        return objective.change_seconds(source, target, tensor, mesh)
+
+    def look_up(source: Sharding, target: Sharding) -> float:
+        if source == target:
+            return 0.0
+        alike = _alike(source, target, tensor, mesh), mesh, refused
+        return known.once(alike, partial(price, source, target))
+
+    rows, columns = dict.fromkeys(have), dict.fromkeys(want)
+    cells = [[look_up(source, target) for target in columns] for source in rows]
+    at, to = ({sharding: i for i, sharding in enumerate(each)} for each in (rows, columns))
+    return numpy.asarray(cells)[numpy.ix_([at[own] for own in have], [to[own] for own in want])]
+
+
+def _alike(source: Sharding, target: Sharding, tensor: torch.Tensor, mesh: Mesh) -> tuple[Any, ...]:
+    """Return a key of changes with equal collectives: of as many bytes, between cuts of dims that are alike.
+
+    The size of a dim counts only where not all axes of the change divide it, or where it is cut in blocks or parts;
+    its place, where that is the first: its shares need no copy.
+    """
+    ranks, is_unequal = mesh.size(mesh.ordered(source.axes | target.axes)), mesh.is_unequal(source.axes | target.axes)
+
+    def is_even(have: DimSharding, want: DimSharding, size: Size) -> bool:
+        return _is_plain(have) and _is_plain(want) and divides(size, ranks) and not is_unequal
+
+    dims = tuple(
+        (at > 0, have, want, 0 if is_even(have, want, size) else sym_hint(size), type(size))
+        for at, (have, want, size) in enumerate(zip(source.dims, target.dims, tensor.shape, strict=True))
+        if have.axes or want.axes
+    )
+    return dims, source.partial, target.partial, sym_hint(tensor.numel()), tensor.element_size()
+
+
+def _is_plain(cut: DimSharding) -> bool:
+    return not cut.parts and all(not level.block and level.unit == 1 for level in cut.levels)
+
+
+def _find_common(
+    made: Sequence[Sharding], uses: Sequence[Sequence[Sharding]], most: int
+) -> tuple[tuple[Sharding, ...], bool]:
+    """Return the shardings to which a value may change once for all users, and True if some were left out."""
+    wanted = Counter(sharding.without_spans for use in uses for sharding in use)
+    first = [sharding for sharding in made if sharding in wanted and sharding.is_replicated]
+    domain = tuple(dict.fromkeys([*first, *(sharding for sharding, _ in wanted.most_common())]))
+    return domain[:most], len(domain) > most

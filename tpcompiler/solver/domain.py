@@ -161,7 +161,7 @@ def _settle_strategies(domain: Domain) -> None:
     placeholders = {fqn: domain.leaves[node.name] for node, fqn in domain.program.leaves()}
     for value, name in domain.program.followers():
         for sharding in shardings_of(domain, value) if name in placeholders else ():
-            placeholders[name].want(sharding.settled(), domain.turn)
+            placeholders[name].want(sharding.without_partial, domain.turn)
     for node in domain.operands:
         _take_operands(domain, node)
         _make_wanted(domain, node)
@@ -255,7 +255,7 @@ def _shardings_of_input(domain: Domain, node: fx.Node) -> tuple[Sharding, ...]:
     own = turn.within(domain.program.constraints[node.name].sharding, value)
     if turn.axis not in find_open_axes(turn, domain.program) or not value.ndim or is_one(value.shape[0]):
         return (own,)
-    cut = own.dims[0].inside(DimSharding.by(turn.axis))
+    cut = own.dims[0].nest(DimSharding.by(turn.axis))
     return (own,) if cut.find_misfit(value.shape[0], turn.mesh) else (own, turn.within(own.with_dim(0, cut), value))
 
 
@@ -265,7 +265,7 @@ def shardings_of_pin(domain: Domain, node: fx.Node) -> tuple[Sharding, ...]:
     have = tuple(dict.fromkeys([*shardings_of(domain, value), Sharding.replicated(edit.ndim(value))]))
 
     def find() -> tuple[Sharding, ...]:
-        return tuple(dict.fromkeys(turn.within(asked.applied(sharding), edit.fake(value)) for sharding in have))
+        return tuple(dict.fromkeys(turn.within(asked.apply(sharding), edit.fake(value)) for sharding in have))
 
     return turn.known.once(("pin", asked, have, key(value)), find)
 
@@ -443,7 +443,7 @@ def _nested_shardings(turn: Turn, leaf: Leaf, each: Sequence[Sequence[Sharding]]
         for order in itertools.permutations(some):
             made = leaf.before
             for sharding in order:
-                made = sharding.beside(made, sharding.axes)
+                made = sharding.nest_in(made, sharding.axes)
             is_made = made.axes == frozenset().union(*(sharding.axes for sharding in some))
             sizes = zip(made.dims, leaf.value.shape, strict=True)
             if is_made and not any(cut.find_misfit(size, turn.mesh) for cut, size in sizes):

@@ -23,8 +23,7 @@ from tpcompiler.ir.names import layer_of, weight_of
 from tpcompiler.ir.program import PlannedProgram, tied
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.rules.weight_features import feature_dims
-from tpcompiler.solver.problem import NEVER, Layer, Problem, Values
-from tpcompiler.solver.resharding_cost import in_units
+from tpcompiler.solver.problem import NEVER, Layer, Problem, Values, in_units
 from tpcompiler.solver.turn import Turn
 
 
@@ -59,20 +58,20 @@ class Leaf:
         if isinstance(self.allowed, Exactly | Dims):
             is_whole = isinstance(self.allowed, Exactly) and len(self.allowed.shardings) == 1  # over all axes
             for asked in self.allowed.shardings:
-                sharding = asked if is_whole else asked.only(turn.axis).beside(self.before, {turn.axis})
+                sharding = asked if is_whole else asked.axis_part(turn.axis).nest_in(self.before, {turn.axis})
                 self.shardings.setdefault(turn.within(sharding, self.value))
         elif self.is_followed:
             self.let_be_whole()
         if turn.gathers:  # whole, or cut evenly along any dim, whatever its uses want
             self.let_be_whole()
             for dim, size in enumerate(self.value.shape if self.value.is_floating_point() else ()):
-                cut = self.before.dims[dim].inside(DimSharding.by(turn.axis))
+                cut = self.before.dims[dim].nest(DimSharding.by(turn.axis))
                 if cut.is_even(size, turn.mesh):
-                    self.shardings.setdefault(self.before.settled().with_dim(dim, cut))
+                    self.shardings.setdefault(self.before.without_partial.with_dim(dim, cut))
 
     def want(self, sharding: Sharding, turn: Turn) -> None:
         """Let it be what a use wants, if its constraint leaves that open."""
-        earlier = sharding.within(turn.axes[:-1], self.value.shape, turn.mesh)
+        earlier = sharding.restrict_to(turn.axes[:-1], self.value.shape, turn.mesh)
         if sharding.partial or earlier != self.before:
             return
         is_open = not self.is_fixed and self.is_followed
@@ -183,7 +182,7 @@ def add_leaf(problem: Problem, node: fx.Node, leaf: Leaf) -> None:
             allowed = [leaf.may_be(sharding, problem.turn) for sharding in values.shardings]
             problem.price([values], numpy.where(allowed, 0.0, NEVER))
         if (layer := problem.layers.get(leaf.group)) is not None:
-            cuts = [own.only(problem.turn.axis) for own in values.shardings]
+            cuts = [own.axis_part(problem.turn.axis) for own in values.shardings]
             fits = [[_is_cut(cut, dim) for cut in cuts] for dim in layer.styles.values()]
             problem.price([Values(layer.variable, ()), values], numpy.where(fits, 0.0, NEVER))
     if leaf.group in problem.leaves:
@@ -211,7 +210,7 @@ def price_use(problem: Problem, leaf: fx.Node, fqn: str, wanted: Values, placed:
     def find() -> numpy.ndarray:
         if styles is None:
             return numpy.where(allowed, 0.0, NEVER)
-        fits = [[_is_cut(want.only(turn.axis), dim) for want in wanted.shardings] for dim in styles]
+        fits = [[_is_cut(want.axis_part(turn.axis), dim) for want in wanted.shardings] for dim in styles]
         return numpy.where(numpy.logical_and(fits, allowed), 0.0, NEVER)
 
     known = "use", key(leaf), wanted.shardings, styles, allowed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 from torch import fx
@@ -14,7 +14,6 @@ from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.solver.batch_dims import Samples
 from tpcompiler.solver.minimize import Tables
-from tpcompiler.solver.resharding_cost import in_units
 from tpcompiler.solver.turn import Memo, Strategy, Turn
 
 if TYPE_CHECKING:
@@ -22,6 +21,14 @@ if TYPE_CHECKING:
 
 NEVER = numpy.inf
 FEATURES = frozenset({"colwise", "rowwise", "replicate"})  # styles of a layer; of one weight of several, placements
+# Seconds: prices are whole numbers of it, so that equal sums are equal whatever their order. Sums above 0.9 s are
+# rounded to 53 bits: of all samples on a rank (`ALL_SAMPLES`) they are, and ties in the rest may then break otherwise.
+UNIT = 1e-16
+
+
+def in_units(seconds: Any) -> numpy.ndarray:
+    """Return prices in whole units, rounded up."""
+    return numpy.ceil(numpy.asarray(seconds) / UNIT)
 
 
 class Values(NamedTuple):

@@ -27,8 +27,7 @@ from tpcompiler.solver.build_problem import build_problem, find_program_kernels
 from tpcompiler.solver.domain import Domain, find_open_axes, find_shared_heads, find_tokens
 from tpcompiler.solver.estimate import Memory, measure_memory, sends_of
 from tpcompiler.solver.minimize import MOST_JOINT_CELLS, eliminate, minimize
-from tpcompiler.solver.problem import FEATURES, Problem, Values
-from tpcompiler.solver.resharding_cost import UNIT
+from tpcompiler.solver.problem import FEATURES, UNIT, Problem, Values
 from tpcompiler.solver.solution import Layered, Openings, Place, Solution, Turns, join_places
 from tpcompiler.solver.task import Styles, Task
 from tpcompiler.solver.turn import MOST_CHOICES, Memo, Strategy, Turn
@@ -205,7 +204,7 @@ def _layers(
         style, dim = [*layer.styles.items()][found[layer.variable]]
         own = Layered(layer.name, style, dim)
         other = before.layers.get(fqn) if is_second else own
-        is_plain = dim is None or groups[fqn].dims[dim].only(axis) == DimSharding.by(axis)
+        is_plain = dim is None or groups[fqn].dims[dim].axis_part(axis) == DimSharding.by(axis)
         if other == own and (is_plain or style in FEATURES):
             made[fqn] = own
         elif other is not None and {style, other.style} <= FEATURES and None in (dim, other.dim):
@@ -251,7 +250,7 @@ def _paid(
     paid = set[fx.Node]()
     for operand, want in _wanted(domain, choices):
         have = _chosen(problem.values[operand], found) if operand in problem.values else want
-        if have != want and axis in have.axes and have.only(axis) != want.only(axis):
+        if have != want and axis in have.axes and have.axis_part(axis) != want.axis_part(axis):
             paid.add(operand)
     return paid
 

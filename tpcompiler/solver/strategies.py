@@ -247,7 +247,7 @@ def _pieces_together(turn: Turn, strategies: Strategies) -> Iterator[Option]:
             pieces = [(end, part) for end, part in zip(ends, cut.parts, strict=True) if turn.axis in part[1].axes]
             if len(pieces) == 1:
                 (end, (length, how)), size[factor] = pieces[0], ends[-1]
-                found.setdefault(factor, {}).setdefault((end - length, end), []).append(how.only(turn.axis))
+                found.setdefault(factor, {}).setdefault((end - length, end), []).append(how.axis_part(turn.axis))
     for factor, own in found.items():
         spans = sorted(s for s in own if not any(s != t and s[0] <= t[0] and t[1] <= s[1] for t in own))
         if len(spans) < 2 or any(before[1] > after[0] for before, after in itertools.pairwise(spans)):

@@ -102,7 +102,7 @@ class Turn:
 
     def within(self, sharding: Sharding, value: torch.Tensor) -> Sharding:
         """Return the part of a sharding over the axes until now. Equal ones are one object, for quick comparison."""
-        found = sharding.within(self.axes, value.shape, self.mesh)
+        found = sharding.restrict_to(self.axes, value.shape, self.mesh)
         return self.known.setdefault(found, found)  # type: ignore[no-any-return]
 
     def base(self, node: fx.Node) -> Option:
@@ -136,14 +136,14 @@ class Turn:
         """An option over the axis, inside of one over those before."""
         cuts = dict(base.cuts)
         for factor, cut in more.cuts.items():
-            cuts[factor] = cuts[factor].inside(cut) if factor in cuts else cut
+            cuts[factor] = cuts[factor].nest(cut) if factor in cuts else cut
         return Option(cuts, {**base.through, **more.through})
 
     def follow(self, side: Side, rule: Rule, index: int, sharding: Sharding, base: Option) -> Option | Refusal:
         """Return the option that takes an operand ("in") or makes a result ("out") in a sharding."""
         found = self.known.once((side, rule, index, sharding), lambda: self._following(side, rule, index, sharding))
         if isinstance(found, Refusal) and len(self.axes) > 1:
-            only = sharding.only(self.axis)
+            only = sharding.axis_part(self.axis)
             found = self.known.once((side, rule, index, only), lambda: self._following(side, rule, index, only))
         if isinstance(found, Refusal) or len(self.axes) == 1:
             return found
@@ -154,7 +154,7 @@ class Turn:
         through = {axis: passed for axis, passed in option.through.items() if axis != self.axis}
         earlier = self.axes[:-1]
         return through == base.through and all(
-            option.cuts.get(factor, WHOLE).within(earlier, rule.extent[factor], self.mesh)
+            option.cuts.get(factor, WHOLE).restrict_to(earlier, rule.extent[factor], self.mesh)
             == base.cuts.get(factor, WHOLE)
             for factor in (*option.cuts, *base.cuts)
         )

@@ -83,7 +83,7 @@ def _refused_places(
     for axis in axes if takes_pieces(node.target) else ():
         for dim in sharding.dims_cut_by(axis):
             cut = sharding.dims[dim]
-            alone = Sharding.replicated(sharding.ndim).with_dim(dim, cut.only(axis))
+            alone = Sharding.replicated(sharding.ndim).with_dim(dim, cut.axis_part(axis))
             if not (cut.block or cut.parts) and isinstance(follow(rule, term, alone, mesh), Refusal):
                 yield Place(axis, mesh.pieces(axis), dim)
 
@@ -176,7 +176,7 @@ def find_needed(
         )
         for name, want in taken:
             for term in (term for operand, term in terms if operand.name == name):
-                if rule and isinstance(follow(rule, term, want.settled(), mesh), Refusal):
+                if rule and isinstance(follow(rule, term, want.without_partial, mesh), Refusal):
                     yield node.name, {*_refused_places(node, rule, term, want, want.cut_axes, mesh)}
 
 

@@ -21,7 +21,7 @@ from tpcompiler.cost.timeline import Times
 from tpcompiler.errors import ShardingError, one_line
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import fold_layers, layer_around
-from tpcompiler.ir.placement_words import describe_sharding
+from tpcompiler.ir.placements import describe_sharding
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import read_sharding, row_sharding
 from tpcompiler.runtime.artifact import Manifest

@@ -60,7 +60,7 @@ def slices_of(shape: Sequence[int | str], sharding: Sharding, mesh: Mesh, most: 
         shape=list(shape),
         of=counts,
         sharding=sharding.text(mesh),
-        pending=list(sharding.joined(mesh)[0].partial),
+        pending=list(sharding.join_factors(mesh)[0].partial),
         holders=[
             Holder(ranks, _local(shape, counts, runs), [dim[:most] for dim in runs]) for runs, ranks in holders.items()
         ],

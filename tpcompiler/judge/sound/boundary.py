@@ -12,8 +12,7 @@ from torch.export.graph_signature import OutputSpec
 from tpcompiler._torch import GRADIENT_KINDS, RETURNED_KINDS, WRITTEN_KINDS, TreeSpec, tree_names
 from tpcompiler.frontend.written_back import find_overwritten
 from tpcompiler.ir import edit
-from tpcompiler.ir.calling_convention import calling_of
-from tpcompiler.ir.plain_outputs import plain_outputs
+from tpcompiler.ir.calling_convention import calling_of, plain_outputs
 from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.ir.text import dtype_name
 from tpcompiler.judge.sound.folded import Folded, read_claimed

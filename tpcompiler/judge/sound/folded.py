@@ -16,12 +16,11 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from tpcompiler._torch import FakeTensorMode, OpOverload, aten, enable_python_dispatcher, symbols_of
 from tpcompiler.errors import TpCompilerError, reason
 from tpcompiler.ir import edit
-from tpcompiler.ir.call_record import read_call
 from tpcompiler.ir.control_flow import all_calls, copy_with_bodies, read_bodies
 from tpcompiler.ir.exported import rebuilt
 from tpcompiler.ir.local import fake_mode_of, key, local_strides, no_new_guards
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.node_placement import NO_CLAIM, Claim, claims_of
+from tpcompiler.ir.node_placement import NO_CLAIM, Claim, claims_of, read_call
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import read_sharding
 from tpcompiler.ir.sizes import statically_equal

@@ -274,7 +274,7 @@ def _option(rule: Rule, node: fx.Node, wants: Shardings, gives: Sequence[Shardin
     for term, sharding in zip((*rule.pattern.inputs, *rule.pattern.outputs), (*wants, *gives), strict=True):
         if sharding is None:
             continue
-        followed = follow(rule, term, sharding.settled(), mesh)
+        followed = follow(rule, term, sharding.without_partial, mesh)
         if isinstance(followed, Refusal):
             raise Unsound(node, f"cannot be run on {sharding.text(mesh)}: {followed.text}")
         candidates.append(followed)

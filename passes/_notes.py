@@ -17,7 +17,7 @@ from tpcompiler.ir.draws import draws
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import fold_layers
 from tpcompiler.ir.node_placement import placement_of
-from tpcompiler.ir.placement_words import describe_sharding
+from tpcompiler.ir.placements import describe_sharding
 from tpcompiler.ir.program import BOTH, Note, PlacedProgram, PlannedProgram, tied
 from tpcompiler.ir.text import op_name, value_text
 from tpcompiler.runtime.pt2 import has_pickled_examples

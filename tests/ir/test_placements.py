@@ -7,7 +7,7 @@ from hypothesis import given
 
 from tests.ir.drawn import GRID, Cut, cuts
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.placement_words import describe_sharding
+from tpcompiler.ir.placements import describe_sharding
 from tpcompiler.ir.sharding import Sharding
 
 TP, SHARED = Mesh.of(4), Mesh.of(4).split("tp", 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tpcompiler.plan.fold import folded
+from tpcompiler.ir.names import fold_names
 
 
 @pytest.mark.parametrize(
@@ -26,4 +26,4 @@ from tpcompiler.plan.fold import folded
     ],
 )
 def test_folded(signatures: dict[str, int], expected: dict[str, list[str]]) -> None:
-    assert dict(folded(signatures)) == expected
+    assert dict(fold_names(signatures)) == expected
