@@ -31,8 +31,7 @@ from tpcompiler.parallel.program_subject import on_cpu
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.plan.plan import Plan
 from tpcompiler.plan.share import join_plans
-from tpcompiler.runtime.artifact import MODEL, Manifest, is_single
-from tpcompiler.runtime.beside import families, largest_world
+from tpcompiler.runtime.artifact import MODEL, Manifest, families, is_single, largest_world
 from tpcompiler.runtime.program_files import ProgramFiles, open_programs
 from tpcompiler.runtime.target import free_target, in_place_of, refuse_full_disk, replacing
 from tpcompiler.runtime.weightless import weightless_names

@@ -24,8 +24,7 @@ from tpcompiler.errors import ArtifactError, option
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.parallel.converted_program import ConvertedProgram
 from tpcompiler.parallel.stages_subject import whole_of
-from tpcompiler.runtime.artifact import Manifest, is_single
-from tpcompiler.runtime.beside import families, world_of
+from tpcompiler.runtime.artifact import Manifest, families, is_single, world_of
 from tpcompiler.runtime.records import Collective
 from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.terminal.tables import Part, Report, Shown, text_of

@@ -27,7 +27,7 @@ from tpcompiler.parallel.program_subject import compared_calls, on_cpu, subject_
 from tpcompiler.parallel.stages_subject import Held, subject_of_stages
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.runtime.artifact import MODEL, SINGLE, is_single
-from tpcompiler.runtime.load import DEGREES
+from tpcompiler.runtime.load_programs import DEGREES
 from tpcompiler.runtime.package import read_package
 from tpcompiler.runtime.program_files import ProgramFiles
 from tpcompiler.runtime.weightless import weightless_names

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tpcompiler.errors import UnsupportedError
-from tpcompiler.runtime.mode import MODE, TWO, refuse_mode
+from tpcompiler.runtime.load_programs import MODE, TWO, refuse_mode
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

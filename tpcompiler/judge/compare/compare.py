@@ -15,8 +15,7 @@ from tpcompiler.judge.compare.judge import (
 from tpcompiler.judge.compare.reference import WIDE, is_narrow
 from tpcompiler.judge.compare.subject import Subject, deal
 from tpcompiler.judge.compare.trial import SingleDeviceRaises, Trial
-from tpcompiler.runtime.artifact import is_single
-from tpcompiler.runtime.beside import families
+from tpcompiler.runtime.artifact import families, is_single
 from tpcompiler.runtime.inputs import flatten_inputs, refuse_excluded
 from tpcompiler.runtime.records import Record
 from tpcompiler.terminal.tables import Shown

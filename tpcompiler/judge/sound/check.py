@@ -38,9 +38,9 @@ from tpcompiler.runtime.artifact import (
     MODEL,
     Manifest,
     lacks_weights,
+    misfit_of,
     rank_file,
 )
-from tpcompiler.runtime.beside import misfit_of
 from tpcompiler.runtime.records import Record
 from tpcompiler.terminal.tables import Shown
 
