@@ -46,7 +46,7 @@ import tpcompiler
 from tpcompiler.api.parallel_program import ParallelProgram
 from tpcompiler.judge.compare.judge import FLOOR, SPREAD
 from tpcompiler.judge.compare.processes import share_gpus
-from tpcompiler.judge.compare.reference import run_single
+from tpcompiler.judge.compare.trial import run_single
 from tpcompiler.parallel.program_subject import compared_calls, subject_of
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.passes.move_device import move_device

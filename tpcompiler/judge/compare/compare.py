@@ -12,9 +12,8 @@ from tpcompiler.errors import one_line
 from tpcompiler.judge.compare.judge import (
     Difference,
 )
-from tpcompiler.judge.compare.reference import WIDE, is_narrow
 from tpcompiler.judge.compare.subject import Subject, deal
-from tpcompiler.judge.compare.trial import SingleDeviceRaises, Trial
+from tpcompiler.judge.compare.trial import WIDE, SingleDeviceRaises, Trial, is_narrow
 from tpcompiler.runtime.artifact import families, is_single
 from tpcompiler.runtime.inputs import flatten_inputs, refuse_excluded
 from tpcompiler.runtime.records import Record
