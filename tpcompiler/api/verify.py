@@ -12,8 +12,7 @@ import torch
 from msgspec import structs
 from torch.export import ExportedProgram
 
-from tpcompiler.artifact.apart import find_state_apart
-from tpcompiler.artifact.program import ArtifactProgram, stages_by_whole
+from tpcompiler.artifact.program import ArtifactProgram, find_state_apart, stages_by_whole
 from tpcompiler.artifact.stored import StoredProgram
 from tpcompiler.checkpoint.hosted import hosts_of
 from tpcompiler.errors import ArtifactError, InputsError, UnsupportedError, option

@@ -175,8 +175,8 @@ def _draw(
     with progress(f"reading {path}", quiet=json):
         from tpcompiler.api.parallel_program import open
         from tpcompiler.cli import printing
+        from tpcompiler.report.table import artifact_rows
         from tpcompiler.runtime.model_file import import_modules
-        from tpcompiler.views.table import artifact_rows
 
         import_modules(imports or ())
         artifact = open(path, trust)
@@ -276,11 +276,11 @@ def convert(
         from tpcompiler.api.parallel_program import open
         from tpcompiler.artifact.budget import Budget
         from tpcompiler.artifact.summary import ConvertedArtifact, ConvertedPrograms, summarize, summary_parts
-        from tpcompiler.ask.again import find_searched_plan
         from tpcompiler.checkpoint.cut import refuse_other_checkpoint
         from tpcompiler.cli import printing
         from tpcompiler.plan.file import SEARCHES
         from tpcompiler.plan.plan import Plan
+        from tpcompiler.report.again import find_searched_plan
         from tpcompiler.runtime.artifact import SINGLE, is_single
         from tpcompiler.runtime.target import free_target
 

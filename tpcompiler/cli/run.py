@@ -166,7 +166,7 @@ def run(
             with contextlib.ExitStack() as stack:
                 if count:
                     from tpcompiler.artifact.stored import StoredProgram
-                    from tpcompiler.ask.measured import compare_counts, counts_table, watched_collectives
+                    from tpcompiler.report.measured import compare_counts, counts_table, watched_collectives
 
                     calls = stack.enter_context(watched_collectives())
                 shares = cut_inputs(given, manifest, dist.get_rank(), str(inputs), dist.get_world_size())

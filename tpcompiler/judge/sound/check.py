@@ -11,8 +11,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import quiet_torch
-from tpcompiler.artifact.apart import find_state_apart
-from tpcompiler.artifact.program import ArtifactProgram, stages_by_whole
+from tpcompiler.artifact.program import ArtifactProgram, find_state_apart, stages_by_whole
 from tpcompiler.cost.collective import KIND_OF
 from tpcompiler.cost.path import FREE, steps_along
 from tpcompiler.errors import ArtifactError, InternalError, TpCompilerError, one_line, reason

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping
 
 from msgspec import structs
 
-from tpcompiler.artifact.counts import predict_call, sent_seconds
+from tpcompiler.artifact.collective_records import predict_call, sent_seconds
 from tpcompiler.artifact.program import ArtifactProgram
-from tpcompiler.ask.written import Written
 from tpcompiler.checkpoint.leaves import held_per_rank
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import machine_of
@@ -20,6 +19,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.text import op_name
 from tpcompiler.plan.fold import folded, times
+from tpcompiler.report.written import Written
 from tpcompiler.runtime.artifact import MODEL, Manifest
 from tpcompiler.runtime.records import PlacedRecord, Record, mesh_text
 from tpcompiler.terminal.printed import format_microseconds, format_unequal_bytes
