@@ -40,10 +40,7 @@ GRADIENTS = (OutputKind.GRADIENT_TO_PARAMETER, OutputKind.GRADIENT_TO_USER_INPUT
 
 
 def check_own_gradients(
-    model: torch.nn.Module,
-    program: ExportedProgram,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    model: torch.nn.Module, program: ExportedProgram, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
     """Run the module and its backward, and compare with the program: on the example, and on a second draw.
 
@@ -172,10 +169,7 @@ def _run_module(model: torch.nn.Module, program: ExportedProgram, flat: Sequence
     }
     for name, gradient in zip(others, found[len(by) :], strict=True):
         if gradient is not None and gradient.any():
-            raise ProgramError(
-                f"the exported program has no gradient of {name!r}, and the module has",
-                help=DIFFERENT,
-            )
+            raise ProgramError(f"the exported program has no gradient of {name!r}, and the module has", help=DIFFERENT)
     filled = [torch.zeros_like(each) if own is None else own for own, each in zip(found, by, strict=False)]
     return RankResult([*outputs, *filled], written, drawn)
 

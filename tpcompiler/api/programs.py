@@ -228,12 +228,7 @@ class Programs(Shown, Mapping[str, T]):
         """
         return count_costs(self.only, at, machine)
 
-    def diff(
-        self,
-        other: Programs[T],
-        *,
-        machine: str | os.PathLike[str] | None = None,
-    ) -> ArtifactDifference:
+    def diff(self, other: Programs[T], *, machine: str | os.PathLike[str] | None = None) -> ArtifactDifference:
         """Compare placements, collectives and bytes with another artifact of the same model. Weights are not compared.
 
         Args:

@@ -281,8 +281,7 @@ Outputs = Annotated[
     typer.Option("--output", metavar="NAME=PLACEMENT", help="Sharding of an output (same syntax as --input)."),
 ]
 Artifact = Annotated[
-    Path,
-    typer.Argument(metavar="OUT", parser=_EXISTING_ARTIFACT, help="A directory written by tpcompiler convert."),
+    Path, typer.Argument(metavar="OUT", parser=_EXISTING_ARTIFACT, help="A directory written by tpcompiler convert.")
 ]
 OtherArtifact = Annotated[
     Path, typer.Argument(metavar="OUT2", parser=_EXISTING_ARTIFACT, help="Another artifact of the same model.")

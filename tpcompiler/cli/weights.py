@@ -45,9 +45,7 @@ def export(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="DIR|module:factory",
-            parser=_model_source,
-            help="A Hugging Face directory, or your own function.",
+            metavar="DIR|module:factory", parser=_model_source, help="A Hugging Face directory, or your own function."
         ),
     ],
     out: Annotated[Path, typer.Option("-o", "--out", metavar="MODEL.pt2", help="The file to write.")],

@@ -166,7 +166,8 @@ def _refuse_other_model(both: tuple[ArtifactProgram, ArtifactProgram]) -> None:
     names = [name for name in {**described[0], **described[1]} if described[0].get(name) != described[1].get(name)]
     files = [program.manifest.files.get(MODEL) for program in both]
     if not names and (None in files or files[0] != files[1]):
-        described = [_calls(program) for program in both]
+        graphs = [program.original().graph for program in both]
+        described = [{f"call '{node.name}'": op_name(node) for node in edit.calls(graph)} for graph in graphs]
         names = [name for name in {**described[0], **described[1]} if described[0].get(name) != described[1].get(name)]
     if names:
         said = " and ".join(
@@ -189,10 +190,6 @@ def _rows(manifest: Manifest) -> Iterator[tuple[str, PlacedRecord]]:
 
 def _size(size: int | str) -> str:
     return str(size) if isinstance(size, int) else "*"
-
-
-def _calls(program: ArtifactProgram) -> dict[str, str]:
-    return {f"call '{node.name}'": op_name(node) for node in edit.calls(program.original().graph)}
 
 
 def _placements(manifest: Manifest) -> dict[tuple[str, str], str]:

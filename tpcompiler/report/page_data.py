@@ -68,10 +68,7 @@ def page_data(
     holder = {leaf.name: drawn[i.name] for i in reversed(outline.items) for leaf in (*i.writes, *i.leaves)}
     records = [
         _DrawnCollective(
-            **asdict(record),
-            item=drawn[name],
-            layer=_layer(record.module),
-            advice=advice.get(record.reshard, ""),
+            **asdict(record), item=drawn[name], layer=_layer(record.module), advice=advice.get(record.reshard, "")
         )
         for name, record in zip(names, manifest.collectives, strict=True)
     ]

@@ -83,16 +83,12 @@ class Writer(NamedTuple):
     whole: Callable[[Path], None] | None = None
 
 
-def _accept(directory: Path) -> None:
-    """Accept any content: the default for `inspect`."""
-
-
 def write_artifact(
     directory: str | os.PathLike[str],
     programs: Mapping[str, Callable[[Path], None]],
     *,
     force: bool = False,
-    inspect: Inspect = _accept,
+    inspect: Inspect = lambda directory: None,
     compiled: Package | None = None,
 ) -> None:
     """Write all files into a temporary sibling of `directory`, then move them into place.
@@ -212,8 +208,7 @@ def _read_listing(path: Path, kind: type[Listing]) -> Listing:
         raise ArtifactError(f"{path} cannot be read: {reason(error)}", help=again) from error
     if (version := data.get("format") if isinstance(data, Mapping) else None) != FORMAT:
         raise ArtifactError(
-            f"{path} has format {version!r}{_writer(data)}, this tpcompiler {VERSION} reads format {FORMAT}",
-            help=again,
+            f"{path} has format {version!r}{_writer(data)}, this tpcompiler {VERSION} reads format {FORMAT}", help=again
         )
     try:
         return read_record(kind, data)

@@ -95,8 +95,7 @@ def in_place_of(target: Path, *, force: bool) -> Iterator[Path]:
                 _rename_to_free(temporary, target)
         except OSError as error:
             raise ArtifactError(
-                f"cannot write {target}: {reason(error)}",
-                help="check the free space and the permissions",
+                f"cannot write {target}: {reason(error)}", help="check the free space and the permissions"
             ) from error
 
 

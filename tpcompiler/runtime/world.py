@@ -125,8 +125,7 @@ def _join(manifest: Manifest, world: int, timeout: timedelta, backend: str | Non
             dist.init_process_group(backend, timeout=timeout)
         except dist.DistError as error:
             raise LaunchError(
-                f"not all of {world} ranks arrived within {timeout.total_seconds():g} s: {reason(error)}",
-                help=RESTART,
+                f"not all of {world} ranks arrived within {timeout.total_seconds():g} s: {reason(error)}", help=RESTART
             ) from error
         assert dist.group.WORLD is not None
         if backend == "gloo":

@@ -101,10 +101,7 @@ def run_ranks(command: Sequence[str], threads: int, timeout: timedelta, *, help:
     if process.returncode:
         lines = [line.partition("]: ")[2] or line for line in output.splitlines()]
         errors = [line for line in lines if "Error: " in line and "ChildFailed" not in line]
-        raise LaunchError(
-            f"a rank has failed: {one_line((errors or lines or ['no output'])[0].strip())}",
-            help=help,
-        )
+        raise LaunchError(f"a rank has failed: {one_line((errors or lines or ['no output'])[0].strip())}", help=help)
 
 
 def main(directory: str, folder: str, trust: str, same_bits: str, checkpoint: str | None = None) -> None:

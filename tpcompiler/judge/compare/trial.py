@@ -130,13 +130,7 @@ class Trial:
         after = {name: [_value_after(name, *run) for run in runs] for name in written}
         lost = [name for name, values in after.items() if any(value is None for value in values)]
         made = [
-            (
-                name,
-                f"output {name}",
-                self.expected.outputs[at],
-                best.outputs[at],
-                [r.outputs[at] for r in self.got],
-            )
+            (name, f"output {name}", self.expected.outputs[at], best.outputs[at], [r.outputs[at] for r in self.got])
             for at, name in enumerate(self.output_names)
         ] + [(name, name, want, exact, parts) for name, (want, exact, *parts) in after.items() if name not in lost]
         magnitude = max(self.weights, ordinary_magnitude([*flat, *self.expected.outputs]))

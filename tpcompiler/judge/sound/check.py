@@ -36,13 +36,7 @@ from tpcompiler.judge.sound.state import check_numbers, check_shared, check_stat
 from tpcompiler.judge.sound.unsound import Unsound
 from tpcompiler.judge.sound.whole_text import cuts_of, whole_text
 from tpcompiler.judge.sound.written import WrittenRank, read_ranks
-from tpcompiler.runtime.artifact import (
-    MODEL,
-    Manifest,
-    lacks_weights,
-    misfit_of,
-    rank_file,
-)
+from tpcompiler.runtime.artifact import MODEL, Manifest, lacks_weights, misfit_of, rank_file
 from tpcompiler.runtime.records import Record
 from tpcompiler.terminal.tables import Shown
 

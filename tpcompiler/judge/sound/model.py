@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any, cast
 
 import torch
@@ -231,11 +231,8 @@ def _pairs(ours: Any, theirs: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _shown(node: fx.Node) -> str:
-    return f"{node.target}({', '.join(map(str, _flat(node)))})"
-
-
-def _flat(node: fx.Node) -> Sequence[Any]:
-    return [*node.args, *(f"{name}={value}" for name, value in node.kwargs.items())]
+    words = [*map(str, node.args), *(f"{name}={value}" for name, value in node.kwargs.items())]
+    return f"{node.target}({', '.join(words)})"
 
 
 def _with_both_branches(model: CanonicalProgram, called: Collection[str]) -> CanonicalProgram:

@@ -97,10 +97,7 @@ def _check_value(made: Folded, node: fx.Node) -> bool:
         if apart and dynamic and _is_the_whole_call(made, node) and _agree_somewhere(made, apart):
             return False  # the export took a dynamic size for its value in the example
         if apart or not kind:
-            raise Unsound(
-                node,
-                f"makes {value.dtype} {list(value.shape)}, and records {said.dtype} {list(said.shape)}",
-            )
+            raise Unsound(node, f"makes {value.dtype} {list(value.shape)}, and records {said.dtype} {list(said.shape)}")
         if any(result != recorded for result, recorded in _known_strides(value, said)):
             raise Unsound(node, f"makes the strides {value.stride()}, and records {said.stride()}")
     return known and not few
