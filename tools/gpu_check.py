@@ -34,6 +34,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,8 +57,8 @@ from tpcompiler.runtime.run import run_file
 
 DTYPES = ("float32", "bfloat16")
 IDS = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 256}
-HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 256}
+HEADS: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4}
 HEAD = """\
 # tpcompiler on a GPU
 

@@ -60,7 +60,7 @@ class Row(NamedTuple):
         return AutoConfig.for_model(self.model_type, **copy.deepcopy(self.sizes))
 
 
-def _rows(kind: str, head: str, sizes: dict[str, Any], plain: str = "", **own: dict[str, Any]) -> list[Row]:
+def _rows(kind: str, head: str, sizes: dict[str, Any], plain: str = "", /, **own: Any) -> list[Row]:
     """Rows of one kind, each with these fields: those of plain types, and those with fields of their own."""
     fields = {**{name: {} for name in plain.split()}, **own}
     return [Row(kind, name, head, {**sizes, **each}) for name, each in fields.items()]

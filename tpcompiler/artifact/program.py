@@ -131,11 +131,6 @@ class ArtifactProgram(ABC):
         return expand_collectives(self.rank_program(rank))
 
 
-def tensors_of(program: ExportedProgram) -> dict[str, Any]:
-    """Return the parameters, buffers and constants that a program holds, by name."""
-    return {**program.constants, **program.state_dict}
-
-
 def stages_by_whole(programs: Mapping[str, ArtifactProgram]) -> dict[str, list[ArtifactProgram]]:
     """Return the stages of each program that was cut, in order."""
     found: dict[str, list[ArtifactProgram]] = {}
