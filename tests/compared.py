@@ -10,8 +10,8 @@ from torch.export import ExportedProgram
 
 from tpcompiler.judge.compare.compare import Call, VerifyReport, compare_calls, read_call
 from tpcompiler.judge.compare.judge import FLOOR, SPREAD, Layout
-from tpcompiler.judge.compare.reference import run_single
 from tpcompiler.judge.compare.subject import Subject
+from tpcompiler.judge.compare.trial import run_single
 from tpcompiler.runtime.artifact import SINGLE
 from tpcompiler.runtime.inputs import flatten_inputs
 

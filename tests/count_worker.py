@@ -11,7 +11,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import tpcompiler
 from tpcompiler.artifact.stored import StoredProgram
-from tpcompiler.ask.measured import compare_counts, watched_collectives
+from tpcompiler.report.measured import compare_counts, watched_collectives
 
 directory, shape = sys.argv[1], [int(size) for size in sys.argv[2].split(",")]
 module = tpcompiler.load(directory)

@@ -248,6 +248,6 @@ def test_a_defect_in_the_price_of_an_alternative_is_raised(monkeypatch: pytest.M
         raise tpcompiler.InternalError("a broken promise")
 
     program = tpcompiler.parallelize(exported(Mlp(), torch.randn(2, 4)), 2, PLAN)
-    monkeypatch.setattr("tpcompiler.ask.again.refuse_misfits", fail)
+    monkeypatch.setattr("tpcompiler.report.again.refuse_misfits", fail)
     with pytest.raises(tpcompiler.InternalError, match="a broken promise"):
         program.explain("up.weight")

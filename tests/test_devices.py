@@ -13,8 +13,8 @@ import tpcompiler
 from tests.devices import MODELS, devices_in_file, exported, other_devices
 from tests.runtime.commands import right
 from tests.runtime.models import PLAN_TEXT, export_mlp
-from tpcompiler.judge.compare.reference import run_single
 from tpcompiler.judge.compare.simulate import simulate
+from tpcompiler.judge.compare.trial import run_single
 from tpcompiler.parallel.program_subject import compared_calls, subject_of
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.inputs import read_inputs, write_tensors

@@ -20,8 +20,6 @@ from tests.runtime.models import export_mlp
 from tests.solver.test_auto import mlp
 from tpcompiler import Mesh, Plan
 from tpcompiler.artifact.stored import StoredProgram
-from tpcompiler.ask import again
-from tpcompiler.ask.written import Written
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.objective import Objective
 from tpcompiler.errors import ShardingError
@@ -29,6 +27,8 @@ from tpcompiler.ir.constraints import AnyStyle
 from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize
+from tpcompiler.report import again
+from tpcompiler.report.written import Written
 from tpcompiler.solver.build_problem import build_problem
 from tpcompiler.solver.problem import UNIT
 from tpcompiler.solver.search import PLACING, solve

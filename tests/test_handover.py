@@ -23,7 +23,7 @@ from tests.launch import ROOT, fork_ranks
 from tests.runtime.commands import call as command
 from tests.trust.small import Decode
 from tpcompiler import ArtifactError, LaunchError, UnsupportedError
-from tpcompiler.artifact import handover
+from tpcompiler.report import handover
 from tpcompiler.runtime.handover import HandoverLink, Move, _in_buckets, read_handover
 from tpcompiler.runtime.turns import taking_turns
 

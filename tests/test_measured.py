@@ -11,7 +11,7 @@ from tests.launch import fork_ranks
 from tests.runtime.commands import refused
 from tests.test_costs import DIMS, exported, saved
 from tpcompiler.artifact.stored import StoredProgram
-from tpcompiler.ask.measured import Call, compare_counts
+from tpcompiler.report.measured import Call, compare_counts
 from tpcompiler.runtime.artifact import read_manifest
 
 

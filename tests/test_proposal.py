@@ -10,7 +10,7 @@ from torch.export import export
 
 import tpcompiler
 from tests.machines import SMALL
-from tpcompiler.ask.plan_text import plan_text
+from tpcompiler.cli.describe import plan_text
 
 MACHINE = SMALL
 

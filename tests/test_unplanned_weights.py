@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AfmoeConfig, AfmoeForCausalLM
 
 import tpcompiler
-from tpcompiler.ask import again
+from tpcompiler.report import again
 from tpcompiler.runtime.weightless import weightless
 
 SIZES = {"vocab_size": 120, "hidden_size": 32, "head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2}

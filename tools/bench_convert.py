@@ -22,7 +22,6 @@ from unittest.mock import patch
 
 import torch
 from torch.export import Dim
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import tpcompiler
 from tpcompiler.parallel.conversion import Dump
@@ -64,6 +63,8 @@ class Timer:
 
 
 def export(layers: int, dynamic: bool, train: bool = False) -> torch.export.ExportedProgram:
+    from transformers import LlamaConfig, LlamaForCausalLM  # takes seconds, which importers of PLAN need not spend
+
     shape = LlamaConfig(
         hidden_size=4096,
         intermediate_size=14336,

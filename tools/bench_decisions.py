@@ -132,11 +132,6 @@ def predict_seconds(found: Solution, machine: Machine) -> float:
     return measure_step_time(found, machine).total
 
 
-def sends_a_layer(found: Solution) -> float:
-    """The collectives of values that layers compute, for each of them."""
-    return sum(".layer" in f".{module_path(value)}" for value, _ in sends_of(found)) / LAYERS
-
-
 def place_on(machine: Machine, conversions: Sequence[Conversion]) -> Solution:
     return find_placements([dataclasses.replace(own.with_asked(memory=None), machine=machine) for own in conversions])
 
@@ -151,16 +146,9 @@ def decide(
         then = place_on(other, auto)
         if then.styles != found.styles:
             changed[factor] = predict_seconds(found, other), predict_seconds(then, other)
-    name = machine.name
-    return Cell(
-        call,
-        ranks,
-        name,
-        predict_seconds(found, machine),
-        predict_seconds(theirs, machine),
-        sends_a_layer(found),
-        changed,
-    )
+    ours, megatrons = predict_seconds(found, machine), predict_seconds(theirs, machine)
+    sends = sum(".layer" in f".{module_path(value)}" for value, _ in sends_of(found)) / LAYERS  # of a layer's values
+    return Cell(call, ranks, machine.name, ours, megatrons, sends, changed)
 
 
 def decide_call(call: Call, ranks: Sequence[int] = RANKS, machine: str = "") -> Iterator[Cell]:
@@ -221,8 +209,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options.add_argument("--ranks", type=int, nargs="*", default=RANKS)
     asked = options.parse_args(words)
     warnings.simplefilter("ignore")
-    cells = []
-    chosen = [call for call in find_calls() if call.model.startswith(asked.only)]
+    cells, chosen = list[Cell](), [call for call in find_calls() if call.model.startswith(asked.only)]
     for cell in (cell for call in chosen for cell in decide_call(call, asked.ranks, asked.machine)):
         cells.append(cell)
         said = f"{cell.ratio:.4f}, {cell.sends:g} a layer" + (f", {cell.changed}" if cell.changed else "")

@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from msgspec.structs import astuple
-from rich.console import Console
-from rich.table import Table
 from scipy.stats import spearmanr
 from torch.export import ExportedProgram
 
@@ -124,17 +122,8 @@ def _read_row(each: dict[str, str]) -> Row:
         parallel=name.startswith("Falcon"),
         itemsize=math.ceil(float(each["dtype_bytes"])),
     )
-    return Row(
-        each["source"],
-        each["gpu"],
-        name,
-        dims,
-        int(each["batch"]),
-        int(each["prompt_len"]),
-        each["phase"] == "decode",
-        int(each["tp"]),
-        float(each["measured_ms_per_step"]) / 1e3,
-    )
+    call = int(each["batch"]), int(each["prompt_len"]), each["phase"] == "decode", int(each["tp"])
+    return Row(each["source"], each["gpu"], name, dims, *call, float(each["measured_ms_per_step"]) / 1e3)
 
 
 def find_speedups(steps: Sequence[tuple[Row, float]]) -> Iterator[tuple[float, float]]:
@@ -201,15 +190,10 @@ takes 28 ms a step for any number of ranks.
 """
 
 
-def page(rows: Sequence[Sequence[str]], summary: Sequence[Sequence[str]]) -> str:
-    """The text of docs/accuracy.md."""
-
-    def lines(titles: Sequence[str], table: Sequence[Sequence[str]]) -> str:
-        head, *rows = (f"| {' | '.join(row)} |\n" for row in (titles, *table))
-        return "".join((head, "|---" * len(titles), "|\n", *rows))
-
-    head = HEAD.format(line=measured_line("python -m tools.bench_published --write"))
-    return f"{head}{lines(SUMMARY, summary)}\n{lines(ROW, rows)}"
+def render(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of the page."""
+    head, *lines = (f"| {' | '.join(cells)} |\n" for cells in (titles, *rows))
+    return "".join((head, "|---" * len(titles), "|\n", *lines))
 
 
 ROW = (
@@ -239,22 +223,19 @@ def main(words: Sequence[str] | None = None) -> int:
     options.add_argument("--write", action="store_true", help="write docs/accuracy.md")
     asked = options.parse_args(words)
     warnings.simplefilter("ignore")
-    console, steps, rows = Console(width=160), list[tuple[Row, float]](), list[tuple[str, ...]]()
+    steps, rows = list[tuple[Row, float]](), list[tuple[str, ...]]()
     for row in read_rows():
         if row.source.startswith(asked.only) or row.model.startswith(asked.only):
             step = row.by_megatron()
             steps.append((row, step.total))
             exported = row.predict(None) if row.is_in_transformers else None
             rows.append(cells_of(row, step, exported))
-            console.print(*rows[-1], step.text, soft_wrap=True)
+            print(*rows[-1], step.text, flush=True)
     summary = [(name, *summarise(own)) for name, own in groups(steps) if own]
-    for titles, table in ((ROW, rows), (SUMMARY, summary)):
-        shown = Table(*titles)
-        for cells in table:
-            shown.add_row(*cells)
-        console.print(shown)
+    print(render(ROW, rows), render(SUMMARY, summary), sep="\n")
     if asked.write:
-        PAGE.write_text(page(rows, summary), encoding="utf-8")
+        head = HEAD.format(line=measured_line("python -m tools.bench_published --write"))
+        PAGE.write_text(f"{head}{render(SUMMARY, summary)}\n{render(ROW, rows)}", encoding="utf-8")
     return 0
 
 

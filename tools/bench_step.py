@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import os
 import shutil
 import statistics
@@ -47,13 +48,13 @@ class Case(NamedTuple):
         return "grouped" if self.shape else "checkpoint"
 
 
+PLAIN = {
+    **{"hidden_size": 768, "intermediate_size": 2048, "vocab_size": 10_000},
+    **{"num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 64},
+}
 GROUPED = {
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
+    **{"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
 }
 CASES = {
     "prefill": Case(1, 256),
@@ -66,15 +67,6 @@ TRAINED = (2, 256)
 COLUMN = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROW = ("self_attn.o_proj", "mlp.down_proj")
 Step = Callable[[torch.Tensor, torch.Tensor], Any]
-
-
-def config_of(**shape: int) -> Any:
-    from transformers import LlamaConfig
-
-    heads = {"num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 64}
-    sizes = {"hidden_size": 768, "intermediate_size": 2048, "vocab_size": 10_000}
-    asked: dict[str, Any] = {**heads, **sizes, **shape, "architectures": ["LlamaForCausalLM"]}
-    return LlamaConfig(**asked)
 
 
 def cached(model: Any, case: Case, ranks: int = 1) -> Step:
@@ -141,18 +133,15 @@ def sliced(directory: Path, trains: bool = False) -> Any:
         dims = [dim for dim, size in enumerate(value.shape) if size != state[name].shape[dim]]
         value.copy_(state[name].chunk(WORLD, dims[0])[rank] if dims else state[name])
 
-    def reduce(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    def reduce(output: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(output)
         return output
 
-    for layer in made.model.layers if trains else ():
-        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+    for layer in made.model.layers:
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm) if trains else ():
             norm.register_forward_hook(lambda module, args, output: Copied.apply(output))
         for last in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            last.register_forward_hook(lambda module, args, output: Summed.apply(output))
-    for layer in made.model.layers if not trains else ():
-        layer.self_attn.o_proj.register_forward_hook(reduce)
-        layer.mlp.down_proj.register_forward_hook(reduce)
+            last.register_forward_hook(lambda module, args, output: (Summed.apply if trains else reduce)(output))
     return made
 
 
@@ -188,16 +177,11 @@ def work(folder: Path, name: str, rounds: int) -> None:
     if case.shape:
         repeats = tpcompiler.load(folder / f"{name}-repeats")[program]
         arms["repeats"] = lambda ids, at: repeats(input_ids=ids, cache_position=at)
-    ids = torch.arange(case.batch * case.tokens).reshape(case.batch, case.tokens) % 9_973
+    ids = tokens_of(case.batch, case.tokens)
     positions = torch.arange(case.tokens) + case.held
     wanted = alone(ids, positions)
     calls = {arm: partial(step, ids, positions) for arm, step in arms.items()}
-    times = timed(calls, wanted, rounds, 5 if name == "decode" else 1)
-    if dist.get_rank() == 0:
-        by_hand = statistics.median(times["hand"]) * 1e3
-        print(f"{name} {case.batch, case.tokens}: {by_hand:.1f} ms by hand; ratios to that:")
-        print_ratios(times)
-    dist.destroy_process_group()
+    print_ratios(f"{name} {tuple(ids.shape)}", timed(calls, wanted, rounds, 5 if name == "decode" else 1))
 
 
 def train(folder: Path, rounds: int) -> None:
@@ -214,7 +198,7 @@ def train(folder: Path, rounds: int) -> None:
         "DTensor": with_dtensors(folder / "checkpoint").train(),
         "one device": whole(folder / "checkpoint").train(),
     }
-    ids = torch.arange(TRAINED[0] * TRAINED[1]).reshape(TRAINED) % 9_973
+    ids = tokens_of(*TRAINED)
 
     def step(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
         model.zero_grad()
@@ -223,11 +207,7 @@ def train(folder: Path, rounds: int) -> None:
         return results["loss"].detach(), model.get_parameter("model.norm.weight").grad
 
     arms = {name: partial(step, model) for name, model in models.items()}
-    times = timed(arms, arms["one device"](), rounds, 1)
-    if dist.get_rank() == 0:
-        print(f"train {TRAINED}: {statistics.median(times['hand']) * 1e3:.1f} ms by hand; ratios to that:")
-        print_ratios(times)
-    dist.destroy_process_group()
+    print_ratios(f"train {tuple(ids.shape)}", timed(arms, arms["one device"](), rounds, 1))
 
 
 def timed(arms: Mapping[str, Callable[[], Any]], wanted: Any, rounds: int, repeat: int) -> dict[str, list[float]]:
@@ -249,11 +229,19 @@ def timed(arms: Mapping[str, Callable[[], Any]], wanted: Any, rounds: int, repea
     return times
 
 
-def print_ratios(times: Mapping[str, Sequence[float]]) -> None:
-    for name, own in times.items():
-        ratios = [one / other for one, other in zip(own, times["hand"], strict=True)]
-        low, high = sorted(ratios)[len(ratios) // 4], sorted(ratios)[-1 - len(ratios) // 4]
-        print(f"  {name:12} {statistics.median(ratios):5.2f}   (half of the rounds: {low:.2f} to {high:.2f})")
+def print_ratios(call: str, times: Mapping[str, Sequence[float]]) -> None:
+    """Let rank 0 print each arm's time over that of the model that was sliced by hand."""
+    if dist.get_rank() == 0:
+        print(f"{call}: {statistics.median(times['hand']) * 1e3:.1f} ms by hand; ratios to that:")
+        for name, own in times.items():
+            ratios = sorted(one / other for one, other in zip(own, times["hand"], strict=True))
+            low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+            print(f"  {name:12} {statistics.median(ratios):5.2f}   (half of the rounds: {low:.2f} to {high:.2f})")
+    dist.destroy_process_group()
+
+
+def tokens_of(*shape: int) -> torch.Tensor:
+    return torch.arange(math.prod(shape)).reshape(shape) % 9_973
 
 
 def main() -> int:
@@ -263,46 +251,44 @@ def main() -> int:
     options.add_argument("--train", action="store_true", help="a step of training alone")
     options.add_argument("--cache", action="store_true", help="the steps over a long cache alone")
     options.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
-    options.add_argument("--trainer", help=argparse.SUPPRESS)
     asked = options.parse_args()
     if asked.worker:
-        work(Path(asked.worker[0]), asked.worker[1], asked.rounds)
+        folder, name = Path(asked.worker[0]), asked.worker[1]
+        train(folder, asked.rounds) if name == "train" else work(folder, name, asked.rounds)
         return 0
-    if asked.trainer:
-        train(Path(asked.trainer), asked.rounds)
-        return 0
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
-        from transformers import LlamaForCausalLM
-
         torch.manual_seed(0)
-        plain = not asked.cache
-        cases = {name: case for name, case in CASES.items() if not asked.train and (plain or case.shape)}
+        cases = {name: case for name, case in CASES.items() if not asked.train and (not asked.cache or case.shape)}
         shapes = {case.checkpoint: case.shape for case in cases.values()} or {"checkpoint": {}}
         for checkpoint, shape in shapes.items():
-            config = config_of(**{"num_hidden_layers": asked.layers, **shape})
+            sizes: dict[str, Any] = {**PLAIN, "num_hidden_layers": asked.layers, **shape}
+            config = LlamaConfig(**sizes, architectures=["LlamaForCausalLM"])
             LlamaForCausalLM(config).save_pretrained(folder / checkpoint)
-        if plain:
+        if not asked.cache:
             prepare_training(folder)
-            _torchrun("--trainer", folder, "--rounds", asked.rounds)
         for name, case in cases.items():
             _prepare(folder, name, case)
-        for name in cases:
-            _torchrun("--worker", folder, name, "--rounds", asked.rounds)
+        for name in ([] if asked.cache else ["train"]) + list(cases):
+            launch = ["torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}", "-m", "tools.bench_step"]
+            _run(*launch, "--worker", folder, name, "--rounds", asked.rounds)
     return 0
 
 
 def _prepare(folder: Path, name: str, case: Case) -> None:
+    call = partial(_run, "tpcompiler.cli", stdout=subprocess.DEVNULL)
     models, checkpoint = folder / "models", folder / case.checkpoint
     sizes = ("--batch", case.batch, "--max-length", case.room)
-    _tpcompiler("export", checkpoint, "--prefill-decode", *sizes, "-o", models)
+    call("export", checkpoint, "--prefill-decode", *sizes, "-o", models)
     plan = ("--plan", checkpoint / "config.json", "--checkpoint", checkpoint)
     both = (models / "prefill.pt2", models / "decode.pt2", "--tp", WORLD, *plan)
-    _tpcompiler("convert", *both, "-o", folder / name)
+    call("convert", *both, "-o", folder / name)
     if case.shape:
-        _tpcompiler("convert", *both, "--keep-repeats", "-o", folder / f"{name}-repeats")
+        call("convert", *both, "--keep-repeats", "-o", folder / f"{name}-repeats")
     began = time.perf_counter()
-    _tpcompiler("package", folder / name, "--no-check")
+    call("package", folder / name, "--no-check")
     print(f"package: {time.perf_counter() - began:.0f} s for two programs, once for {WORLD} ranks", flush=True)
     shutil.rmtree(models)
 
@@ -310,7 +296,7 @@ def _prepare(folder: Path, name: str, case: Case) -> None:
 def prepare_training(folder: Path) -> None:
     import tpcompiler
 
-    ids = torch.arange(TRAINED[0] * TRAINED[1]).reshape(TRAINED) % 9_973
+    ids = tokens_of(*TRAINED)
     model = whole(folder / "checkpoint").train()
     model.config.use_cache = False
     program = tpcompiler.export_training(model, kwargs={"input_ids": ids, "labels": ids})
@@ -321,16 +307,9 @@ def prepare_training(folder: Path) -> None:
     print(f"train: {len(made.collectives())} collectives", flush=True)
 
 
-def _tpcompiler(*words: object) -> None:
-    command = [sys.executable, "-m", "tpcompiler.cli", *map(str, words)]
-    subprocess.run(command, stdout=subprocess.DEVNULL, check=True, timeout=1800)
-
-
-def _torchrun(*words: object) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    own = ["-m", "tools.bench_step", *map(str, words)]
-    subprocess.run([*command, *own], env=environment, check=True, timeout=1800)
+def _run(module: str, *words: object, **options: Any) -> None:
+    command = [sys.executable, "-m", module, *map(str, words)]
+    subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=1800, **options)
 
 
 if __name__ == "__main__":

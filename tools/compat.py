@@ -59,11 +59,7 @@ class Case(NamedTuple):
         return self.torch if self.python == HERE else f"python{self.python}"
 
 
-class Row(NamedTuple):
-    case: Case
-    build: str
-    result: str
-    ok: bool
+Result = tuple[str, str, bool]  # the build, what the tests said, and whether that is right
 
 
 def fetch(case: Case) -> tuple[Path, str] | None:
@@ -84,8 +80,7 @@ def unpack(wheel: Path) -> Path:
     folder = wheel.parent / "site"
     if not (folder / "torch" / "version.py").exists():
         shutil.rmtree(folder, ignore_errors=True)
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(folder)
+        zipfile.ZipFile(wheel).extractall(folder)
     return folder
 
 
@@ -161,12 +156,7 @@ def make_environment(python: str, site: Path) -> str:
     return str(made)
 
 
-def environment(site: Path, stubs: Path | None) -> dict[str, str]:
-    paths = {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-    return {**os.environ, **paths, **({"LD_LIBRARY_PATH": str(stubs)} if stubs else {})}
-
-
-def run_tests(case: Case, python: str, site: Path, build: str) -> Row | None:
+def run_tests(case: Case, python: str, site: Path, build: str) -> Result | None:
     """None where this torch does not start."""
     stubs = None
     if build == "plain":
@@ -174,7 +164,8 @@ def run_tests(case: Case, python: str, site: Path, build: str) -> Row | None:
             stubs = make_stubs(site)
         except (OSError, subprocess.CalledProcessError):
             return None
-    here = environment(site, stubs)
+    here = {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    here |= {"LD_LIBRARY_PATH": str(stubs)} if stubs else {}
     started = subprocess.run(
         [python, "-c", "import torch; print(torch.__version__)"], env=here, capture_output=True, text=True
     )
@@ -188,21 +179,21 @@ def run_tests(case: Case, python: str, site: Path, build: str) -> Row | None:
         )
     found = re.findall(r"^(?:=+ )?(\d+ (?:passed|failed).*?) in ", log.read_text(), re.MULTILINE)
     said = f"plain wheel, stubs for CUDA's {len(list(stubs.glob('*.so*')))} libraries" if stubs else "CPU build"
-    return Row(case, said, found[-1] if found else f"exit code {done.returncode}", done.returncode == 0)
+    return said, found[-1] if found else f"exit code {done.returncode}", done.returncode == 0
 
 
-def tried(case: Case) -> Row:
+def tried(case: Case) -> Result:
     print(f"torch {case.torch}, Python {case.python}", file=sys.stderr, flush=True)
     found = fetch(case)
     if found is None:
-        return Row(case, "none that pip finds", "not run", True)
+        return "none that pip finds", "not run", True
     wheel, build = found
     site = unpack(wheel)
     try:
         python = make_environment(case.python, site)
     except FileNotFoundError:
-        return Row(case, build, f"not run: no python{case.python} on the path", True)
-    return run_tests(case, python, site, build) or Row(case, build, "not run: it does not start here", False)
+        return build, f"not run: no python{case.python} on the path", True
+    return run_tests(case, python, site, build) or (build, "not run: it does not start here", False)
 
 
 def cases() -> list[Case]:
@@ -228,13 +219,12 @@ def read_cells(text: str) -> dict[str, str]:
 
 
 def main() -> int:
-    words = {case: case.word for case in cases()}
     right = True
-    for case in (case for case in words if words[case] in (sys.argv[1:] or words.values())):
-        row = tried(case)
-        right &= row.ok
+    for case in (case for case in cases() if case.word in (sys.argv[1:] or [case.word])):
+        build, result, ok = tried(case)
+        right &= ok
         cells = read_cells(PAGE.read_text(encoding="utf-8"))
-        cells[case.part] = f"{row.build} | {row.result} | {date.today()}"
+        cells[case.part] = f"{build} | {result} | {date.today()}"
         PAGE.write_text(render(cells), encoding="utf-8")
     print(PAGE.read_text(encoding="utf-8"))
     return 0 if right else 1

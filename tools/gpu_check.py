@@ -1,6 +1,6 @@
 """Check on a machine with GPUs what the tests, which need none, cannot: run by hand, it prints a table.
 
-    python tools/gpu_check.py [--out docs/gpu.md] [--device cpu] [--no-aoti]
+    python -m tools.gpu_check [--out docs/gpu.md] [--device cpu] [--no-aoti]
 
 A Llama is exported on the CPU in float32 and bfloat16 and converted for the device. Then, each against the whole model
 moved to the device:
@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import platform
 import re
 import shutil
@@ -33,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +42,11 @@ from safetensors.torch import load_file
 from torch.export import ExportedProgram
 
 import tpcompiler
+from tools.bench_convert import PLAN
 from tpcompiler.api.parallel_program import ParallelProgram
 from tpcompiler.judge.compare.judge import FLOOR, SPREAD
-from tpcompiler.judge.compare.processes import share_gpus
-from tpcompiler.judge.compare.reference import run_single
+from tpcompiler.judge.compare.processes import run_ranks, share_gpus
+from tpcompiler.judge.compare.trial import run_single
 from tpcompiler.parallel.program_subject import compared_calls, subject_of
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.passes.move_device import move_device
@@ -55,64 +55,50 @@ from tpcompiler.runtime.inputs import flatten_inputs, write_tensors
 from tpcompiler.runtime.place import place_state
 from tpcompiler.runtime.run import run_file
 
-PLAN = {
-    "model.embed_tokens": "embedding_rowwise",
-    "model.layers.*.self_attn.q_proj": "colwise",
-    "model.layers.*.self_attn.k_proj": "colwise",
-    "model.layers.*.self_attn.v_proj": "colwise",
-    "model.layers.*.self_attn.o_proj": "rowwise",
-    "model.layers.*.mlp.gate_proj": "colwise",
-    "model.layers.*.mlp.up_proj": "colwise",
-    "model.layers.*.mlp.down_proj": "rowwise",
-    "lm_head": "colwise_gather_output",
-}
 DTYPES = ("float32", "bfloat16")
 IDS = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
+SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 256}
+HEADS: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4}
+HEAD = """\
+# tpcompiler on a GPU
+
+{name}; {day}; torch {torch}; `python -m tools.gpu_check --device {device}`
+
+Errors are the largest over all ranks, relative to the largest magnitude of the output.
+
+| check | model | ranks | error | tolerance | |
+|---|---|---|---|---|---|
+"""
 
 
-@dataclass
 class Table:
     """Rows of what was run, what broke while it ran, and reasons for what was not run."""
 
-    rows: list[tuple[str, str, str, str, str, bool]] = field(default_factory=list)
-    broken: list[tuple[str, str]] = field(default_factory=list)
-    not_run: list[tuple[str, str]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.rows, self.broken, self.not_run = list[str](), list[str](), list[str]()
 
     def leave_out(self, check: str, why: str) -> None:
-        self.not_run.append((check, why))
+        self.not_run.append(f"- {check}: {why}\n")
         print(f"{check}: not run: {why}", file=sys.stderr, flush=True)
 
     def fail(self, check: str, why: str) -> None:
-        self.broken.append((check, why))
+        self.broken.append(f"- {check}: {why}\n")
         print(f"{check}: BROKEN: {why}", file=sys.stderr, flush=True)
+
+    def add(self, check: str, model: str, ranks: int, error: float, tolerance: float) -> None:
+        word = "right" if error <= tolerance else "WRONG"  # of a NaN too
+        self.rows.append(f"| {check} | {model} | {ranks} | {error:.2g} | {tolerance:.2g} | {word} |\n")
+        print(f"{check}, {model}, {ranks} ranks: {word}", file=sys.stderr, flush=True)
 
     @property
     def right(self) -> bool:
-        return bool(self.rows) and not self.broken and all(row[5] for row in self.rows)
-
-    def add(self, check: str, model: str, ranks: int, error: float, tolerance: float) -> None:
-        right = error <= tolerance  # false for a NaN
-        self.rows.append((check, model, str(ranks), f"{error:.2g}", f"{tolerance:.2g}", right))
-        print(f"{check}, {model}, {ranks} ranks: {'right' if right else 'WRONG'}", file=sys.stderr, flush=True)
+        return bool(self.rows) and not self.broken and all(row.endswith("right |\n") for row in self.rows)
 
     def text(self, device: str) -> str:
-        lines = [
-            "# tpcompiler on a GPU",
-            "",
-            f"{name_of(device)}; {datetime.date.today()}; torch {torch.__version__}; "
-            f"`python tools/gpu_check.py --device {device}`",
-            "",
-            "Errors are the largest over all ranks, relative to the largest magnitude of the output.",
-            "",
-            "| check | model | ranks | error | tolerance | |",
-            "|---|---|---|---|---|---|",
-            *(f"| {' | '.join(row[:5])} | {'right' if row[5] else 'WRONG'} |" for row in self.rows),
-            "",
-        ]
-        for title, found in (("BROKEN", self.broken), ("Not run", self.not_run)):
-            if found:
-                lines += [f"{title}:", "", *(f"- {what}: {why}" for what, why in found), ""]
-        return "\n".join(lines).rstrip() + "\n"
+        head = HEAD.format(name=name_of(device), day=datetime.date.today(), torch=torch.__version__, device=device)
+        both = (("BROKEN", self.broken), ("Not run", self.not_run))
+        notes = (f"\n{title}:\n\n{''.join(found)}" for title, found in both if found)
+        return head + "".join((*self.rows, *notes))
 
 
 def name_of(device: str) -> str:
@@ -126,21 +112,9 @@ def name_of(device: str) -> str:
 def exported(dtype: torch.dtype) -> ExportedProgram:
     from transformers import LlamaConfig, LlamaForCausalLM  # takes seconds, which the workers need not spend
 
-    config = LlamaConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        vocab_size=256,
-        use_cache=False,
-    )
-    model: Any = LlamaForCausalLM(config)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            noise = torch.randn(value.shape, generator=generator)
-            value.copy_(1 + 0.2 * noise if "norm" in name else noise / value.shape[-1] ** 0.5)
+    from tests.zoo.case import randomise
+
+    model = randomise(LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS, use_cache=False)))
     return torch.export.export(model.to(dtype).eval(), (), {"input_ids": IDS}, strict=False)
 
 
@@ -162,16 +136,13 @@ def simulated(table: Table, model: str, whole: ExportedProgram, made: ParallelPr
 
 def launched(table: Table, model: str, whole: ExportedProgram, made: ParallelProgram, backend: str) -> None:
     """The saved files in real processes, on rank 0's word: every output is whole there."""
-    check = f"saved files, {backend}"
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         made.save(folder / "out")
         write_tensors(folder / "in", {"input_ids": IDS})
-        if failed := _torchrun(made.world_size, __file__, "--worker", directory):
-            table.fail(f"{check}, {model}, {made.world_size} ranks", failed)
-            return
+        _torchrun(made.world_size, "-m", "tools.gpu_check", "--worker", directory)
         (got,) = load_file(folder / "answer").values()
-        judge(table, check, model, whole, made, got)
+        judge(table, f"saved files, {backend}", model, whole, made, got)
 
 
 def compiled(table: Table, model: str, whole: ExportedProgram, made: ParallelProgram) -> None:
@@ -210,20 +181,17 @@ def serve(table: Table, model: str, whole: ExportedProgram, made: ParallelProgra
     for words in (["-S", source, "-B", folder / "build", where], ["--build", folder / "build", "-j2"]):
         done = subprocess.run(["cmake", *map(str, words)], capture_output=True, text=True, timeout=300)
         if done.returncode:
-            print(done.stdout + done.stderr, file=sys.stderr)
-            errors = [
-                line for line in (done.stdout + done.stderr).splitlines() if re.search("CMake Error|: error:", line)
-            ]
+            errors = re.findall(".*(?:CMake Error|: error:).*", done.stdout + done.stderr)
             table.leave_out(f"service in C++, {model}", f"it was not built: {(errors or ['no reason'])[0]}")
             return
-    request = json.dumps({"inputs": {"input_ids": IDS.tolist()}}) + "\n"
-    alone = 'LOCAL_RANK=0 NCCL_HOSTID=$RANK NCCL_SOCKET_IFNAME=lo exec "$0" "$1"'
-    shared = ["sh", "-c", alone] * (made.device_type == "cuda" and torch.cuda.device_count() < made.world_size)
-    call = ["--no-python", *shared, str(folder / "build" / "serve"), str(folder / "out")]
-    if failed := _torchrun(made.world_size, *call, given=request, answer=folder / "answer.json"):
-        table.fail(f"service in C++, {model}", failed)
-        return
-    (got,) = json.loads((folder / "answer.json").read_text()).values()
+    request, shares = folder / "request.json", torch.cuda.device_count() < made.world_size
+    request.write_text(json.dumps({"inputs": {"input_ids": IDS.tolist()}}) + "\n")
+    alone = "LOCAL_RANK=0 NCCL_HOSTID=$RANK NCCL_SOCKET_IFNAME=lo " * (made.device_type == "cuda" and shares)
+    call = f'{alone}exec "$0" "$1" < "$2" > "$2.$RANK"'
+    files = (str(each) for each in (folder / "build" / "serve", folder / "out", request))
+    _torchrun(made.world_size, "--no-python", "sh", "-c", call, *files)
+    answers = [line for line in Path(f"{request}.0").read_text().splitlines() if line.startswith("{")]
+    (got,) = json.loads(answers[-1]).values()
     judge(table, "service in C++", model, whole, made, torch.tensor(got))
 
 
@@ -237,33 +205,9 @@ def work(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def _torchrun(ranks: int, *words: str, given: str = "", answer: Path | None = None) -> str:
-    """Return why the processes failed, or nothing; the answer is their last line of JSON, among what they log."""
+def _torchrun(ranks: int, *words: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *words]
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]))
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(given, timeout=120)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        print(process.communicate()[0], file=sys.stderr)
-        return "no end within 120 s"
-    if process.returncode == 0:
-        if answer:
-            answers = (line for line in reversed(output.splitlines()) if line.startswith("{"))
-            answer.write_text(next(answers, output))
-        return ""
-    print(output, file=sys.stderr)
-    errors = [line for line in output.splitlines() if "Error" in line]
-    return (errors or output.splitlines() or ["no output"])[0].strip()
+    run_ranks(command, 1, datetime.timedelta(minutes=2), help=f"run it by itself: {' '.join(command)}")
 
 
 def attempt(table: Table, what: str, check: Callable[..., None], *args: object) -> None:

@@ -39,15 +39,11 @@ from tpcompiler.passes.move_device import move_device
 from tpcompiler.plan.plan import Plan
 
 Run = Callable[[], Any]
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 SHAPES: dict[str, dict[str, Any]] = {
-    "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32},
-    "8B, 4 layers": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 32,
-    },
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 8},
+    "1B": dict(zip(SIZES, (2048, 8192, 16, 32, 128_256), strict=True)),
+    "8B, 4 layers": dict(zip(SIZES, (4096, 14336, 4, 32, 128_256), strict=True)),
+    "tiny": dict(zip(SIZES, (64, 128, 1, 8, 512), strict=True)),
 }
 PHASES = {"prefill": (1, 512), "decode": (8, 1)}
 WHOLE = Plan.of({"**": "replicate"})
@@ -70,14 +66,7 @@ def programs_of(shape: str, batch: int, length: int, dtype: str) -> tuple[dict[s
     with tempfile.TemporaryDirectory() as folder:
         from transformers import LlamaConfig
 
-        vocabulary = 128_256 if shape != "tiny" else 512
-        config = LlamaConfig(
-            **SHAPES[shape],
-            num_key_value_heads=8,
-            vocab_size=vocabulary,
-            architectures=["LlamaForCausalLM"],
-            dtype=dtype,
-        )
+        config = LlamaConfig(**SHAPES[shape], num_key_value_heads=8, architectures=["LlamaForCausalLM"], dtype=dtype)
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(config.to_dict(), default=str))
         made = export_prefill_and_decode(folder, batch=batch, length=length, max_length=length + 32, dtype=dtype)

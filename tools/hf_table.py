@@ -106,13 +106,16 @@ def build(row: Row, directory: Path, *, loud: bool = False) -> None:
             one with small weights and tied embeddings does, says little.
     """
     torch.manual_seed(0)
-    auto: Any = getattr(transformers, f"AutoModel{row.head}")
-    model: Any = randomise(auto.from_config(row.config()))
+    model: Any = randomise(_auto(row).from_config(row.config()))
     embeddings = {id(model.get_input_embeddings().weight)} if loud else set()
     for value in model.parameters() if loud else ():
         if value.ndim > 1 and id(value) not in embeddings:
             value.data *= 4
     model.save_pretrained(directory)
+
+
+def _auto(row: Row) -> Any:
+    return getattr(transformers, f"AutoModel{row.head}")
 
 
 def measure(row: Row, directory: Path) -> tuple[str, str, str]:
@@ -142,9 +145,7 @@ def measure_ranks(row: Row, directory: Path) -> tuple[str, str, str, str]:
     """Return (the programs, the plan, the result of `verify`, that of two processes) of an architecture."""
     generates, models, out = row.kind in GENERATE, directory / "models", directory / "out"
     build(row, directory, loud=generates)
-    made = call(
-        "export", directory, "-o", *([models, "--prefill-decode", "--max-length", ROOM] if generates else [models])
-    )
+    made = call("export", directory, "-o", models, *("--prefill-decode", "--max-length", ROOM) * generates)
     if made.exit_code:
         return "", "", "", f"export: {_error(made)}"
     files = sorted(models.glob("*.pt2")) or [models]
@@ -165,21 +166,20 @@ def example_of(file: Path, generates: bool) -> dict[str, torch.Tensor]:
     examples = read_model(file).example_inputs
     assert examples is not None
     inputs: dict[str, torch.Tensor] = {name: value.clone() for name, value in examples[1].items()}
-    if generates:
-        inputs.pop("cache_position", None)
-        if "input_ids" in inputs:
-            inputs["input_ids"] = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(3))
-        if "attention_mask" in inputs:
-            inputs["attention_mask"] = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
-    return inputs
+    texts = {
+        "input_ids": torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(3)),
+        "attention_mask": torch.tensor([[1] * 9, [1] * 6 + [0] * 3]),
+    }
+    if not generates:
+        return inputs
+    return {name: texts.get(name, value) for name, value in inputs.items() if name != "cache_position"}
 
 
 def torchrun(out: Path, *words: object) -> str:
     """Run a command of tpcompiler as two processes; the last line of its error, or nothing."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "tpcompiler.cli"]
-    command = [*launch, *map(str, words)]
     environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "FATAL", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST, env=environment)
+    done = subprocess.run([*launch, *map(str, words)], capture_output=True, text=True, timeout=LONGEST, env=environment)
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     return "" if done.returncode == 0 else (lines or ["no text"])[0]
 
@@ -194,12 +194,10 @@ def _written(command: str, out: Path, inputs: dict[str, torch.Tensor], *words: o
 
 def check_tokens(row: Row, directory: Path, out: Path, inputs: dict[str, torch.Tensor]) -> str:
     """Compare the tokens that two ranks generate with those of transformers on one device."""
-    auto: Any = getattr(transformers, f"AutoModel{row.head}")
-    model = auto.from_pretrained(directory).eval()
-    prompt, given = (
-        "input_ids",
-        {"attention_mask": torch.ones_like(inputs["input_ids"])} if "input_ids" in inputs else {},
-    )
+    model = _auto(row).from_pretrained(directory).eval()
+    prompt, given = "input_ids", dict[str, torch.Tensor]()
+    if "input_ids" in inputs:
+        given["attention_mask"] = torch.ones_like(inputs["input_ids"])
     if model.config.is_encoder_decoder:
         prompt, inputs = "decoder_input_ids", {**inputs, "decoder_input_ids": torch.tensor([[1], [1]])}
     made = _written("run", out, inputs, "--tokens", TOKENS)
@@ -211,10 +209,9 @@ def check_tokens(row: Row, directory: Path, out: Path, inputs: dict[str, torch.T
         pad_token_id=0, decoder_start_token_id=1, max_new_tokens=TOKENS, do_sample=False
     )
     wanted = generate(model, **{**given, **inputs})[:, inputs[prompt].shape[1] :]
-    same, kinds = torch.equal(made["tokens"], wanted), len(wanted.unique())
-    return (
-        f"{TOKENS} tokens a row as transformers: {kinds} different ones" if same else "NOT the tokens of transformers"
-    )
+    if not torch.equal(made["tokens"], wanted):
+        return "NOT the tokens of transformers"
+    return f"{TOKENS} tokens a row as transformers: {len(wanted.unique())} different ones"
 
 
 def check_outputs(row: Row, directory: Path, out: Path, inputs: dict[str, torch.Tensor]) -> str:
@@ -222,9 +219,8 @@ def check_outputs(row: Row, directory: Path, out: Path, inputs: dict[str, torch.
     made = _written("run", out, inputs)
     if isinstance(made, str):
         return f"run: {made}"
-    auto: Any = getattr(transformers, f"AutoModel{row.head}")
     with torch.no_grad():
-        wanted = auto.from_pretrained(directory).eval()(**inputs)
+        wanted = _auto(row).from_pretrained(directory).eval()(**inputs)
     errors = {name: (made[name] - wanted[name]).abs().max().item() for name in made if name in wanted}
     close = all(torch.allclose(made[name], wanted[name], rtol=1e-4, atol=1e-5) for name in errors)
     name, error = next(iter(errors.items()))
@@ -279,13 +275,10 @@ def render_ranks(lines: dict[str, str]) -> str:
     """The second part, of those that were run."""
     chosen = [lines[name] for name in ON_RANKS if name in lines]
     kinds, right = {line.split("|")[2] for line in chosen}, sum("as transformers" in line for line in chosen)
-    head = RANKS_HEAD.format(count=len(chosen), kinds=len(kinds), right=right, **_versions())
+    versions = {"own": __version__, "torch": torch.__version__.partition("+")[0]}
+    versions |= {"transformers": transformers.__version__, "day": str(date.today())}
+    head = RANKS_HEAD.format(count=len(chosen), kinds=len(kinds), right=right, **versions)
     return head + "\n".join(chosen) + "\n"
-
-
-def _versions() -> dict[str, object]:
-    versions = {"transformers": transformers.__version__, "torch": torch.__version__.partition("+")[0]}
-    return {"day": date.today(), "own": __version__, **versions}
 
 
 def main() -> int:

@@ -13,10 +13,6 @@ import msgspec
 
 from tpcompiler.api.diagnose import Diagnosis
 from tpcompiler.artifact.summary import ArtifactSummary, ConvertedArtifact, ConvertedPrograms, ModelSummary
-from tpcompiler.ask.costs import CostTable
-from tpcompiler.ask.difference import ArtifactDifference
-from tpcompiler.ask.explanation import Explanation
-from tpcompiler.ask.handover import HandoverTable
 from tpcompiler.cli.answers import (
     CutWeights,
     ExportedFiles,
@@ -29,7 +25,11 @@ from tpcompiler.cli.answers import (
 )
 from tpcompiler.judge.compare.compare import VerifyReport
 from tpcompiler.judge.sound.check import CheckReport
-from tpcompiler.views.table import RankProgram
+from tpcompiler.report.costs import CostTable
+from tpcompiler.report.difference import ArtifactDifference
+from tpcompiler.report.explanation import Explanation
+from tpcompiler.report.handover import HandoverTable
+from tpcompiler.report.table import RankProgram
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, SCHEMA = DOCS / "json.md", DOCS / "json-schema.json"

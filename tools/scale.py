@@ -16,54 +16,27 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import tpcompiler
 from tools.measured import measured_line
-from tpcompiler.runtime.artifact import read_manifest
-from tpcompiler.runtime.records import TensorRecord
 
 PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
 LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "dtype": "bfloat16",
-    "vocab_size": 128256,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "rope_theta": 500000.0,
+    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "vocab_size": 128256},
+    **{"num_key_value_heads": 8, "max_position_embeddings": 8192, "rope_theta": 500000.0},
 }
+QWEN: dict[str, Any] = {
+    **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "bfloat16", "vocab_size": 151936},
+    **{"hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 94},
+    **{"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True},
+    **{"num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128},
+    **{"max_position_embeddings": 40960, "rope_theta": 1000000.0},
+}
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # As published: https://huggingface.co/meta-llama and https://huggingface.co/Qwen/Qwen3-235B-A22B
 MODELS: dict[str, dict[str, Any]] = {
-    "Llama-3-70B": {
-        **LLAMA,
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-    },
-    "Llama-3.1-405B": {
-        **LLAMA,
-        "hidden_size": 16384,
-        "intermediate_size": 53248,
-        "num_hidden_layers": 126,
-        "num_attention_heads": 128,
-    },
-    "Qwen3-235B-A22B": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "dtype": "bfloat16",
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "moe_intermediate_size": 1536,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "num_hidden_layers": 94,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1000000.0,
-    },
+    "Llama-3-70B": {**LLAMA, **dict(zip(SIZES, (8192, 28672, 80, 64), strict=True))},
+    "Llama-3.1-405B": {**LLAMA, **dict(zip(SIZES, (16384, 53248, 126, 128), strict=True))},
+    "Qwen3-235B-A22B": QWEN,
 }
 DEGREES = (8, 16)
 HEAD = """\
@@ -109,41 +82,15 @@ def run(name: str) -> list[str]:
             plan = "--tp", str(degree), "--plan", home / "hf" / "config.json"
             converting = timed(*call, "convert", home / "model.pt2", *plan, "-o", out)
             checking = timed(*call, "check", out)
-            manifest = read_manifest(out)
-            whole, share = count_bytes(manifest.tensors, manifest.degrees)
+            whole, shares = tpcompiler.open(out).parameter_bytes()
             size = sum(file.stat().st_size for file in out.iterdir())
             peak = max(each.peak for each in (exporting, converting, checking)) / 1024
-            cells = [
-                name,
-                f"{whole / 2e9:.0f}B",
-                str(degree),
-                *(f"{each.seconds:.0f} s" for each in (exporting, converting, checking)),
-            ]
-            cells += [f"{peak:.1f} GiB", f"{size / 1e6:.1f} MB", f"{share / 1e9:.1f} GB"]
+            times = (f"{each.seconds:.0f} s" for each in (exporting, converting, checking))
+            sizes = f"{peak:.1f} GiB", f"{size / 1e6:.1f} MB", f"{shares[0] / 1e9:.1f} GB"
+            cells = name, f"{whole / 2e9:.0f}B", str(degree), *times, *sizes
             lines.append(f"| {' | '.join(cells)} |")
             print(lines[-1], flush=True)
     return lines
-
-
-def count_bytes(tensors: list[TensorRecord], degrees: dict[str, int]) -> tuple[int, int]:
-    """Count the bytes of all parameters in bfloat16, and of those of rank 0."""
-    from tpcompiler.ir.mesh import Mesh
-    from tpcompiler.ir.shares import row_sharding
-
-    mesh, whole, share = Mesh.of(degrees), 0, 0
-    for row in tensors:
-        if row.tied_to is None and row.kind == "parameter":
-            local = row_sharding(row, mesh).local_shape(row.shape, mesh, mesh.coordinate(0))
-            whole += 2 * _count(row.shape)
-            share += 2 * _count(local)
-    return whole, share
-
-
-def _count(shape: Any) -> int:
-    count = 1
-    for size in shape:
-        count *= int(size)
-    return count
 
 
 def write(lines: list[str]) -> None:

@@ -18,7 +18,7 @@ from tpcompiler.cli import commands, weights
 BLOCKS = """
 import sys
 from pathlib import Path
-from tpcompiler.cli.memory import return_freed_tensors
+from tpcompiler.cli.weights import return_freed_tensors
 
 def own():
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -20,7 +20,7 @@ from tpcompiler import InputsError, cli
 from tpcompiler.frontend.example_inputs import Example
 from tpcompiler.frontend.exporting import _export_dynamic, export_without_weights
 from tpcompiler.frontend.prefill_decode import StepModule, build_steps
-from tpcompiler.runtime.generate import generate
+from tpcompiler.runtime.run import generate
 from tpcompiler.runtime.weightless import weightless_names
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting

@@ -15,7 +15,7 @@ from torch.export import Dim, ExportedProgram, export
 
 import tpcompiler
 from tests.launch import fork_ranks
-from tpcompiler.artifact.program import tensors_of
+from tpcompiler._torch import all_tensors
 from tpcompiler.errors import ArtifactError, UnsupportedError
 from tpcompiler.ir.symm_mem import expand_collectives, is_fitted, rooms_of
 from tpcompiler.judge.sound.check import check_programs
@@ -289,7 +289,7 @@ def test_one_memory_for_two_groups() -> None:
 def judged(parallel: tpcompiler.ParallelProgram, ranks: list[ExportedProgram]) -> list[bool]:
     """What `check` and `verify` say."""
     first = written(ranks[0], on_cpu)
-    written_ranks = [replace(first, state=tensors_of(rank)) for rank in ranks]
+    written_ranks = [replace(first, state=all_tensors(rank)) for rank in ranks]
     checked = check_programs(written_ranks, parallel.manifest(), parallel.only.original())
     subject, inputs = replace(subject_of(parallel.only), programs=ranks), parallel.only.original().example_inputs
     try:

@@ -15,8 +15,8 @@ from tests.passes.stages import cuts_are_kept
 from tests.promises.models import MLP, NAMES, converted, functional, inputs_of, ranks
 from tests.zoo.case import randomise
 from tpcompiler.ir.local import local_strides
-from tpcompiler.judge.compare.reference import run_single
 from tpcompiler.judge.compare.simulate import simulate
+from tpcompiler.judge.compare.trial import run_single
 
 
 def meant(value: torch.Tensor, strides: Sequence[int]) -> list[int]:

@@ -13,7 +13,7 @@ from tests.launch import run_ranks
 from tests.long import LONG
 from tests.promises.models import CASES, converted, exported, functional, inputs_of
 from tests.promises.worker import INDUCTOR, gradients
-from tpcompiler.judge.compare.reference import run_single
+from tpcompiler.judge.compare.trial import run_single
 
 NAMES = {2: ["odd", "conv"], **({2: ["odd", "conv", "llama"], 4: ["odd"]} if os.environ.get(LONG) else {})}
 

@@ -20,8 +20,7 @@ from tpcompiler import ArtifactError
 from tpcompiler.api import packaging
 from tpcompiler.runtime.model_file import read_model
 from tpcompiler.runtime.package import read_package
-from tpcompiler.runtime.scratch import remove_leftovers, scratch_folder
-from tpcompiler.runtime.target import in_place_of, replacing
+from tpcompiler.runtime.target import in_place_of, remove_leftovers, replacing, scratch_folder
 
 
 def write_directory(directory: Path, end: Callable[[], object]) -> None:

@@ -12,7 +12,7 @@ from torch.export import Dim, ExportedProgram, export
 import tpcompiler
 from tests.sound import findings
 from tpcompiler.judge.sound.check import check_programs
-from tpcompiler.judge.sound.rising import counting
+from tpcompiler.judge.sound.pieces import counting
 from tpcompiler.judge.sound.written import read_ranks
 from tpcompiler.passes.canonicalize import canonicalize
 

@@ -22,8 +22,8 @@ from tests.training.test_steps import Grouped
 from tests.training.test_steps import group_of_one as group_of_one
 from tests.training.ways import master_weights, momentum, overflowing, scaled, step
 from tpcompiler.checkpoint.distributed import _make_state
+from tpcompiler.checkpoint.restrictions import forbid_on_shares
 from tpcompiler.checkpoint.training import _trained_outputs
-from tpcompiler.checkpoint.whole_optimizers import forbid_on_shares
 from tpcompiler.errors import ArtifactError, InputsError, UnsupportedError
 from tpcompiler.ir.shares import cut, row_sharding
 

@@ -17,8 +17,8 @@ import tpcompiler
 from tests.runtime.models import export_divided
 from tpcompiler._torch import set_guards
 from tpcompiler.judge.compare.compare import compare_calls
-from tpcompiler.judge.compare.reference import run_single
 from tpcompiler.judge.compare.simulate import random_state
+from tpcompiler.judge.compare.trial import run_single
 from tpcompiler.parallel.program_subject import subject_of
 
 PLAN = {"up": "colwise", "down": "rowwise"}

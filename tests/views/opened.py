@@ -8,9 +8,9 @@ from typing import Any
 import graphviz
 
 from tpcompiler.artifact.stored import StoredProgram
-from tpcompiler.ask.again import advise
-from tpcompiler.views import dot, html, table
-from tpcompiler.views import page_data as data
+from tpcompiler.report import dot, html, table
+from tpcompiler.report import page_data as data
+from tpcompiler.report.again import advise
 
 
 def artifact_dot(directory: Path, rank: int = 0) -> graphviz.Digraph:

@@ -23,10 +23,10 @@ from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import cut_dim
+from tpcompiler.report.slices import Holder, slices_of
 from tpcompiler.runtime.artifact import read_manifest
 from tpcompiler.runtime.records import plain_data
 from tpcompiler.terminal.printed import format_bytes
-from tpcompiler.views.slices import Holder, slices_of
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
 

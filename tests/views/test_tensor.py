@@ -25,9 +25,8 @@ import tpcompiler
 from tests.runtime.commands import right
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import read_sharding
+from tpcompiler.report.tensor import WIDTH, draw_sharding
 from tpcompiler.runtime.records import BoundaryRecord
-from tpcompiler.views.slabs import WIDTH
-from tpcompiler.views.tensor import draw_sharding
 
 SVG = "{http://www.w3.org/2000/svg}"
 

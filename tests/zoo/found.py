@@ -14,7 +14,7 @@ import tpcompiler
 from tests.zoo.each import judge_each
 from tests.zoo.index import CASES
 from tpcompiler import ParallelProgram
-from tpcompiler.ask.plan_text import plan_text
+from tpcompiler.cli.describe import plan_text
 from tpcompiler.frontend.plain_weights import with_plain_weights
 from tpcompiler.runtime.records import plain_data
 

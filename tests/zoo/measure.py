@@ -27,8 +27,8 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.node_placement import PLACEMENT, read_claim
 from tpcompiler.judge.compare.compare import VerifyReport
 from tpcompiler.judge.compare.judge import Difference
-from tpcompiler.judge.compare.reference import reference_of
 from tpcompiler.judge.compare.simulate import simulate
+from tpcompiler.judge.compare.trial import reference_of
 from tpcompiler.judge.sound.check import check_programs
 from tpcompiler.judge.sound.written import read_ranks
 from tpcompiler.parallel.program_subject import layout_of

@@ -24,20 +24,8 @@ from torch.utils._pytree import (
 )
 from torch.utils._sympy.functions import FloorDiv, Max, Min
 
-from tpcompiler._torch.decompose import (
-    decomposed,
-    decomposing,
-    keeping_whole,
-    quiet_torch,
-    stays_whole,
-)
-from tpcompiler._torch.files import (
-    archive_stream,
-    build_program,
-    is_registered_class,
-    read_layout,
-    save_program,
-)
+from tpcompiler._torch.decompose import decomposed, decomposing, keeping_whole, quiet_torch, stays_whole
+from tpcompiler._torch.files import archive_stream, build_program, is_registered_class, read_layout, save_program
 from tpcompiler._torch.groups import (
     default_store,
     fake_group,
@@ -53,7 +41,6 @@ from tpcompiler._torch.groups import (
 from tpcompiler._torch.halves import Recompute, boxed, cut_joint
 from tpcompiler._torch.initializers import skip_fake_truncations
 from tpcompiler._torch.joint import Key, has_gradient, input_key, output_keys, trace_joint
-from tpcompiler._torch.known import KnownTensor
 from tpcompiler._torch.ops import (
     MISSING,
     NAMED_BY_TORCH,
@@ -118,5 +105,5 @@ from tpcompiler._torch.sizes import (
     sym_multiple,
     symbols_of,
 )
-from tpcompiler._torch.traces import trace_ops, untraced
+from tpcompiler._torch.traces import KnownTensor, trace_ops, untraced
 from tpcompiler._torch.versions import GONE, NEWEST, OLDEST, warn_of_newer

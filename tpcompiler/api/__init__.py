@@ -21,7 +21,7 @@ from tpcompiler.parallel.cut_batch import cut_batch
 from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.passes.apply_plan import names_of
 from tpcompiler.plan.plan import Plan, join_plans
-from tpcompiler.runtime.beside import families
+from tpcompiler.runtime.artifact import families
 from tpcompiler.runtime.place import place_state
 from tpcompiler.runtime.records import Collectives, Goal, Optimizer
 

@@ -13,8 +13,8 @@ from typing import cast
 import torch
 from torch.export import ExportedProgram
 
-from tpcompiler._torch import archive_stream, save_program
-from tpcompiler.artifact.program import ArtifactProgram, tensors_of
+from tpcompiler._torch import all_tensors, archive_stream, save_program
+from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.artifact.stored import StoredProgram
 from tpcompiler.checkpoint.cut import TELL, Progress, cut_programs
 from tpcompiler.checkpoint.fill import fill_weights
@@ -30,8 +30,7 @@ from tpcompiler.parallel.converted_program import ConvertedProgram, convert_prog
 from tpcompiler.parallel.program_subject import on_cpu
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.plan.plan import Plan, join_plans
-from tpcompiler.runtime.artifact import MODEL, Manifest, is_single
-from tpcompiler.runtime.beside import families, largest_world
+from tpcompiler.runtime.artifact import MODEL, Manifest, families, is_single, largest_world
 from tpcompiler.runtime.program_files import ProgramFiles, open_programs
 from tpcompiler.runtime.target import free_target, in_place_of, refuse_full_disk, replacing
 from tpcompiler.runtime.weightless import weightless_names
@@ -152,7 +151,7 @@ def _read_model(program: ArtifactProgram) -> ExportedProgram:
     original = read_proved_model(program, prepare=on_cpu, canonical=canonicalize)
     first = {row.name: row.holder for row in program.manifest.tensors}
     hollow = weightless_names(original)
-    for name, value in tensors_of(original).items():
+    for name, value in all_tensors(original).items():
         held = first.get(name)
         if name not in hollow and held in program.tensors.tensors and not same_bits(value.detach(), program.read(held)):
             raise ArtifactError(

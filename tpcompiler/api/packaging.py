@@ -29,8 +29,7 @@ from tpcompiler.runtime.package import Package, called_file, drop_package, find_
 from tpcompiler.runtime.place import leave_out
 from tpcompiler.runtime.program_files import ProgramFiles
 from tpcompiler.runtime.rank_file import read_graph, taken_by
-from tpcompiler.runtime.scratch import scratch_folder
-from tpcompiler.runtime.target import COMPILED, RUNNER
+from tpcompiler.runtime.target import COMPILED, RUNNER, scratch_folder
 from tpcompiler.runtime.weightless import save_marked, weightless_names
 from tpcompiler.terminal.progress import counted, measured
 

@@ -166,12 +166,7 @@ class ParallelProgram(Programs["ParallelProgram"]):
         return check_artifact(self._programs, originals=plain, prepare=on_cpu, canonical=canonicalize)
 
     def reshard(
-        self,
-        mesh: MeshLike,
-        directory: str | os.PathLike[str],
-        *,
-        force: bool = False,
-        progress: Progress = TELL,
+        self, mesh: MeshLike, directory: str | os.PathLike[str], *, force: bool = False, progress: Progress = TELL
     ) -> ParallelProgram:
         """Write an artifact for another mesh, with the same plan, and open it.
 
@@ -310,7 +305,8 @@ class ParallelProgram(Programs["ParallelProgram"]):
             LaunchError: a rank fails, or does not end in time.
             MeshError: so many processes cannot run as many whole ranks each.
         """
-        files, directory = self._files(), self._stored_in()
+        files, directory = self._files(), self._directory
+        assert directory is not None  # of a program with files
         if stages_by_whole(self._programs):
             raise UnsupportedError("a package runs no stages", help="run the programs uncompiled")
         try:
@@ -325,10 +321,6 @@ class ParallelProgram(Programs["ParallelProgram"]):
         if len(stored) < len(self):
             raise ArtifactError("the program is in memory, and has no files to change", help="save it, and open that")
         return stored
-
-    def _stored_in(self) -> Path:
-        assert self._directory is not None
-        return self._directory
 
     def _reopen(self) -> None:
         """Read the manifests again, which this process has changed."""

@@ -10,29 +10,28 @@ from typing import Any, Literal, TypeVar
 from torch.export import ExportedProgram
 
 from tpcompiler.artifact.budget import Budget
-from tpcompiler.artifact.counts import counted_kinds
+from tpcompiler.artifact.collective_records import counted_kinds
 from tpcompiler.artifact.program import ArtifactProgram, stages_by_whole
 from tpcompiler.artifact.stored import StoredProgram
 from tpcompiler.artifact.summary import summarize, summary_parts
-from tpcompiler.ask.again import advise, find_searched_plan
-from tpcompiler.ask.costs import CostTable, count_costs
-from tpcompiler.ask.difference import ArtifactDifference, find_differences
-from tpcompiler.ask.explanation import Explanation, explain
-from tpcompiler.ask.handover import HandoverTable, price_handover
 from tpcompiler.checkpoint.leaves import held_per_rank
 from tpcompiler.errors import ArtifactError, option
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.parallel.converted_program import ConvertedProgram
 from tpcompiler.parallel.stages_subject import whole_of
-from tpcompiler.runtime.artifact import Manifest, is_single
-from tpcompiler.runtime.beside import families, world_of
+from tpcompiler.report.again import advise, find_searched_plan
+from tpcompiler.report.costs import CostTable, count_costs
+from tpcompiler.report.difference import ArtifactDifference, find_differences
+from tpcompiler.report.dot import artifact_dot
+from tpcompiler.report.explanation import Explanation, explain
+from tpcompiler.report.handover import HandoverTable, price_handover
+from tpcompiler.report.html import artifact_html
+from tpcompiler.report.table import artifact_text
+from tpcompiler.report.tensor import draw_sharding
+from tpcompiler.runtime.artifact import Manifest, families, is_single, world_of
 from tpcompiler.runtime.records import Collective
 from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.terminal.tables import Part, Report, Shown, text_of
-from tpcompiler.views.dot import artifact_dot
-from tpcompiler.views.html import artifact_html
-from tpcompiler.views.table import artifact_text
-from tpcompiler.views.tensor import draw_sharding
 
 Format = Literal["text", "svg", "html", "dot"]
 T = TypeVar("T")
@@ -229,12 +228,7 @@ class Programs(Shown, Mapping[str, T]):
         """
         return count_costs(self.only, at, machine)
 
-    def diff(
-        self,
-        other: Programs[T],
-        *,
-        machine: str | os.PathLike[str] | None = None,
-    ) -> ArtifactDifference:
+    def diff(self, other: Programs[T], *, machine: str | os.PathLike[str] | None = None) -> ArtifactDifference:
         """Compare placements, collectives and bytes with another artifact of the same model. Weights are not compared.
 
         Args:

@@ -73,7 +73,10 @@ class Budget:
                 yield from (_sent if limit.kind == "sent" else _held)(limit.most, manifest)
                 continue
             found = [record for record in manifest.collectives if limit.counts(record)]
-            yield from _by_layer(limit, found) if limit.by_layer else _in_all(limit, found)
+            if limit.by_layer:
+                yield from _by_layer(limit, found)
+            elif len(found) > limit.most:
+                yield f"{len(found)} {limit.kind}, {len(found) - limit.most} more than {limit} ({_named(found)})"
 
 
 def _sent(most: int, manifest: Manifest) -> Iterator[str]:
@@ -118,11 +121,6 @@ def _read_limit(text: str, where: str = "") -> Limit:
         kinds = ", ".join((*KINDS, *MANY))
         raise BudgetError(f"budget {text!r}{where} is not a limit", help=f"{FORMS}; kinds are {kinds}")
     return Limit(int(found[1]), found[2], found[3] is not None)
-
-
-def _in_all(limit: Limit, found: Sequence[Collective]) -> Iterator[str]:
-    if len(found) > limit.most:
-        yield f"{len(found)} {limit.kind}, {len(found) - limit.most} more than {limit} ({_named(found)})"
 
 
 def _by_layer(limit: Limit, found: Sequence[Collective]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,10 +12,13 @@ from typing import Any, Literal
 import torch
 from torch.export import ExportedProgram
 
+from tpcompiler._torch import FakeTensor
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.shares import same_bits
 from tpcompiler.ir.symm_mem import expand_collectives
-from tpcompiler.runtime.artifact import Manifest
+from tpcompiler.runtime.artifact import Manifest, lacks_weights
 from tpcompiler.runtime.rank_file import Weights
+from tpcompiler.runtime.records import TensorRecord
 
 Layout = Literal["ranks", "shared"]  # a self-contained file per rank, or shared programs and separate weights
 Stored = Mapping[str, str]  # leaf -> the program whose files have it
@@ -127,11 +131,6 @@ class ArtifactProgram(ABC):
         return expand_collectives(self.rank_program(rank))
 
 
-def tensors_of(program: ExportedProgram) -> dict[str, Any]:
-    """Return the parameters, buffers and constants that a program holds, by name."""
-    return {**program.constants, **program.state_dict}
-
-
 def stages_by_whole(programs: Mapping[str, ArtifactProgram]) -> dict[str, list[ArtifactProgram]]:
     """Return the stages of each program that was cut, in order."""
     found: dict[str, list[ArtifactProgram]] = {}
@@ -139,3 +138,31 @@ def stages_by_whole(programs: Mapping[str, ArtifactProgram]) -> dict[str, list[A
         if program.manifest.stage is not None:
             found.setdefault(program.manifest.stage.of, []).append(program)
     return found
+
+
+def find_state_apart(programs: Mapping[str, ArtifactProgram]) -> str:
+    """Describe a buffer that one program writes and another of the same model also holds; return "" without one.
+
+    `parallelize` refuses such programs; files may have been put together since.
+    """
+    for (name, own), (other, theirs) in itertools.permutations(programs.items(), 2):
+        if own.mesh == theirs.mesh or own.manifest.family == theirs.manifest.family:
+            continue
+        rows, others = ({row.name: row for row in each.manifest.tensors} for each in (own, theirs))
+        common = rows.keys() & others.keys()
+        states = sorted(common & {*own.graph(0).graph_signature.buffers_to_mutate.values()})
+        if states and len(states) < len(common) and all(_is_same(own, theirs, rows[n], others[n]) for n in common):
+            return (
+                f"{states[0]!r} is a buffer that {name!r} writes on {own.mesh}, and {other!r} has its own on "
+                f"{theirs.mesh}, which sees nothing of it"
+            )
+    return ""
+
+
+def _is_same(own: ArtifactProgram, theirs: ArtifactProgram, row: TensorRecord, other: TensorRecord) -> bool:
+    if (row.shape, row.dtype) != (other.shape, other.dtype):
+        return False
+    if lacks_weights(own.manifest) or lacks_weights(theirs.manifest):
+        return True  # a checkpoint gives both the same
+    values = own.read(row.name), theirs.read(row.name)
+    return any(isinstance(value, FakeTensor) for value in values) or same_bits(*values)

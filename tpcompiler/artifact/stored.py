@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from tpcompiler.artifact.program import ArtifactProgram, Layout, Stored, tensors_of
+from tpcompiler._torch import all_tensors
+from tpcompiler.artifact.program import ArtifactProgram, Layout, Stored
 from tpcompiler.checkpoint.fill import with_weights
 from tpcompiler.checkpoint.ranks import RankShares
 from tpcompiler.errors import ArtifactError
@@ -127,7 +128,7 @@ class StoredProgram(ArtifactProgram):
             program = read_graph(files, ranks[0])
             for rank in ranks:
                 state = {} if lacks_weights(manifest) else read_state(files, rank, program)
-                programs[rank] = program, {**tensors_of(program), **state}
+                programs[rank] = program, {**all_tensors(program), **state}
         yield from (programs[rank] for rank in range(manifest.world_size))
 
 

@@ -262,13 +262,7 @@ def summary_parts(data: ArtifactSummary, advice: Mapping[str, str] = NO_ADVICE) 
     more = ("gradients", f"{training.optimizer} state") if training is not None else ()
     yield Table("parameters, buffers and constants", ("on", "bytes", "share", *more), rows, right=(*NUMBERS, *more))
     collectives = [
-        (
-            row.why,
-            row.kind,
-            str(row.count),
-            format_bytes(row.payload_bytes),
-            format_bytes(row.wire_bytes),
-        )
+        (row.why, row.kind, str(row.count), format_bytes(row.payload_bytes), format_bytes(row.wire_bytes))
         for row in data.collectives
     ]
     headers = ("why", "kind", "count", "payload bytes", "wire bytes per rank")

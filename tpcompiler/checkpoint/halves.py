@@ -156,7 +156,8 @@ def _use_operands(graph: fx.Graph) -> None:
     at = {node: position for position, node in enumerate(graph.nodes)}
     named = {node.name: node for node in at}
     for node, claim in list(claims_of(graph)):
-        if claim.call is None or not edit.is_tensor(node) or not _is_empty(edit.fake(node)):
+        sizes = edit.shape(node) if edit.is_tensor(node) else ()
+        if claim.call is None or not any(isinstance(size, int) and not size for size in sizes):
             continue
         others = [named[name] for name in sorted(nodes_named(claim.call)) if name in named]
         others = [each for each in others if edit.is_tensor(each) and at[each] < at[node]]
@@ -173,10 +174,6 @@ def _use_operands(graph: fx.Graph) -> None:
             joined.args = ([node, *nothing],)  # a tensor [0] adds nothing to one of any shape
             for user in users:
                 user.replace_input_with(node, joined)
-
-
-def _is_empty(value: torch.Tensor) -> bool:
-    return any(isinstance(size, int) and not size for size in value.shape)
 
 
 def _memory(value: torch.Tensor) -> int:
@@ -234,7 +231,10 @@ def _last_sum(value: fx.Node) -> fx.Node | None:
     node = value
     while len(node.users) == 1 and len(node.all_input_nodes) == 1 and not edit.is_wait(node):
         (node,) = node.all_input_nodes
-    if not edit.is_wait(node) or len(node.users) != 1 or not _is_sum(edit.started(node)):
+    if not edit.is_wait(node) or len(node.users) != 1:
+        return None
+    start = edit.started(node)
+    if start.target not in (ALL_REDUCE, BUCKET) or start.args[1] != "sum":
         return None
     is_whole = statically_equal(edit.fake(_operand(node)).numel(), edit.fake(value).numel())
     return node if is_whole else None
@@ -244,7 +244,3 @@ def _operand(wait: fx.Node) -> fx.Node:
     """Return what the sum adds of which a node is the wait."""
     (part,), (operands, *_) = wait.all_input_nodes, edit.started(wait).args
     return operands[part.args[1]] if isinstance(operands, list | tuple) else operands  # type: ignore[index,return-value]
-
-
-def _is_sum(start: fx.Node) -> bool:
-    return start.target in (ALL_REDUCE, BUCKET) and start.args[1] == "sum"

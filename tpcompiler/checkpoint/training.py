@@ -20,9 +20,8 @@ from tpcompiler._torch import RETURNED_KINDS, Recompute, has_gradient, tree_map,
 from tpcompiler.checkpoint.distributed import DistributedState
 from tpcompiler.checkpoint.halves import Halves
 from tpcompiler.checkpoint.hosted import hosted_manifest, hosts_of
-from tpcompiler.checkpoint.structure import Structure, forbid_copies_and_modes
+from tpcompiler.checkpoint.restrictions import Structure, forbid_copies_and_modes, forbid_on_shares
 from tpcompiler.checkpoint.unsummed import Unsummed, groups_of_sums
-from tpcompiler.checkpoint.whole_optimizers import forbid_on_shares
 from tpcompiler.errors import ArtifactError, InputsError, UnsupportedError
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh

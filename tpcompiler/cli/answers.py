@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tpcompiler.ask.measured import CountedCollectives
 from tpcompiler.judge.compare.compare import VerifyReport
+from tpcompiler.report.measured import CountedCollectives
 from tpcompiler.runtime.records import Package, Record
 from tpcompiler.runtime.run import ReturnedTensor
 

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from tpcompiler.cli.bars import progress
-from tpcompiler.cli.given import Inputs, Outputs, read_programs
 from tpcompiler.cli.options import (
     Calls,
     Imports,
+    Inputs,
     Json,
     Machine,
     Memory,
@@ -19,11 +19,13 @@ from tpcompiler.cli.options import (
     Models,
     Optimize,
     Optimizer,
+    Outputs,
     PlanFile,
     Tp,
     Trust,
     app,
     read_mesh,
+    read_programs,
     refuse_two_meshes,
 )
 from tpcompiler.cost.amounts import read_seconds
@@ -125,7 +127,7 @@ def plan(
             compared = diagnose(given.programs, **meant, **options)
         else:
             from tpcompiler.api import find_plan
-            from tpcompiler.ask.plan_text import plan_text
+            from tpcompiler.cli.describe import plan_text
             from tpcompiler.frontend.plain_weights import with_plain_weights
 
             status.update("searching")

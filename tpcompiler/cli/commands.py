@@ -18,8 +18,6 @@ import tpcompiler.cli.reasons
 import tpcompiler.cli.run
 import tpcompiler.cli.weights  # noqa: F401  (registers its commands, as do those above)
 from tpcompiler.cli.bars import progress
-from tpcompiler.cli.given import Inputs, Outputs, read_programs
-from tpcompiler.cli.memory import return_freed_tensors
 from tpcompiler.cli.options import (
     DEFECT,
     Calls,
@@ -27,6 +25,7 @@ from tpcompiler.cli.options import (
     Degrees,
     Force,
     Imports,
+    Inputs,
     Json,
     Limits,
     Machine,
@@ -35,6 +34,7 @@ from tpcompiler.cli.options import (
     Models,
     Optimize,
     Optimizer,
+    Outputs,
     PlanFile,
     Tp,
     Trust,
@@ -42,10 +42,11 @@ from tpcompiler.cli.options import (
     command_with,
     existing,
     read_mesh,
+    read_programs,
     refuse_two_meshes,
     report,
 )
-from tpcompiler.cli.weights import IgnoreUnused
+from tpcompiler.cli.weights import IgnoreUnused, return_freed_tensors
 from tpcompiler.errors import TpCompilerWarning, one_line, printable
 from tpcompiler.runtime.hub import refuse_missing_model
 from tpcompiler.runtime.records import Collectives, DeviceType
@@ -174,8 +175,8 @@ def _draw(
     with progress(f"reading {path}", quiet=json):
         from tpcompiler.api.parallel_program import open
         from tpcompiler.cli import printing
+        from tpcompiler.report.table import artifact_rows
         from tpcompiler.runtime.model_file import import_modules
-        from tpcompiler.views.table import artifact_rows
 
         import_modules(imports or ())
         artifact = open(path, trust)
@@ -275,11 +276,11 @@ def convert(
         from tpcompiler.api.parallel_program import open
         from tpcompiler.artifact.budget import Budget
         from tpcompiler.artifact.summary import ConvertedArtifact, ConvertedPrograms, summarize, summary_parts
-        from tpcompiler.ask.again import find_searched_plan
         from tpcompiler.checkpoint.cut import refuse_other_checkpoint
         from tpcompiler.cli import printing
         from tpcompiler.plan.file import SEARCHES
         from tpcompiler.plan.plan import Plan
+        from tpcompiler.report.again import find_searched_plan
         from tpcompiler.runtime.artifact import SINGLE, is_single
         from tpcompiler.runtime.target import free_target
 

@@ -85,11 +85,7 @@ def verify(
                 typer.echo(cost, err=True)
         status.update(f"running the model{'s' * is_set} and all ranks")
         report = artifact.verify(
-            *calls[0],
-            then=calls[1:],
-            original=original,
-            checkpoint=checkpoint,
-            same_bits=same_bits,
+            *calls[0], then=calls[1:], original=original, checkpoint=checkpoint, same_bits=same_bits
         )
     printing.print_answer(json, report, str(report).splitlines())
     if bisect is not None and not report.ok:

@@ -21,8 +21,8 @@ from tpcompiler.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from tpcompiler.ask.costs import CostTable
-    from tpcompiler.ask.explanation import Explanation
+    from tpcompiler.report.costs import CostTable
+    from tpcompiler.report.explanation import Explanation
 
 
 @app.command()
@@ -111,7 +111,7 @@ def diff(
         both = open(first, trust), open(second, trust)
         found = both[0].diff(both[1], machine=machine)
         if html is not None:
-            from tpcompiler.ask.difference_page import difference_html
+            from tpcompiler.report.html import difference_html
 
             printing.write_content(html, difference_html(found, both[0].only, both[1].only, machine))
             typer.echo(f"wrote {html}", err=True)

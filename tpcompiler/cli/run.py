@@ -132,11 +132,10 @@ def run(
         from tpcompiler.cli.answers import GeneratedTokens, Returned
         from tpcompiler.cli.boundary import cut_inputs, join_outputs
         from tpcompiler.runtime.artifact import programs_in
-        from tpcompiler.runtime.generate import generate
         from tpcompiler.runtime.inputs import read_tensors, write_tensors
         from tpcompiler.runtime.model_file import import_modules
         from tpcompiler.runtime.program_files import open_program, open_programs
-        from tpcompiler.runtime.run import run_file, summarize
+        from tpcompiler.runtime.run import generate, run_file, summarize
 
         several = open_programs(directory, trust=trust) if programs_in(directory) else {}
         is_cut = any(each.manifest.stage for each in several.values())
@@ -167,7 +166,7 @@ def run(
             with contextlib.ExitStack() as stack:
                 if count:
                     from tpcompiler.artifact.stored import StoredProgram
-                    from tpcompiler.ask.measured import compare_counts, counts_table, watched_collectives
+                    from tpcompiler.report.measured import compare_counts, counts_table, watched_collectives
 
                     calls = stack.enter_context(watched_collectives())
                 shares = cut_inputs(given, manifest, dist.get_rank(), str(inputs), dist.get_world_size())

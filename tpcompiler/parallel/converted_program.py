@@ -14,8 +14,8 @@ import torch
 from msgspec import structs
 from torch.export import ExportedProgram
 
-from tpcompiler._torch import sym_hint, with_state
-from tpcompiler.artifact.program import ArtifactProgram, Layout, Stored, tensors_of
+from tpcompiler._torch import all_tensors, sym_hint, with_state
+from tpcompiler.artifact.program import ArtifactProgram, Layout, Stored
 from tpcompiler.artifact.summary import SearchedPlan
 from tpcompiler.checkpoint.fill import fill_weights, refuse_needless
 from tpcompiler.checkpoint.ranks import open_source
@@ -193,7 +193,7 @@ class ConvertedProgram(ArtifactProgram):
     def fill(self, original: ExportedProgram, checkpoint: str | os.PathLike[str] | None = None) -> ExportedProgram:
         lacking = weightless_names(original)
         refuse_needless(lacking, checkpoint)
-        own = tensors_of(self._original)
+        own = all_tensors(self._original)
         state, constants = (
             {name: own.get(name, value) if name in lacking else value for name, value in held.items()}
             for held in (original.state_dict, original.constants)
@@ -210,7 +210,7 @@ class ConvertedProgram(ArtifactProgram):
         program = self.partition.rank_program(rank)
         lacking = weightless_names(self._original)
         if weights is not None and lacking:
-            values = {name: value for name, value in tensors_of(self._original).items() if name not in lacking}
+            values = {name: value for name, value in all_tensors(self._original).items() if name not in lacking}
             alone = structs.replace(
                 self.manifest, tensors=[structs.replace(row, stored_in=None) for row in self.manifest.tensors]
             )
@@ -222,7 +222,7 @@ class ConvertedProgram(ArtifactProgram):
         for rank in range(self.world_size):
             own = next(ranks for ranks in self.partition.classes if rank in ranks)
             program = self.rank_program(rank)
-            yield first.setdefault(own, program), tensors_of(program)
+            yield first.setdefault(own, program), all_tensors(program)
 
     def classes(self) -> Sequence[Sequence[int]]:
         return self.partition.classes

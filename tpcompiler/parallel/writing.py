@@ -17,8 +17,8 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from tpcompiler._torch import forget_index, guards_of, guards_on, save_program, set_guards, with_state
-from tpcompiler.artifact.program import Layout, Stored, tensors_of
+from tpcompiler._torch import all_tensors, forget_index, guards_of, guards_on, save_program, set_guards, with_state
+from tpcompiler.artifact.program import Layout, Stored
 from tpcompiler.errors import TpCompilerWarning, UnsupportedError, option
 from tpcompiler.frontend.refused import refuse_hollow, refuse_unwritable
 from tpcompiler.ir import edit
@@ -197,7 +197,7 @@ def _refuse_unwritable(original: ExportedProgram, partition: Partition) -> None:
 def _write_program(written: _WriterInput, rank: int, path: Path) -> None:
     """Write the program of a rank, which others run too, without weights."""
     program = _program_of(written, rank, path, is_whole=False)
-    held = tensors_of(program)
+    held = all_tensors(program)
     _save_without_weights(program, path, [name for name, value in held.items() if _has_room(value)], held)
     if rank == 0 and (reason := why_not_read(path)):
         warnings.warn(
@@ -218,7 +218,7 @@ def _write_rank(written: _WriterInput, rank: int, path: Path) -> None:
 def _program_of(written: _WriterInput, rank: int, path: Path, *, is_whole: bool) -> ExportedProgram:
     """Return the program of a rank as a file has it, with its weights or without."""
     program = written.partition.rank_program(rank)
-    room = [name for name, value in tensors_of(program).items() if _has_room(value)]
+    room = [name for name, value in all_tensors(program).items() if _has_room(value)]
     for fqn in (*written.elsewhere, *written.manifest.symm_mem) if is_whole else room:
         leave_out(program, fqn)
     place_state(program, "cpu")  # every rank would load a file with cuda:0 onto cuda:0
@@ -256,7 +256,7 @@ def _model_writer(written: _WriterInput) -> Callable[[Path], None]:
 
     def write(path: Path) -> None:
         original = written.original
-        held = tensors_of(original)
+        held = all_tensors(original)
         tied = {row.name: row.holder for row in written.manifest.tensors}
         # torch keeps a tied weight under all its names, even those that no input takes.
         first = {memory_of(held[name]): taken for name, taken in tied.items()}
@@ -279,7 +279,7 @@ def _model_writer(written: _WriterInput) -> Callable[[Path], None]:
             graph,
             None if has_pickled_examples(original) else original.example_inputs,
         )
-        _save_without_weights(program, path, names, tensors_of(program))
+        _save_without_weights(program, path, names, all_tensors(program))
 
     return write
 
@@ -287,7 +287,7 @@ def _model_writer(written: _WriterInput) -> Callable[[Path], None]:
 def _write_whole(whole: ExportedProgram, path: Path) -> None:
     """Write a program without its weights; small constants stay."""
     specs = {spec.target: spec for spec in whole.graph_signature.input_specs}
-    held = tensors_of(whole)
+    held = all_tensors(whole)
     literals = {name for name in held if name in specs and specs[name].kind is InputKind.CONSTANT_TENSOR}
     names = {name for name, v in held.items() if _has_room(v) and not (name in literals and v.numel() <= FEW)}
     made = {memory_of(held[name]): hollow_like(held[name]) for name in names}
@@ -301,7 +301,7 @@ def _write_whole(whole: ExportedProgram, path: Path) -> None:
     signature.out_spec = plain_outputs(signature.out_spec)[0]
     graph = [replace(graph[0], signature=signature), *graph[1:]]
     program = with_state(whole, state, constants, graph, None if has_pickled_examples(whole) else whole.example_inputs)
-    _save_without_weights(program, path, names, tensors_of(program))
+    _save_without_weights(program, path, names, all_tensors(program))
 
 
 @collector_rests()  # not if it holds weights: other ranks' programs are garbage by then

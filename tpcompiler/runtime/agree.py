@@ -57,10 +57,7 @@ def agreeing(
         for name in {**mine, **theirs}:
             own, other = mine.get(name, "nothing"), theirs.get(name, "nothing")
             if own != other:
-                raise LaunchError(
-                    f"{name} is {own} on rank {dist.get_rank()}, and {other} on rank {rank}",
-                    help=help,
-                )
+                raise LaunchError(f"{name} is {own} on rank {dist.get_rank()}, and {other} on rank {rank}", help=help)
 
 
 def artifact_facts(manifest: Manifest) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from tpcompiler.errors import ArtifactError, reason
 from tpcompiler.runtime.hub import refuse_hub_directory, refuse_missing_artifact
 from tpcompiler.runtime.opened import Opened, read_text
 from tpcompiler.runtime.records import Manifest as Manifest
-from tpcompiler.runtime.records import Package, ProgramList, Record, plain_data, read_record
+from tpcompiler.runtime.records import Package, ProgramList, Record, StageRecord, plain_data, read_record
 from tpcompiler.runtime.target import CUT, MANIFEST, PARTS, SET, free_target, in_place_of, replacing
 from tpcompiler.terminal.progress import counted
 
@@ -83,16 +83,12 @@ class Writer(NamedTuple):
     whole: Callable[[Path], None] | None = None
 
 
-def _accept(directory: Path) -> None:
-    """Accept any content: the default for `inspect`."""
-
-
 def write_artifact(
     directory: str | os.PathLike[str],
     programs: Mapping[str, Callable[[Path], None]],
     *,
     force: bool = False,
-    inspect: Inspect = _accept,
+    inspect: Inspect = lambda directory: None,
     compiled: Package | None = None,
 ) -> None:
     """Write all files into a temporary sibling of `directory`, then move them into place.
@@ -212,8 +208,7 @@ def _read_listing(path: Path, kind: type[Listing]) -> Listing:
         raise ArtifactError(f"{path} cannot be read: {reason(error)}", help=again) from error
     if (version := data.get("format") if isinstance(data, Mapping) else None) != FORMAT:
         raise ArtifactError(
-            f"{path} has format {version!r}{_writer(data)}, this tpcompiler {VERSION} reads format {FORMAT}",
-            help=again,
+            f"{path} has format {version!r}{_writer(data)}, this tpcompiler {VERSION} reads format {FORMAT}", help=again
         )
     try:
         return read_record(kind, data)
@@ -301,3 +296,58 @@ def _other_than_written(file: Opened, hash: str) -> str:
 def sha256(path: Path) -> str:
     with Opened(path) as file:
         return file.sha256()
+
+
+T = TypeVar("T")
+
+
+def families(programs: Mapping[str, T], family_of: Callable[[T], str | None]) -> list[dict[str, T]]:
+    """Return the programs of each family, in the order of their first ones."""
+    found: dict[str | None, dict[str, T]] = {}
+    for name, program in programs.items():
+        found.setdefault(family_of(program), {})[name] = program
+    return [*found.values()]
+
+
+def world_of(manifest: Manifest) -> int:
+    """Return the number of ranks of a program, or of all stages of the one that it is a stage of."""
+    return manifest.world_size * (manifest.stage.count if manifest.stage else 1)
+
+
+def largest_world(programs: Mapping[str, Manifest]) -> int:
+    """Return the number of ranks that run the programs of an artifact."""
+    return max(map(world_of, programs.values()))
+
+
+def misfit_of(programs: Mapping[str, Manifest]) -> str:
+    """Return the reason why programs cannot run together; empty if they can."""
+    world = largest_world(programs)
+    for name, manifest in programs.items():
+        if world % world_of(manifest):
+            return f"{name!r} is for {world_of(manifest)} ranks, which do not divide the {world} of the artifact"
+    stages: dict[str, list[StageRecord]] = {}
+    for manifest in programs.values():
+        if manifest.stage is not None:
+            stages.setdefault(manifest.stage.of, []).append(manifest.stage)
+    for whole, own in stages.items():
+        if [stage.index for stage in own] != list(range(own[0].count)):
+            return f"stages {[stage.index for stage in own]} of {whole!r} are not all of {own[0].count}, in order"
+    is_known = all(manifest.family for manifest in programs.values())  # one that was converted alone has none
+    for family in families(programs, lambda manifest: manifest.family if is_known else None):
+        if misfit := _misfit_within(family):
+            return misfit
+    return ""
+
+
+def _misfit_within(family: Mapping[str, Manifest]) -> str:
+    holders: dict[str, str] = {}
+    first, other = next(iter(family.items()))
+    for name, manifest in family.items():
+        if manifest.mesh != other.mesh:
+            return f"{name!r} is for the mesh {manifest.mesh}, and {first!r} for {other.mesh}"
+        if manifest.factors != other.factors:
+            return f"{name!r} has axes in factors {manifest.factors}, and {first!r} in {other.factors}"
+        for row in manifest.tensors:
+            if row.stored_in is None and holders.setdefault(row.name, name) != name:
+                return f"{row.name!r} is stored in the files of {holders[row.name]!r} and again in those of {name!r}"
+    return ""

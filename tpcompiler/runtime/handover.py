@@ -70,16 +70,13 @@ class Handover(Record, frozen=True):
             if move.source >= self.source_ranks or move.target >= self.target_ranks:
                 ends = f"rank {move.source} of {self.source_ranks} to rank {move.target} of {self.target_ranks}"
                 raise ValueError(f"{what} goes from {ends}")
-            if wrong := next((each for each in (move.source_slice, move.target_slice) if _is_reversed(each)), None):
-                raise ValueError(f"{what} ends before it begins: {wrong}")
+            for each in (move.source_slice, move.target_slice):
+                if any(start > stop for start, stop in each):
+                    raise ValueError(f"{what} ends before it begins: {each}")
             sent, received = (_shape(each) for each in (move.source_slice, move.target_slice))
             if sent != received:
                 counts = f"{prod(sent)} elements on rank {move.source} and {prod(received)} on rank {move.target}"
                 raise ValueError(f"{what} has {counts}")
-
-
-def _is_reversed(where: Slice) -> bool:
-    return any(start > stop for start, stop in where)
 
 
 def _shape(where: Slice) -> list[int]:
@@ -145,7 +142,7 @@ class HandoverLink:
         for at in range(max((len(buckets) for _, buckets in messages), default=0)):
             now = [(other, buckets[at]) for other, buckets in messages if at < len(buckets)]
             contents = [
-                torch.cat([_as_bytes(part, dtype) for part, dtype in parts])
+                torch.cat([part.to(dtype).contiguous().view(-1).view(torch.uint8) for part, dtype in parts])
                 if sends
                 else parts[0][0].new_empty(sum(_bytes(*each) for each in parts), dtype=torch.uint8)
                 for _, parts in now
@@ -213,10 +210,6 @@ def _in_buckets(
             buckets[-1].append((part, dtype))
             held += _bytes(part, dtype)
     return [bucket for bucket in buckets if bucket]
-
-
-def _as_bytes(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return part.to(dtype).contiguous().view(-1).view(torch.uint8)
 
 
 def _bytes(part: torch.Tensor, dtype: torch.dtype) -> int:

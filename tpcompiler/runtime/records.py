@@ -288,7 +288,8 @@ class Manifest(Record, frozen=True, kw_only=True):
         yield from ((f"output {row.name}", row) for row in self.outputs)
 
     def __post_init__(self) -> None:
-        _refuse_large_mesh(self.mesh)
+        if self.world_size > MOST_RANKS:
+            raise ValueError(f"the mesh {self.mesh} has more than {MOST_RANKS} ranks")
         _refuse_deep(self.plan)
         world = range(self.world_size)
         if len(self.tensors) * len(world) > MOST_SHARES:
@@ -359,11 +360,6 @@ def mesh_text(mesh: Mapping[str, int | Sequence[int]]) -> str:
     return ",".join(
         f"{axis}={each if isinstance(each, int) else ':'.join(map(str, each))}" for axis, each in mesh.items()
     )
-
-
-def _refuse_large_mesh(mesh: Mapping[str, int | list[int]]) -> None:
-    if math.prod(degrees_of(mesh).values()) > MOST_RANKS:
-        raise ValueError(f"the mesh {mesh} has more than {MOST_RANKS} ranks")
 
 
 def _refuse_deep(plan: Any) -> None:

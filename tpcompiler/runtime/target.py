@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
+import platform
 import re
 import shutil
 import stat
@@ -15,7 +17,6 @@ from typing import Any
 
 from tpcompiler.errors import ArtifactError, option, reason
 from tpcompiler.runtime.opened import read_object
-from tpcompiler.runtime.scratch import scratch_folder
 
 MANIFEST = "manifest.json"
 SET = "programs.json"
@@ -94,8 +95,7 @@ def in_place_of(target: Path, *, force: bool) -> Iterator[Path]:
                 _rename_to_free(temporary, target)
         except OSError as error:
             raise ArtifactError(
-                f"cannot write {target}: {reason(error)}",
-                help="check the free space and the permissions",
+                f"cannot write {target}: {reason(error)}", help="check the free space and the permissions"
             ) from error
 
 
@@ -242,3 +242,67 @@ def _delete(artifact: Path) -> None:
             f"the new artifact is written, but {artifact} remains of the old one: it holds other files",
             help="move or delete it",
         ) from error
+
+
+LONGEST = 100  # bytes of the target's name: a folder's name may have 255
+
+
+@contextlib.contextmanager
+def scratch_folder(directory: Path, name: str) -> Iterator[Path]:
+    """Make a hidden folder in a directory for writing `name`; its remaining content is deleted afterwards.
+
+    A lock that the kernel releases separates the folders of live processes from leftovers of killed ones, which are
+    deleted here.
+
+    Raises:
+        OSError: the folder cannot be made.
+    """
+    remove_leftovers(directory)
+    short = name.encode(errors="ignore")[:LONGEST].decode(errors="ignore")
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=f".{short}.{_mark()}", dir=directory))
+        lock = _lock(folder)
+        if folder.is_dir():  # no other process mistook it for a leftover before it was locked
+            break
+        _release(lock)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        _release(lock)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Delete the folders that killed processes on this machine left in a directory."""
+    leftover = re.compile(rf"\..*\.{_mark()}[a-z0-9_]{{8}}")
+    with contextlib.suppress(OSError):
+        for name in filter(leftover.fullmatch, os.listdir(directory)):
+            if (lock := _lock(Path(directory) / name)) is not None:
+                shutil.rmtree(Path(directory) / name, ignore_errors=True)
+                _release(lock)
+
+
+def _mark() -> str:
+    """Return the machine's mark in folder names: locks of other machines may be invisible."""
+    return f"tpcompiler-{hashlib.sha256(platform.node().encode()).hexdigest()[:6]}-"
+
+
+def _lock(folder: Path) -> int | None:
+    """Return an open descriptor that holds the folder's lock; None if another process has it, or without locks."""
+    try:
+        import fcntl
+
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except (ImportError, OSError):
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _release(lock: int | None) -> None:
+    if lock is not None:
+        os.close(lock)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import importlib
 import os
+import sys
 import warnings
+import weakref
 from datetime import timedelta
 
 import torch
@@ -13,7 +18,6 @@ from tpcompiler._torch import group_is_registered, register_group, resolve_group
 from tpcompiler.errors import LaunchError, TpCompilerWarning, option, reason
 from tpcompiler.runtime.agree import RESTART
 from tpcompiler.runtime.artifact import Manifest
-from tpcompiler.runtime.leave import destroy_at_exit, release_default_group
 
 
 def own_device(manifest: Manifest, backend: str | None = None) -> torch.device:
@@ -121,8 +125,7 @@ def _join(manifest: Manifest, world: int, timeout: timedelta, backend: str | Non
             dist.init_process_group(backend, timeout=timeout)
         except dist.DistError as error:
             raise LaunchError(
-                f"not all of {world} ranks arrived within {timeout.total_seconds():g} s: {reason(error)}",
-                help=RESTART,
+                f"not all of {world} ranks arrived within {timeout.total_seconds():g} s: {reason(error)}", help=RESTART
             ) from error
         assert dist.group.WORLD is not None
         if backend == "gloo":
@@ -233,3 +236,36 @@ def greet_groups(manifest: Manifest, device: torch.device, timeout: timedelta) -
                 help="check that its ranks can reach each other (network, firewall, NCCL_SOCKET_IFNAME, "
                 "GLOO_SOCKET_IFNAME), and restart the job",
             )
+
+
+def destroy_at_exit(group: dist.ProcessGroup) -> None:
+    """Destroy the group when the script ends, in any way, unless the caller has destroyed it already.
+
+    A gloo thread releases a collective's tensors a moment after the caller has them, and takes the GIL to do so. If the
+    interpreter is already shutting down, that aborts the process: "terminate called without an active exception".
+    Destroying a group ends its threads, but only if nothing else refers to it: this module keeps no reference to one.
+    """
+    atexit.register(_destroy, weakref.ref(group))
+
+
+def _destroy(reference: weakref.ref[dist.ProcessGroup]) -> None:
+    group = reference()
+    if group is not None:
+        with contextlib.suppress(ValueError):  # the caller has destroyed it, and something still refers to it
+            dist.destroy_process_group(group)
+
+
+def release_default_group() -> None:
+    """Import the module of torch that would keep the default group alive, before the group exists for it.
+
+    `torch.export.load` imports `torch.distributed.nn.functional`, whose functions take the default group of that moment
+    as the default of an argument. `destroy_process_group` could then not end that group's threads.
+    """
+    name, world = "torch.distributed.nn.functional", dist.group.WORLD
+    if name in sys.modules:
+        return
+    dist.group.WORLD = None
+    try:
+        importlib.import_module(name)
+    finally:
+        dist.group.WORLD = world

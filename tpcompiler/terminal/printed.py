@@ -19,7 +19,7 @@ DIGITS = 3
 def format_bytes(count: int, digits: int = DIGITS) -> str:
     """Write an amount of memory in decimal units, rounded to so many digits: `384 B`, `1.15 kB`.
 
-    The page has the same function (`views/page/graph.js`).
+    The page has the same function (`report/page/graph.js`).
     """
     context = decimal.Context(prec=digits, rounding=decimal.ROUND_HALF_UP)
     for power, unit in enumerate(UNITS):

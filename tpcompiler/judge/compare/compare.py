@@ -9,14 +9,10 @@ from msgspec.structs import replace
 
 from tpcompiler._torch import find_failed_guard
 from tpcompiler.errors import one_line
-from tpcompiler.judge.compare.judge import (
-    Difference,
-)
-from tpcompiler.judge.compare.reference import WIDE, is_narrow
+from tpcompiler.judge.compare.judge import Difference
 from tpcompiler.judge.compare.subject import Subject, deal
-from tpcompiler.judge.compare.trial import SingleDeviceRaises, Trial
-from tpcompiler.runtime.artifact import is_single
-from tpcompiler.runtime.beside import families
+from tpcompiler.judge.compare.trial import WIDE, SingleDeviceRaises, Trial, is_narrow
+from tpcompiler.runtime.artifact import families, is_single
 from tpcompiler.runtime.inputs import flatten_inputs, refuse_excluded
 from tpcompiler.runtime.records import Record
 from tpcompiler.terminal.tables import Shown
@@ -72,10 +68,7 @@ def read_call(call: Further) -> tuple[Sequence[Any], Mapping[str, Any]]:
     return call, {}
 
 
-def compare_calls(
-    subjects: Mapping[str, Subject],
-    calls: Sequence[Call],
-) -> VerifyReport:
+def compare_calls(subjects: Mapping[str, Subject], calls: Sequence[Call]) -> VerifyReport:
     """Run each reference, the same in float64, and all ranks in lock step; compare every output on every rank.
 
     Outputs of the model and values written back to buffers and inputs are compared. Each output's tolerance is
@@ -133,7 +126,8 @@ def compare_calls(
             differences += [replace(d, name=f"{of}{d.name}") for d in results]
         made[name] = trials[name][0].made()
     nothing = Difference("", 0.0, 0.0, 0.0, True)
-    furthest, worst = (max(own, key=key, default=nothing) for key in (_absolute, _relative))
+    furthest = max(own, key=lambda each: (each.abs, each.magnitude), default=nothing)
+    worst = max(own, key=lambda each: (each.rel, each.tolerance), default=nothing)
     return VerifyReport(
         all(d.ok for d in differences),
         furthest.abs,
@@ -147,11 +141,3 @@ def compare_calls(
 
 def _failure(text: str) -> Difference:
     return Difference(text, float("inf"), float("inf"), 0.0, False)
-
-
-def _absolute(found: Difference) -> tuple[float, float]:
-    return found.abs, found.magnitude
-
-
-def _relative(found: Difference) -> tuple[float, float]:
-    return found.rel, found.tolerance

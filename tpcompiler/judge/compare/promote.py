@@ -11,11 +11,10 @@ import torch
 from torch import fx
 
 from tpcompiler._torch import HigherOrderOperator, OpOverload, aten, tree_flatten, tree_map
-from tpcompiler.frontend.written_back import find_written
+from tpcompiler.frontend.written_back import find_written, memory_of, writes
 from tpcompiler.ir import edit
 from tpcompiler.ir.control_flow import change_bodies, read_bodies, root_of
 from tpcompiler.ir.draws import DROPOUTS, draws
-from tpcompiler.judge.compare.bits import keep_bits_in_step
 
 
 class _State(Mapping[str, Any]):
@@ -52,7 +51,7 @@ class Promoted:
         read_bodies(self.graph, program.graph_module)
         change_bodies(self.graph, functools.partial(_widen, dtype))
         self.graph_module = root_of(self.graph)
-        keep_bits_in_step(self.graph)
+        _keep_bits_in_step(self.graph)
         for node in list(self.graph.nodes):
             _widen(dtype, node)
 
@@ -197,3 +196,37 @@ def _float(argument: Any, dtype: torch.dtype) -> Any:
     if not isinstance(argument, torch.dtype):
         return argument
     return dtype if argument.is_floating_point else dtype.to_complex() if argument.is_complex else argument
+
+
+def _keep_bits_in_step(graph: fx.Graph) -> None:
+    """Copy every write to a value over to its bits, and every write to the bits over to the value.
+
+    In a promoted dtype the two cannot share memory.
+
+    Before    bits = view(x, int32); zero_(bits)
+    After     bits = view(x, int32); zero_(bits); _copy_bits(bits, x)      x is in float64
+    """
+    views: list[fx.Node] = []
+    for node in edit.calls(graph):
+        if node.target in READS_BITS:
+            views.append(node)
+        elif views and writes(node):
+            target = edit.operands(node)[0]
+            above = [each for each in _chain(target) if each in views]
+            siblings = [each for each in views if each not in above and memory_of(each) is memory_of(target)]
+            pairs = [(each, each.args[0]) for each in above] + [(each.args[0], each) for each in siblings]
+            for source, to in reversed(pairs):  # each is inserted right after the call
+                dtypes = [edit.fake(each).dtype for each in (source, to)]  # type: ignore[arg-type]
+                edit.insert_after(node, _copy_bits, (source, to, *dtypes), "bits")
+
+
+def _chain(value: Any) -> Iterator[fx.Node]:
+    """Yield a value, the value that it is a view of, and so on."""
+    while isinstance(value, fx.Node):
+        yield value
+        value = value.args[0] if value.op == "call_function" and value.args else None
+
+
+def _copy_bits(source: torch.Tensor, target: torch.Tensor, exported: torch.dtype, others: torch.dtype) -> None:
+    """Write the bits of `source` in its exported dtype to `target`, in the other's."""
+    target.copy_(source.to(exported).view(others))

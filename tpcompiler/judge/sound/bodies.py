@@ -127,12 +127,7 @@ def _with(call: fx.Node, values: Sequence[Any]) -> Any:
 
 
 def _traced(
-    made: Folded,
-    call: fx.Node,
-    held: Sequence[fx.Node],
-    body: Any,
-    shard: ShardRange,
-    parts: Sequence[int | None],
+    made: Folded, call: fx.Node, held: Sequence[fx.Node], body: Any, shard: ShardRange, parts: Sequence[int | None]
 ) -> fx.Graph:
     def run(offset: torch.Tensor, *values: Any) -> list[Any]:
         args, kwargs = _with(call, values)

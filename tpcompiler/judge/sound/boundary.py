@@ -56,8 +56,7 @@ def check_outputs(made: Folded, manifest: Manifest) -> None:
                 raise Unsound(value, f"is output {name!r}, and the manifest says {row and row.name!r}")
             if found != read_claimed(value, row.sharding, made.mesh, found.ndim):
                 raise Unsound(
-                    value,
-                    f"is {found.text(made.mesh)}, and the manifest says output {row.name!r} is {row.sharding}",
+                    value, f"is {found.text(made.mesh)}, and the manifest says output {row.name!r} is {row.sharding}"
                 )
             whole = edit.outputs(made.whole[value])[0].shape
             dtype = dtype_name(edit.fake(value).dtype)

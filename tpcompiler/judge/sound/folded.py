@@ -26,8 +26,7 @@ from tpcompiler.ir.shares import read_sharding
 from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.ir.text import dtype_name
 from tpcompiler.judge.sound.drawn import DrawnSizes
-from tpcompiler.judge.sound.numbers import Numbers, find_numbers
-from tpcompiler.judge.sound.region import ProgramRegion, find_regions
+from tpcompiler.judge.sound.region import Numbers, ProgramRegion, find_numbers, find_regions
 from tpcompiler.judge.sound.unsound import Unsound
 from tpcompiler.rules.index_range import Ranges
 from tpcompiler.runtime.artifact import Manifest

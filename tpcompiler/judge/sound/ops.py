@@ -17,7 +17,6 @@ from tpcompiler.ir.local import key
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.sizes import statically_equal
-from tpcompiler.judge.sound.counted import read_names
 from tpcompiler.judge.sound.drawn import DrawnSizes
 from tpcompiler.judge.sound.folded import LAYOUT, Folded, Shardings, reads_data
 from tpcompiler.judge.sound.shares import local_shape, local_size
@@ -88,7 +87,7 @@ def _check_value(made: Folded, node: fx.Node) -> bool:
             return True
         raise Unsound(node, f"cannot be run: {reason(error)}") from error
     every = [v for v in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(v, torch.Tensor)]
-    shapes, known = read_names(made, node, every)
+    shapes, known = _read_names(made, node, every)
     # The length of a list that depends on a dynamic size is that of the example.
     few = len(every) != len(edit.outputs(node)) and _has_dynamic_sizes(node)
     for value, shape, said in zip(every, shapes, edit.outputs(node), strict=not few):
@@ -98,10 +97,7 @@ def _check_value(made: Folded, node: fx.Node) -> bool:
         if apart and dynamic and _is_the_whole_call(made, node) and _agree_somewhere(made, apart):
             return False  # the export took a dynamic size for its value in the example
         if apart or not kind:
-            raise Unsound(
-                node,
-                f"makes {value.dtype} {list(value.shape)}, and records {said.dtype} {list(said.shape)}",
-            )
+            raise Unsound(node, f"makes {value.dtype} {list(value.shape)}, and records {said.dtype} {list(said.shape)}")
         if any(result != recorded for result, recorded in _known_strides(value, said)):
             raise Unsound(node, f"makes the strides {value.stride()}, and records {said.stride()}")
     return known and not few
@@ -366,3 +362,59 @@ def _equal(value: Any, wanted: Any, made: Folded) -> bool:
     if isinstance(value, float | complex):
         return type(value) is type(wanted) and repr(value) == repr(wanted)  # separates -0.0 from 0.0, and equates NaNs
     return type(value) is type(wanted) and bool(value == wanted)
+
+
+def _read_names(made: Folded, node: fx.Node, values: Sequence[torch.Tensor]) -> tuple[list[list[Any]], bool]:
+    """Return a call's result shapes with the file's names for data-dependent sizes, and True if these are proved.
+
+    Torch renames such sizes in every run, while a file has the names of the export.
+
+    The first op that counts something names the count, and others that count the same (`nonzero(m)` after `h[m]`) must
+    use that name. Any other name must be believed.
+
+    Raises:
+        Unsound: a name that another count has, or another name for the same count.
+    """
+    given = symbols_of(fx.node.map_arg([node.args, dict(node.kwargs)], lambda used: used.meta.get("val")))
+    shapes: list[list[Any]] = []
+    symbols: dict[str, Any] = {}
+    for value, recorded in zip(values, edit.outputs(node), strict=False):
+        shape = list(value.shape)
+        for dim, size in enumerate(shape):
+            if dim < recorded.ndim and isinstance(size, torch.SymInt) and symbols_of([size]) - given:
+                shape[dim] = recorded.shape[dim]
+                symbols.setdefault(str(size), recorded.shape[dim])
+        shapes.append(shape)
+    if not symbols:
+        return shapes, True
+    names = list(symbols.values())
+    what = _counted(made, node)
+    if node.meta.get("unbacked_bindings"):
+        for other, theirs in made.counts.items():
+            if other != what and symbols_of(names) & symbols_of(theirs):
+                raise Unsound(node, f"counts {_text(names)}, which is what another op counts")
+        made.counts[what] = names
+        return shapes, True
+    if what not in made.counts:
+        return shapes, False
+    known = made.counts[what]
+    if len(known) != len(names) or not all(map(statically_equal, known, names)):
+        raise Unsound(node, f"counts {_text(names)}, and what it counts is {_text(known)}")
+    return shapes, True
+
+
+def _counted(made: Folded, node: fx.Node) -> Any:
+    """Return a key for the count of an op: the true elements of masks, the distinct elements, or the op's own count."""
+    whole = made.whole[node]
+    if node.target in (aten.index.Tensor, aten.nonzero.default):
+        masks = edit.operands(whole)
+        if node.target is aten.index.Tensor:
+            masks = [m for m in masks[1:] if edit.outputs(m)[0].dtype in (torch.bool, torch.uint8, torch.int8)]
+        return ("true", *masks)
+    if node.target in (aten._unique.default, aten._unique2.default):
+        return "different", edit.operands(whole)[0]
+    return whole.target, *edit.operands(whole)
+
+
+def _text(names: Sequence[Any]) -> str:
+    return ", ".join(map(str, names))

@@ -21,11 +21,7 @@ from tpcompiler.runtime.artifact import Manifest, lacks_weights
 from tpcompiler.runtime.rank_file import strides_of, taken_by
 from tpcompiler.runtime.records import TensorRecord
 
-KINDS = {
-    InputKind.PARAMETER: "parameter",
-    InputKind.BUFFER: "buffer",
-    InputKind.CONSTANT_TENSOR: "constant_tensor",
-}
+KINDS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant_tensor"}
 
 
 def check_numbers(ranks: Sequence[WrittenRank], manifest: Manifest) -> None:
@@ -231,11 +227,7 @@ def _as_held(row: TensorRecord, mesh: Mesh) -> Sharding:
 
 
 def _check_tied(
-    row: TensorRecord,
-    whole: torch.Tensor,
-    rows: Mapping[str, TensorRecord],
-    ranks: Sequence[WrittenRank],
-    mesh: Mesh,
+    row: TensorRecord, whole: torch.Tensor, rows: Mapping[str, TensorRecord], ranks: Sequence[WrittenRank], mesh: Mesh
 ) -> None:
     other = rows.get(row.holder)
     if other is None or (other.stored_in is None and not same_bits(whole, _wholes(other, ranks, mesh)[0])):

@@ -14,27 +14,28 @@ import torch.distributed as dist
 from torch import fx
 from torch.export import ExportedProgram
 
-from tpcompiler._torch import read_failed_guard
+from tpcompiler._torch import OpOverload, read_failed_guard
 from tpcompiler.errors import ArtifactError, UnsupportedError
 from tpcompiler.runtime.agree import WAIT, agreeing, artifact_facts, input_facts, named_failures
-from tpcompiler.runtime.artifact import SINGLE, Manifest, is_single
-from tpcompiler.runtime.backends import refuse_unsendable
-from tpcompiler.runtime.beside import families, largest_world, misfit_of
+from tpcompiler.runtime.artifact import SINGLE, Manifest, families, is_single, largest_world, misfit_of
 from tpcompiler.runtime.in_place import write_in_place
 from tpcompiler.runtime.inputs import check_values, flatten_inputs, named_inputs, refuse_excluded, structure_check
-from tpcompiler.runtime.mode import refuse_mode
-from tpcompiler.runtime.package import Package, package_to_run
+from tpcompiler.runtime.package import Package, package_to_run, packaged_module, read_called
 from tpcompiler.runtime.pipeline import Buffers, Pipeline
-from tpcompiler.runtime.place import place_state
+from tpcompiler.runtime.place import map_buffers, place_state
 from tpcompiler.runtime.program_files import ProgramFiles, open_programs
 from tpcompiler.runtime.rank_file import AGAIN, Weights, read_rank, strides_of, taken_by
-from tpcompiler.runtime.runner import packaged_module, read_called
-from tpcompiler.runtime.symmetric import map_buffers
 from tpcompiler.runtime.target import COMPILED
 from tpcompiler.runtime.turns import taking_turns
 from tpcompiler.runtime.world import greet_groups, groups_here, join_world, own_rank, ranks_of_copy, register_groups
 
+MODE = "the program has the mode, train or eval, in which the model was exported"
+TWO = "export the model in each mode, convert both programs together, and load them: they share parameters"
 DEGREES = "programs over different numbers of ranks cannot be run with same_bits"
+FLOAT8 = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and "float8" in str(dtype)}
+# Measured with torch 2.13: each dtype with each collective.
+GLOO_LACKS = {torch.int16, torch.uint16, torch.uint32, torch.uint64, *FLOAT8}
+GLOO_LACKS_OF_COMPLEX = {"all_to_all_single", "product", "max", "min"}
 
 
 class Host(NamedTuple):
@@ -49,7 +50,7 @@ class Host(NamedTuple):
 
 
 class _Arguments(NamedTuple):
-    """The arguments of `load`."""
+    """The arguments of `load_programs`."""
 
     check_inputs: bool
     timeout: timedelta
@@ -64,7 +65,7 @@ class _RankProgram(NamedTuple):
     leaf_names: list[dict[str, str]]
 
 
-def load(
+def load_programs(
     directory: str | os.PathLike[str],
     rank: int | None = None,
     *,
@@ -266,3 +267,34 @@ def _guarded(module: fx.GraphModule, read: _RankProgram, arguments: _Arguments) 
             return run(*args, **kwargs)
 
     return forward
+
+
+def refuse_mode(*_: Any) -> Any:
+    """Refuse `train` and `eval` of a loaded module.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError(f"a loaded module cannot be set to train or eval: {MODE}", help=TWO)
+
+
+def refuse_unsendable(program: ExportedProgram, backend: str) -> None:
+    """Check that the backend supports every collective of the program with its dtype.
+
+    In the first call each rank would raise a different text.
+
+    Raises:
+        UnsupportedError: gloo does not support one.
+    """
+    for node in program.graph.nodes:
+        target = node.target
+        if backend != "gloo" or not isinstance(target, OpOverload) or target.namespace != "_c10d_functional":
+            continue
+        dtype = node.all_input_nodes[0].meta["val"].dtype
+        names = [target._schema.name.partition("::")[2], *map(str, node.args[1:2])]  # and a reduction's op
+        if dtype in GLOO_LACKS or (dtype.is_complex and not GLOO_LACKS_OF_COMPLEX.isdisjoint(names)):
+            collective = names[0] if "reduce" not in names[0] else " by ".join(names)
+            raise UnsupportedError(
+                f"'{node.name}' sends {str(dtype).removeprefix('torch.')}, for which gloo has no {collective}",
+                help="cast it to another dtype in the model (int16 to int32), and export and convert again",
+            )

@@ -10,10 +10,8 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]  # it ships no types
 
 from tpcompiler._torch import sym_expr, sym_hint
-from tpcompiler.artifact.collective_records import is_exchange, sent_values, transfer_of
-from tpcompiler.artifact.counts import predict_call, record_seconds
+from tpcompiler.artifact.collective_records import is_exchange, predict_call, record_seconds, sent_values, transfer_of
 from tpcompiler.artifact.program import ArtifactProgram
-from tpcompiler.ask.written import Written
 from tpcompiler.cost.collective import wire_bytes
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import machine_of
@@ -23,6 +21,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import fold_names, layer_around, times
 from tpcompiler.ir.node_placement import records_of
+from tpcompiler.report.written import Written
 from tpcompiler.runtime.records import Collective, Record
 from tpcompiler.terminal.printed import format_bytes, format_microseconds
 from tpcompiler.terminal.tables import Part, Shown, Table

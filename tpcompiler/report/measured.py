@@ -12,13 +12,13 @@ import torch
 from tpcompiler._torch import TorchDispatchMode
 from tpcompiler.artifact.collective_records import is_exchange, transfer_of
 from tpcompiler.artifact.program import ArtifactProgram
-from tpcompiler.ask.costs import costs_of, layer_of_record
-from tpcompiler.ask.written import Written
 from tpcompiler.cost.collective import KIND_OF, wire_bytes
 from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import fold_names, times
 from tpcompiler.ir.node_placement import records_of
+from tpcompiler.report.costs import costs_of, layer_of_record
+from tpcompiler.report.written import Written
 from tpcompiler.runtime.records import Record
 from tpcompiler.terminal.printed import format_unequal_bytes
 from tpcompiler.terminal.tables import Table

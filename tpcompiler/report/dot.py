@@ -10,9 +10,9 @@ import graphviz
 
 from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.errors import one_line
+from tpcompiler.report.items import Item, color_of, seen_from
+from tpcompiler.report.outline import Group, Outline, counted, legend_of, outline_of, wire
 from tpcompiler.terminal.printed import format_bytes
-from tpcompiler.views.items import Item, color_of, seen_from
-from tpcompiler.views.outline import Group, Outline, counted, legend_of, outline_of, wire
 
 LONGEST = 400  # letters of a text
 FONT = "Helvetica"

@@ -73,7 +73,7 @@ class Item:
         small: True if it may join its neighbours.
         joined: the nodes of items that have joined it.
         origin: the node of the single-device program whose value it makes or, as a collective, changes.
-        before: its counterpart in the other program of a comparison (`views/before.py`), or None.
+        before: its counterpart in the other program of a comparison (`report/outline.py`), or None.
     """
 
     name: str

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.export import ExportedProgram
 
-from tpcompiler.artifact.counts import counted_kinds
+from tpcompiler._torch import GRADIENT_KINDS
+from tpcompiler.artifact.collective_records import counted_kinds
 from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.checkpoint.leaves import held_per_rank
+from tpcompiler.ir import edit
+from tpcompiler.report.items import Item, Module, color_of, items_of, joined, numbered, seen_from
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.records import Collective, mesh_text
 from tpcompiler.runtime.weights import dtype_of
-from tpcompiler.views.backward import BACKWARD, put_backward_last
-from tpcompiler.views.before import with_before
-from tpcompiler.views.items import Item, Module, color_of, items_of, joined, numbered, seen_from
 
 FEWEST = 4  # ops that deserve a frame
 
@@ -297,3 +297,71 @@ def _size(group: Group) -> int:
 
 def _is_sent(member: Item | Group) -> bool:
     return isinstance(member, Item) and member.kind in ("collective", "gone")
+
+
+BACKWARD = Module("backward", "backward")
+
+
+def put_backward_last(items: Sequence[Item], exported: ExportedProgram) -> list[Item]:
+    """Put what only gradients need behind everything else but the outputs, into a module `backward`."""
+    output: Any = exported.graph.output_node().args[0]
+    kinds = [spec.kind for spec in exported.graph_signature.output_specs]
+    if not any(kind in GRADIENT_KINDS for kind in kinds):
+        return list(items)
+    own = (value for value, kind in zip(output, kinds, strict=True) if kind not in GRADIENT_KINDS)
+    forward = {node.name for node in edit.ancestors(own)}
+    first, backward, last = list[Item](), list[Item](), list[Item]()
+    layer: tuple[Module, ...] = ()
+    for item in items:
+        if item.kind == "output":
+            last.append(item)
+        elif item.kind == "input" or item.name in forward:
+            first.append(item)
+        else:
+            modules = item.modules or layer  # torch adds up gradients outside of modules, behind those of a layer
+            numbers = [numbered(each.path)[1] for each in modules]
+            layer = modules[: 1 + max((at for at, number in enumerate(numbers) if number >= 0), default=-1)]
+            backward.append(replace(item, modules=(BACKWARD, *modules)))
+    return [*first, *backward, *last]
+
+
+def with_before(items: Sequence[Item], first: Iterable[Item]) -> list[Item]:
+    """Return the items with `before` set to the first program's item with the same value; call before joining.
+
+    Collectives match if they are of one kind and change one value. A collective of the first program without a match
+    becomes an item of kind "gone".
+    """
+    same: dict[tuple[str, str], deque[Item]] = defaultdict(deque)
+    for item in items:
+        same[_key(item)].append(item)
+    before: dict[str, Item] = {}
+    gone: dict[str, list[Item]] = defaultdict(list)  # after the item that they follow, "" for the start
+    names: dict[str, str] = {}  # name in the first program -> name in this one
+    last = ""
+    for old in first:
+        if now := same[_key(old)]:
+            last = names[old.name] = now.popleft().name
+            before[last] = old
+        elif old.kind == "collective":
+            names[old.name] = f"gone {old.name}"  # no node has a space in its name
+            sources = tuple(names[source] for source in old.sources if source in names)
+            gone[last].append(
+                replace(
+                    old,
+                    name=names[old.name],
+                    kind="gone",
+                    record=None,
+                    sources=sources,
+                    leaves=(),
+                    writes=(),
+                    before=old,
+                )
+            )
+    merged = gone[""]
+    for item in items:
+        merged += [replace(item, before=before.get(item.name)), *gone[item.name]]
+    return merged
+
+
+def _key(item: Item) -> tuple[str, str]:
+    return item.ops[0] if item.kind == "collective" else item.kind, item.origin

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 from msgspec import UNSET, Struct, UnsetType, to_builtins
 from msgspec.structs import asdict, replace
 
-from tpcompiler.artifact.counts import predict_call
+from tpcompiler.artifact.collective_records import predict_call
 from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.checkpoint.leaves import held_per_rank
 from tpcompiler.cost.machine_file import machine_of
@@ -24,11 +24,11 @@ from tpcompiler.ir.names import fold_layers, layer_around
 from tpcompiler.ir.placements import describe_sharding
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import read_sharding, row_sharding
+from tpcompiler.report.items import Item, color_of, numbered, seen_from
+from tpcompiler.report.outline import Group, Outline, counted, legend_of, outline_of, sent, wire
+from tpcompiler.report.slices import Slices, slices_of
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.records import Collective, TensorRecord
-from tpcompiler.views.items import Item, color_of, numbered, seen_from
-from tpcompiler.views.outline import Group, Outline, counted, legend_of, outline_of, sent, wire
-from tpcompiler.views.slices import Slices, slices_of
 
 NO_ADVICE: Mapping[str, str] = MappingProxyType({})
 UNCOUNTED = "torch's counter does not know the op, or its sizes or rounds depend on values"
@@ -68,10 +68,7 @@ def page_data(
     holder = {leaf.name: drawn[i.name] for i in reversed(outline.items) for leaf in (*i.writes, *i.leaves)}
     records = [
         _DrawnCollective(
-            **asdict(record),
-            item=drawn[name],
-            layer=_layer(record.module),
-            advice=advice.get(record.reshard, ""),
+            **asdict(record), item=drawn[name], layer=_layer(record.module), advice=advice.get(record.reshard, "")
         )
         for name, record in zip(names, manifest.collectives, strict=True)
     ]

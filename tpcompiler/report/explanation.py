@@ -12,11 +12,8 @@ from msgspec.structs import replace
 from torch import fx
 
 from tpcompiler._torch import sym_hint
-from tpcompiler.artifact.counts import predict_call
+from tpcompiler.artifact.collective_records import predict_call
 from tpcompiler.artifact.program import ArtifactProgram
-from tpcompiler.ask.again import Again, Price, count_kinds, search_again
-from tpcompiler.ask.other_dims import NEVER, OtherDim, find_other_dims
-from tpcompiler.ask.written import Operand, Written, read_claimed
 from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.cost.timeline import duration
 from tpcompiler.errors import ArtifactError, option
@@ -28,6 +25,10 @@ from tpcompiler.ir.placements import describe_sharding
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.text import op_name, value_text
 from tpcompiler.plan.plan import Plan
+from tpcompiler.report.again import Again, Price, count_kinds, search_again
+from tpcompiler.report.written import Operand, Written, read_claimed
+from tpcompiler.rules.notation import Rule
+from tpcompiler.rules.registry import rule_of
 from tpcompiler.runtime.artifact import MODEL
 from tpcompiler.runtime.records import Collective, Record
 from tpcompiler.terminal.printed import format_bytes, nearest_names
@@ -37,6 +38,7 @@ Kind = Literal["op", "parameter", "collective", "input"]
 MOST_RUNS = 4  # of elements that a rank holds of a dim, that are listed
 EQUAL = 1e-15  # seconds: of equals the search takes the first, by less than that
 Placed = tuple[Sharding, torch.Tensor]
+NEVER = "never: the plan, the boundary or the ops leave no placement of the whole program with it"
 
 
 class Slice(Record, frozen=True):
@@ -78,6 +80,23 @@ class Alternative(Record, frozen=True):
             ", ".join(self.sends),
             self.form or notes.get((self.is_chosen, self.is_tied), ""),
         )
+
+
+class OtherDim(Record, frozen=True):
+    """A dim that could be sharded of an operand that is gathered: an all_to_all moves the shards there."""
+
+    operand: str  # the value that the op reads
+    axis: str  # of the mesh, over which it is gathered
+    dim: int  # of the operand, that an all_to_all could shard instead
+    size: str  # of that dim
+    seconds: float | None  # of the whole program with it, above the least of the op's choices; None if it is no choice
+    sends: tuple[str, ...]  # the collectives of what the op reads or makes then, such as `4 all_to_all`
+    reason: str  # for which it is no choice; empty if it is one
+
+    def row(self) -> tuple[str, ...]:
+        """Return the table cells."""
+        us = "" if self.seconds is None else f"{self.seconds * 1e6:+,.3f}"
+        return self.operand, self.axis, f"{self.dim} of {self.size}", us, ", ".join(self.sends) or self.reason
 
 
 class Explanation(Record, Shown, frozen=True, kw_only=True):
@@ -209,7 +228,7 @@ def _other_dims(again: Again, value: fx.Node) -> Iterator[OtherDim]:
     for user in (each for each in value.users if each in again.found.choices):
         pairs = zip(edit.operands(user), again.found.choices[user].wants, strict=True)
         if any(operand is value and want != again.found.seen(value) for operand, want in pairs):
-            found = find_other_dims(again, user, again.prices(user, {edit.module_path(user)}))
+            found = _find_other_dims(again, user, again.prices(user, {edit.module_path(user)}))
             return (each for each in found if each.operand == value.name)
     return iter(())
 
@@ -253,7 +272,7 @@ def _of_value(written: Written, again: Again, name: str) -> Explanation:
         machine=again.machine.name,
         seconds=predict_call(written.exported.graph, written.manifest, again.machine).total.total,
         alternatives=own,
-        other_dims=list(find_other_dims(again, node, prices)) if is_call else [],
+        other_dims=list(_find_other_dims(again, node, prices)) if is_call else [],
     )
 
 
@@ -377,3 +396,38 @@ def _listed(runs: Sequence[range]) -> str:
     """`0:4 8:12`."""
     told = [f"{run.start}:{run.stop}" for run in runs[:MOST_RUNS]]
     return " ".join(told or ["none"]) + (" .." if len(runs) > MOST_RUNS else "")
+
+
+def _find_other_dims(again: Again, op: fx.Node, prices: Sequence[Price]) -> Iterator[OtherDim]:
+    """Find the dims that an op could shard of the operands that it gathers, with the price of each or why it has none.
+
+    Args:
+        prices: those of every choice of the op.
+    """
+    rule, wants = rule_of(op), again.found.choices[op].wants
+    least = min((price.seconds for price in prices if price.seconds is not None), default=0.0)
+    for at, (operand, want) in enumerate(zip(edit.operands(op), wants, strict=True)):
+        have = again.found.seen(operand)
+        for axis in (each for each in have.cut_axes if each not in want.axes):
+            for dim, size in enumerate(edit.shape(operand)):
+                if axis in have.dims[dim].axes:
+                    continue
+                alike = [each for each in prices if each.wants and axis in each.wants[at].dims[dim].axes]
+                priced = [(each.seconds, each.sends) for each in alike if each.seconds is not None]
+                seconds, sends = min(priced, default=(None, ()))
+                reason = "" if priced else NEVER if alike else _reason(rule, at, dim, again.found.mesh.degree(axis))
+                above = None if seconds is None else seconds - least
+                yield OtherDim(operand.name, again.found.mesh.text((axis,)), dim, str(size), above, sends, reason)
+
+
+def _reason(rule: Rule | None, at: int, dim: int, degree: int) -> str:
+    """Say why a dim is no choice of an op."""
+    if rule is None:
+        return "the op has no rule, so it runs whole"
+    factors = rule.pattern.inputs[at][dim]
+    if factors and all(factor in rule.pattern.whole for factor in factors):
+        return "the op needs it whole"
+    sizes = [extent for factor in factors if isinstance(extent := rule.extent[factor], int)]
+    if len(sizes) == len(factors) and max(sizes, default=1) < degree:
+        return f"it has fewer than {degree} parts"
+    return "left out: the op can take the operand as it is sharded, or has too many choices"

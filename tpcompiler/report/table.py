@@ -7,10 +7,10 @@ from typing import Literal
 
 from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.errors import one_line
+from tpcompiler.report.items import Item, seen_from
+from tpcompiler.report.outline import Group, counted, outline_of, wire
 from tpcompiler.runtime.records import Collective, Record
 from tpcompiler.terminal.printed import format_bytes
-from tpcompiler.views.items import Item, seen_from
-from tpcompiler.views.outline import Group, counted, outline_of, wire
 
 GUTTER = 14  # wide enough for `P(sum) -> S(1)` on one axis, so that changes of sharding stand out
 WIDEST = 44  # longer shardings may overlap the next column

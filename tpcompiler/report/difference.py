@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping
 
 from msgspec import structs
 
-from tpcompiler.artifact.counts import predict_call, sent_seconds
+from tpcompiler.artifact.collective_records import predict_call, sent_seconds
 from tpcompiler.artifact.program import ArtifactProgram
-from tpcompiler.ask.written import Written
 from tpcompiler.checkpoint.leaves import held_per_rank
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import machine_of
@@ -20,6 +19,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import fold_names, times
 from tpcompiler.ir.text import op_name
+from tpcompiler.report.written import Written
 from tpcompiler.runtime.artifact import MODEL, Manifest
 from tpcompiler.runtime.records import PlacedRecord, Record, mesh_text
 from tpcompiler.terminal.printed import format_microseconds, format_unequal_bytes
@@ -166,7 +166,8 @@ def _refuse_other_model(both: tuple[ArtifactProgram, ArtifactProgram]) -> None:
     names = [name for name in {**described[0], **described[1]} if described[0].get(name) != described[1].get(name)]
     files = [program.manifest.files.get(MODEL) for program in both]
     if not names and (None in files or files[0] != files[1]):
-        described = [_calls(program) for program in both]
+        graphs = [program.original().graph for program in both]
+        described = [{f"call '{node.name}'": op_name(node) for node in edit.calls(graph)} for graph in graphs]
         names = [name for name in {**described[0], **described[1]} if described[0].get(name) != described[1].get(name)]
     if names:
         said = " and ".join(
@@ -189,10 +190,6 @@ def _rows(manifest: Manifest) -> Iterator[tuple[str, PlacedRecord]]:
 
 def _size(size: int | str) -> str:
     return str(size) if isinstance(size, int) else "*"
-
-
-def _calls(program: ArtifactProgram) -> dict[str, str]:
-    return {f"call '{node.name}'": op_name(node) for node in edit.calls(program.original().graph)}
 
 
 def _placements(manifest: Manifest) -> dict[tuple[str, str], str]:

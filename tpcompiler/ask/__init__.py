@@ -1,1 +1,0 @@
-"""Questions about a conversion: its result, the reasons, and cheaper alternatives."""
