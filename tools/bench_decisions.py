@@ -146,9 +146,9 @@ def decide(
         then = place_on(other, auto)
         if then.styles != found.styles:
             changed[factor] = predict_seconds(found, other), predict_seconds(then, other)
-    seconds = (predict_seconds(each, machine) for each in (found, theirs))
+    ours, megatrons = predict_seconds(found, machine), predict_seconds(theirs, machine)
     sends = sum(".layer" in f".{module_path(value)}" for value, _ in sends_of(found)) / LAYERS  # of a layer's values
-    return Cell(call, ranks, machine.name, *seconds, sends, changed)
+    return Cell(call, ranks, machine.name, ours, megatrons, sends, changed)
 
 
 def decide_call(call: Call, ranks: Sequence[int] = RANKS, machine: str = "") -> Iterator[Cell]:
