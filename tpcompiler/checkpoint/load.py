@@ -16,7 +16,7 @@ from tpcompiler._torch import Recompute
 from tpcompiler.errors import InputsError, UnsupportedError
 from tpcompiler.runtime.agree import WAIT, agreeing
 from tpcompiler.runtime.artifact import SINGLE
-from tpcompiler.runtime.load_programs import Host, load_programs
+from tpcompiler.runtime.load_programs import Host, Loading, load_programs
 
 
 class RankModule(torch.nn.Module):
@@ -164,14 +164,10 @@ def load(
     loaded: Any = load_programs(
         directory,
         rank,
-        check_inputs=check_inputs,
-        timeout=timeout,
+        Loading(check_inputs, timeout, weights, microbatches, host),
         trust=trust,
         compiled=False if training else compiled,
         backend=backend,
-        weights=weights,
-        microbatches=microbatches,
-        host=host,
     )
     if training:
         from tpcompiler.checkpoint.training import make_trainable

@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 
 from tpcompiler._torch import OpOverload, read_failed_guard
 from tpcompiler.errors import ArtifactError, UnsupportedError
-from tpcompiler.runtime.agree import WAIT, agreeing, artifact_facts, input_facts, named_failures
+from tpcompiler.runtime.agree import agreeing, artifact_facts, input_facts, named_failures
 from tpcompiler.runtime.artifact import SINGLE, Manifest, families, is_single, largest_world, misfit_of
 from tpcompiler.runtime.in_place import write_in_place
 from tpcompiler.runtime.inputs import check_values, flatten_inputs, named_inputs, refuse_excluded, structure_check
@@ -49,8 +49,8 @@ class Host(NamedTuple):
     names: Callable[[Manifest, int, int], list[dict[str, str]]]
 
 
-class _Arguments(NamedTuple):
-    """The arguments of `load_programs`."""
+class Loading(NamedTuple):
+    """Arguments of `tpcompiler.load`; `weights` reads weights that an artifact's files lack."""
 
     check_inputs: bool
     timeout: timedelta
@@ -67,19 +67,15 @@ class _RankProgram(NamedTuple):
 
 def load_programs(
     directory: str | os.PathLike[str],
-    rank: int | None = None,
+    rank: int | None,
+    arguments: Loading,
     *,
-    check_inputs: bool = False,
-    timeout: timedelta = WAIT,
-    trust: bool = False,
-    compiled: bool | None = None,
-    backend: str | None = None,
-    weights: Weights | None = None,
-    microbatches: int = 1,
-    host: Host | None = None,
+    trust: bool,
+    compiled: bool | None,
+    backend: str | None,
 ) -> Any:
-    """Load an artifact's programs (see `checkpoint/load.py`); `weights` reads weights that its files lack."""
-    arguments = _Arguments(check_inputs, timeout, weights, microbatches, host)
+    """Load an artifact's programs (see `checkpoint/load.py`)."""
+    timeout, host = arguments.timeout, arguments.host
     files = open_programs(directory, trust=trust)
     manifests = {name: each.manifest for name, each in files.items()}
     if misfit := misfit_of(manifests):
@@ -142,7 +138,7 @@ def _renamed(
 
 
 def _join_stages(
-    manifests: Mapping[str, Manifest], modules: Mapping[str, Any], arguments: _Arguments
+    manifests: Mapping[str, Manifest], modules: Mapping[str, Any], arguments: Loading
 ) -> dict[str, Pipeline]:
     """Return the programs that were cut into stages, by name."""
     wholes: dict[str, dict[str, Manifest]] = {}
@@ -174,7 +170,7 @@ def _read(
     package: Package | None,
     device: torch.device,
     stored: dict[str, torch.Tensor],
-    arguments: _Arguments,
+    arguments: Loading,
 ) -> _RankProgram | None:
     """Read this rank's program onto its device; take missing tensors from `stored`, and add its own there.
 
@@ -234,7 +230,7 @@ def _refuse_unlike(
             )
 
 
-def _guarded(module: fx.GraphModule, read: _RankProgram, arguments: _Arguments) -> Callable[..., Any]:
+def _guarded(module: fx.GraphModule, read: _RankProgram, arguments: Loading) -> Callable[..., Any]:
     """Return a forward that also checks inputs, on the first call across all ranks that run the program together."""
     unchecked = arguments.check_inputs
     indices = [row.name for row in read.manifest.inputs if row.values is not None]

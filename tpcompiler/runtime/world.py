@@ -1,4 +1,4 @@
-"""The world of a rank's program: its device, its process group, and the groups that the graphs name."""
+"""The world of a rank's program: its device, its process group, the groups that the graphs name, and their end."""
 
 from __future__ import annotations
 
