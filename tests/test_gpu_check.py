@@ -33,9 +33,9 @@ def test_on_the_cpu(tmp_path: Path) -> None:
 
 def test_models_of_the_zoo(capsys: pytest.CaptureFixture[str]) -> None:
     """Right, and without a collective not; in bfloat16 too."""
-    assert gpu_zoo.main(["mlp_mixer", "--device", "cpu", "--dtype", "bfloat16", "--ranks", "2"]) == 0
+    assert gpu_zoo.main(["dlrm", "--device", "cpu", "--dtype", "bfloat16", "--ranks", "2"]) == 0
     model, summary = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"mlp_mixer, 2 ranks: \S+ of \S+ right", model)
+    assert re.fullmatch(r"dlrm, 2 ranks: \S+ of \S+ right", model)
     assert (
         "bfloat16: 1 models, 1 conversions, 0 wrong, 0 not run; 1 without their first collective, 0 of them" in summary
     )
