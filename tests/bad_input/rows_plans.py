@@ -292,13 +292,15 @@ BOUNDARIES = [
         Row(
             f"`{name}={given!r}`",
             lambda program, name=name, given=given: parallelize(program, 2, PLAN, **{name: given}),
-            f"{name}: {what}",
-            "see the arguments of parallelize",
+            f"{name}{what}",
+            help,
             code=InputsError,
         )
-        for name, given, what in (
-            ("collectives", "mpi", "Invalid enum value 'mpi'"),
-            ("check_indices", "no", "Expected `bool`, got `str`"),
+        for name, given, what, help in (
+            ("collectives", "mpi", " is 'mpi'", "name one of auto, nccl, symm_mem"),
+            ("optimize", "speed", " is 'speed'", "name one of latency, memory"),
+            ("optimizer", "lion", " is 'lion'", "name one of adamw, sgd, none"),
+            ("check_indices", "no", ": Expected `bool`, got `str`", "see the arguments of parallelize"),
         )
     ),
     Row(

@@ -87,4 +87,6 @@ def root_cause(shown: str) -> tuple[int, str]:
 
 
 def everything(directory: Path) -> dict[str, bytes | None]:
-    return {str(path): path.read_bytes() if path.is_file() else None for path in directory.rglob("*")}
+    """All files, without the bytecode that Python keeps of a user's module."""
+    paths = (path for path in directory.rglob("*") if "__pycache__" not in path.parts)
+    return {str(path): path.read_bytes() if path.is_file() else None for path in paths}
