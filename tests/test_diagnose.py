@@ -195,3 +195,9 @@ def test_weights_that_ranks_share_are_remarked() -> None:
     trials.place(trials.degree(2))
     said = [f"{name}.weight: 2 shares, each on 2 ranks: each rank holds 128 B more" for name in ("k", "v")]
     assert trials.place(trials.degree(4)).remarks == ["2 kv heads (the model) do not divide evenly", *said]
+
+
+def test_a_given_machine_is_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPCOMPILER_MACHINE", "nowhere.yaml")
+    program = export(nn.Sequential(nn.Linear(8, 8)), (torch.ones(2, 8),))
+    assert tpcompiler.diagnose(program, machine="ideal").machine == "ideal"

@@ -7,7 +7,6 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from torch.export import ExportedProgram
 
@@ -210,11 +209,11 @@ def diagnose(
     else:
         own = _read_devices(devices, described)
         first = Mesh.of(len(own))
-    request = Request(exported_program, first, AUTO, inputs, outputs, optimizer=optimizer, weights=weights)
-    conversions = {
-        name: replace(each.with_asked(memory=None), machine=own[0].machine)
-        for name, each in request.conversions().items()
-    }
+    chosen = own[0].machine
+    request = Request(
+        exported_program, first, AUTO, inputs, outputs, machine=chosen, optimizer=optimizer, weights=weights
+    )
+    conversions = {name: each.with_asked(memory=None) for name, each in request.conversions().items()}
     if any(each.cuts_batch for each in conversions.values()):
         raise PlanError(f"inputs={AUTO!r} where meshes are compared", help="place the batch by hand")
     calls = read_calls(weights, conversions)

@@ -33,7 +33,7 @@ from tpcompiler.parallel.pipeline import find_placements, make_task, solve_task
 from tpcompiler.passes.place import refuse_misfits
 from tpcompiler.passes.regions.attend_in_turns import ATTENTION, axis_of_turns
 from tpcompiler.plan.plan import Plan
-from tpcompiler.solver.estimate import measure_leaves, sends_of
+from tpcompiler.solver.estimate import measure_leaves, measure_priced, sends_of
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.task import Task
 from tpcompiler.solver.turn import Memo
@@ -140,7 +140,7 @@ class Again:
             *own,
             sum(wire_bytes for _, (*_, wire_bytes) in sends),
             sum(measure_leaves(alone).values()),
-            found.seconds - self.task.objective.byte_price * sum(measure_leaves(found).values()),
+            found.seconds - self.task.objective.storage_seconds(measure_priced(found)),
             sends=count_kinds(kind for value, (kind, *_) in sends if value in near),
         )
 

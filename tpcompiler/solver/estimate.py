@@ -64,13 +64,11 @@ class Memory(NamedTuple):
 def measure_memory(found: Solution, rank: int = 0) -> Memory:
     """Estimate the memory of programs that share their leaves and run one at a time, by default on the first rank."""
     held = measure_leaves(found, rank)
-    leaves = [(node, fqn) for program in found.programs for node, fqn in program.leaves()]
-    floats = {fqn for node, fqn in leaves if fqn in held and edit.fake(node).is_floating_point()}
     written = {fqn for program in found.programs for _, fqn in program.written()}
     peaks = [_find_peak(program, found, rank) for program in found.programs]
     caches = sum(count for fqn, count in held.items() if fqn in written)
     largest = sorted(held.items(), key=lambda pair: (-pair[1], pair[0]))[:3]
-    counted = sum(held[fqn] for fqn in floats)
+    counted = measure_priced(found, rank)
     weights = sum(held.values()) - caches
     gradients, state = _measure_gradients(found, held)
     return Memory(weights, caches, *max(peaks), counted, tuple(largest), gradients, state, found.optimizer)
@@ -98,6 +96,13 @@ def measure_leaves(found: Solution, rank: int = 0) -> dict[str, int]:
             if first_of[node.name] == node.name:
                 held[fqn] = local_bytes(edit.fake(node), program.at_rest(node, found.leaves[node]), program.mesh, rank)
     return held
+
+
+def measure_priced(found: Solution, rank: int = 0) -> int:
+    """Return the bytes on a rank of the leaves whose bytes have a price in the search: those of floats."""
+    leaves = (leaf for program in found.programs for leaf in program.leaves())
+    floats = {fqn for node, fqn in leaves if edit.fake(node).is_floating_point()}
+    return sum(count for fqn, count in measure_leaves(found, rank).items() if fqn in floats)
 
 
 def _find_peak(program: PlannedProgram, found: Solution, rank: int) -> tuple[int, str]:
