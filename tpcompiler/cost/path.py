@@ -10,7 +10,6 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Literal, NamedTuple
 
@@ -138,9 +137,9 @@ def _least_seconds(axes: tuple[str, ...], machine: Machine, mesh: Mesh) -> float
     return min(machine.collective_seconds(kind, some, 0, mesh) for kind in KINDS for some in _subsets(axes))
 
 
-def _subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    for count in range(1, len(axes) + 1):
-        yield from itertools.combinations(axes, count)
+@cache
+def _subsets(axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    return tuple(itertools.chain.from_iterable(itertools.combinations(axes, n + 1) for n in range(len(axes))))
 
 
 def _count_collectives(state: Sharding, target: Sharding) -> int:
@@ -242,8 +241,8 @@ def _steps(
                 scattered = step("reduce_scatter", axes, state_after)
                 if scattered.wire_bytes < whole.wire_bytes:  # or else a slice of the sum does
                     yield scattered
-        elif not state.axes.isdisjoint(axes):
-            if (spanning := _into_spans(state, axes, target, dynamic)) is not None:
+        elif state.axes.issuperset(axes):
+            if target.has_spans and (spanning := _into_spans(state, axes, target, dynamic)) is not None:
                 yield _exchange(state, spanning, axes, shape, itemsize, mesh)
             if (gathered := _strip_dims(state, axes, shape, mesh, dynamic)) is None:
                 continue
@@ -252,15 +251,15 @@ def _steps(
             is_one = len(others) == len(dims) - 1
             for state_after in _grow(gathered, axes, others, target, shape, mesh, dynamic) if is_one else ():
                 yield step("all_to_all", axes, state_after)
-        elif len(axes) == 1:
+        elif len(axes) == 1:  # several axes slice one by one
             for state_after in _grow(state, axes, dims, target, shape, mesh, dynamic):
                 yield step("slice", axes, state_after)
             for dim in dims:
                 if target.dims[dim].spans and target.dims[dim].axes == axes and not state.dims[dim].axes:
-                    yield step("slice", axes, _with(state, dim, target.dims[dim]))
+                    yield step("slice", axes, state.with_dim(dim, target.dims[dim]))
             if axes[0] in target_pending and commute([target_pending[axes[0]], *pending.values()]):
                 partial = tuple(sorted((*state.partial, (axes[0], target_pending[axes[0]]))))
-                yield step("hold", axes, replace(state, partial=partial))
+                yield step("hold", axes, Sharding(state.dims, partial))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -273,7 +272,7 @@ def _into_spans(state: Sharding, axes: tuple[str, ...], target: Sharding, dynami
     for dim, (have, want) in enumerate(zip(state.dims, target.dims, strict=True)):
         is_run = not have.spans and not have.parts and not any(level.block for level in have.levels)
         if want.spans and is_run and dim not in dynamic and set(have.axes) == set(want.axes) == set(axes):
-            return _with(state, dim, want)
+            return state.with_dim(dim, want)
     return None
 
 
@@ -287,7 +286,8 @@ def _exchange(
     (dim,) = (at for at, have in enumerate(state.dims) if have != after.dims[at])
     have, want = (list(spans_of(each.dims[dim], shape[dim], mesh)) for each in (state, after))
     lacks = [[len(overlap(own, other)) * (at != to) for to, other in enumerate(want)] for at, own in enumerate(have)]
-    row = math.prod(_with(state, dim, DimSharding()).local_shape(shape, mesh, mesh.coordinate(0))) // max(shape[dim], 1)
+    whole = state.with_dim(dim, DimSharding())
+    row = math.prod(whole.local_shape(shape, mesh, mesh.coordinate(0))) // max(shape[dim], 1)
     most = max([*map(sum, lacks), *map(sum, zip(*lacks, strict=True))])
     return Step("all_to_all" if most else "slice", axes, state, after, most * row * itemsize)
 
@@ -311,10 +311,6 @@ def overlap(one: range, other: range) -> range:
     return range(max(one.start, other.start), min(one.stop, other.stop))
 
 
-def _with(state: Sharding, dim: int, cut: DimSharding) -> Sharding:
-    return replace(state, dims=(*state.dims[:dim], cut, *state.dims[dim + 1 :]))
-
-
 def _reorders(state: Sharding, after: Sharding, shape: Sequence[int], mesh: Mesh) -> bool:
     """Return True if the ranks' shares of the first dim, which are in memory as they are sent, change their order."""
     changed = [d for d in range(state.ndim) if state.dims[d] != after.dims[d]]
@@ -332,7 +328,7 @@ def _strip_dims(
         cut = _strip(state.dims[dim], own, shape[dim], mesh, dim in dynamic)
         if cut is None:
             return None
-        state = _with(state, dim, cut)
+        state = state.with_dim(dim, cut)
     return state if state.axes.isdisjoint(axes) else None
 
 
@@ -372,7 +368,7 @@ def _grow_apart(
             cut.parts or _is_joint(cut, len(state.dims[dim].axes), shape[dim], mesh, dim in dynamic)
         ):
             return
-        state = _with(state, dim, cut)
+        state = state.with_dim(dim, cut)
     yield state
 
 
@@ -397,7 +393,7 @@ def is_flat(cut: DimSharding, first: int, size: Size, mesh: Mesh) -> bool:
 def _is_joint(cut: DimSharding, first: int, size: int, mesh: Mesh, is_dynamic: bool) -> bool:
     """Return True if one collective can run over the axes from this one on, each block or part being whole shares."""
     nested = not any(level.block for level in cut.levels[first + 1 :])
-    return is_flat(cut, first, size, mesh) or (nested and not is_dynamic)
+    return (nested and not is_dynamic) or is_flat(cut, first, size, mesh)
 
 
 def _grow(
@@ -418,7 +414,7 @@ def _grow(
         for cut in dict.fromkeys((_toward(have, target.dims[dim], axes, shape[dim], mesh), plain)):
             fits = cut is not None and (cut.parts or _is_joint(cut, len(have.axes), shape[dim], mesh, dim in dynamic))
             if cut is not None and fits:
-                yield _with(state, dim, cut)
+                yield state.with_dim(dim, cut)
 
 
 def _plain(cut: DimSharding, axes: tuple[str, ...]) -> DimSharding | None:
