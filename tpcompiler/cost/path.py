@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from tpcompiler._torch import sym_hint
 from tpcompiler.cost.collective import KINDS, wire_bytes
 from tpcompiler.cost.machine import Link, Machine
-from tpcompiler.ir.dim_sharding import DimSharding, Size
+from tpcompiler.ir.dim_sharding import WHOLE, DimSharding, Size
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.nan_safe_reduce import sent_itemsize
 from tpcompiler.ir.placements import format_placement
@@ -64,19 +64,24 @@ def cheapest_path(
     """
     if source == target:
         return ()
-    least = _least_seconds(mesh.ordered(source.axes | target.axes), machine, mesh)
+    axes, dims = _used(source, target, mesh)
+    least, rest = _least_seconds(axes, machine, mesh), _without_plain(target, mesh, dynamic)
 
-    @cache
-    def find_steps(state: Sharding) -> list[Timed]:
-        steps = _steps(state, source, target, shape, itemsize, mesh, dynamic)
-        extra = EXTRA * least
-        return [(step, step_seconds(step, machine, mesh) + extra * (step.kind not in FREE)) for step in steps]
+    def find_steps(state: Sharding) -> tuple[Timed, ...]:
+        toward = target if len(state.partial) > 1 else rest
+        return _find_steps(state, axes, dims, toward, shape, itemsize, mesh, machine, dynamic)
 
     @cache
     def find_rest(state: Sharding) -> float:
         return _count_collectives(state, target) * least
 
     return tuple(_find_shortest(source, target, find_steps, find_rest))
+
+
+def _used(source: Sharding, target: Sharding, mesh: Mesh) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Return the axes and the dims that either shards."""
+    dims = (d for d, cuts in enumerate(zip(source.dims, target.dims, strict=True)) if any(cut.axes for cut in cuts))
+    return mesh.ordered(source.axes | target.axes), tuple(dims)
 
 
 def _find_shortest(
@@ -179,9 +184,10 @@ def steps_along(
 ) -> tuple[Step, ...] | None:
     """Return the steps of a path through these states; None if no single step leads from one state to the next."""
     sizes, dynamic = _hints(shape)
-    path = []
+    source, target, path = states[0], states[-1], list[Step]()
+    axes, dims = _used(source, target, mesh)
     for state, following in itertools.pairwise(states):
-        steps = _steps(state, states[0], states[-1], sizes, itemsize, mesh, dynamic)
+        steps = _steps(state, axes, dims, target, sizes, itemsize, mesh, dynamic)
         step = next((step for step in steps if step.target == following), None)
         if step is not None:
             path.append(step)
@@ -201,19 +207,47 @@ def path_text(steps: Sequence[Step], mesh: Mesh) -> str:
     return "->".join("".join(format_placement(p) for p in state.placements(mesh)) for state in states)
 
 
+def _without_plain(target: Sharding, mesh: Mesh, dynamic: frozenset[int]) -> Sharding:
+    """Return the target without the cuts that `_plain` makes: steps are the same on the way to all such targets."""
+    plain = [
+        d not in dynamic and not cut.parts and cut == DimSharding.by(*mesh.ordered(cut.axes))
+        for d, cut in enumerate(target.dims)
+    ]
+    return Sharding(tuple(WHOLE if own else cut for own, cut in zip(plain, target.dims, strict=True)), target.partial)
+
+
+@lru_cache(maxsize=1 << 15)
+def _find_steps(
+    state: Sharding,
+    used: tuple[str, ...],
+    dims: tuple[int, ...],
+    target: Sharding,
+    shape: tuple[int, ...],
+    itemsize: int,
+    mesh: Mesh,
+    machine: Machine,
+    dynamic: frozenset[int],
+) -> tuple[Timed, ...]:
+    """Return the steps from a sharding with their seconds."""
+    extra = EXTRA * _least_seconds(used, machine, mesh)
+    return tuple(
+        (step, step_seconds(step, machine, mesh) + extra * (step.kind not in FREE))
+        for step in _steps(state, used, dims, target, shape, itemsize, mesh, dynamic)
+    )
+
+
 def _steps(
     state: Sharding,
-    source: Sharding,
+    used: tuple[str, ...],
+    dims: tuple[int, ...],
     target: Sharding,
     shape: tuple[int, ...],
     itemsize: int,
     mesh: Mesh,
     dynamic: frozenset[int],
 ) -> Iterator[Step]:
-    """Yield every step over the axes and dims that source or target shard; detours over other dims are not searched."""
+    """Yield every step over these axes and dims, which source or target shard: others make no detours."""
     pending, target_pending = dict(state.partial), dict(target.partial)
-    dims = [d for d in range(state.ndim) if source.dims[d].axes or target.dims[d].axes]
-    used = mesh.ordered(source.axes | target.axes)
 
     def step(kind: Kind, axes: tuple[str, ...], state_after: Sharding) -> Step:
         size = sent_itemsize(pending.get(axes[0], ""), itemsize)
