@@ -16,6 +16,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram, export
 
 import tpcompiler
+from tests.zoo.index import CASES
 from tpcompiler.api.request import Request
 from tpcompiler.cost.fusion import NO_KERNEL
 from tpcompiler.cost.machine import Link, Machine
@@ -25,9 +26,12 @@ from tpcompiler.ir.program import PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.parallel.pipeline import make_task, plan_program
 from tpcompiler.solver import domain as domains
+from tpcompiler.solver import minimize
+from tpcompiler.solver import search as searches
 from tpcompiler.solver.build_problem import build_problem
 from tpcompiler.solver.domain import shardings_of_pin
-from tpcompiler.solver.problem import Problem
+from tpcompiler.solver.minimize import Tables
+from tpcompiler.solver.problem import UNIT, Problem
 from tpcompiler.solver.search import PLACING, search, solve
 from tpcompiler.solver.solution import Turns
 from tpcompiler.solver.task import Task
@@ -129,6 +133,29 @@ def brute_force(problem: Problem) -> Iterator[float]:
             total += SLOW.work_seconds(kernel, local_work(node, domain.rules[node], option, mesh), values, mesh)
             total += SLOW.tie_seconds(values, mesh)
         yield total
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "is_planned"), [("llama", True), ("mixtral", False), ("llama_1_kv", False)])
+def test_models_reach_the_optimum_over_two_axes(name: str, is_planned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against HiGHS on the whole problem: a model with a plan, one with experts, and one whose heads share keys."""
+    case, solved = CASES[name], list[tuple[float, float]]()
+    monkeypatch.setattr(minimize, "MOST_INTEGER_CELLS", 1 << 20)
+
+    def eliminate(tables: Tables, most: int) -> tuple[float, list[int]]:
+        found = minimize.eliminate(tables, most)
+        solved.append((found[0], minimize.solve_integer_program(tables)[0]))
+        return found
+
+    monkeypatch.setattr(searches, "eliminate", eliminate)
+    plan = case.asked() if is_planned else "auto"
+    request = Request(
+        case.export(False), {"dp": 2, "tp": 4}, plan, inputs={"input_ids": {"dp": "S(0)"}}, machine="ideal"
+    )
+    (own,) = request.conversions().values()
+    found = solve(make_task([own]), PLACING)
+    assert all(eliminated == integer for eliminated, integer in solved)
+    assert (found.seconds, found.turns) == (pytest.approx(min(solved)[0] * UNIT), AT_ONCE)
 
 
 @pytest.mark.parametrize("boundary", [CUT, WHOLE], ids=["cut", "whole"])
