@@ -91,7 +91,16 @@ def test_a_tensor_of_which_nothing_is_stored(tmp_path: Path) -> None:
     for name in ("data/weights/weight_0", "data/weights/weight_1"):
         assert entries[name]
         write_entries(path, {**entries, name: b""})
-        assert re.search(r"'(weight|bias)' is \[[48, ]+\], but it holds 0 bytes\n", refusal(path))
+        assert re.search(r"'(weight|bias)' is \[[48, ]+\] of torch.float32, but it holds 0 bytes\n", refusal(path))
+
+
+@pytest.mark.parametrize("is_longer", [True, False])
+def test_a_tensor_of_which_a_part_of_an_element_is_stored(is_longer: bool, clean: Path, tmp_path: Path) -> None:
+    """Bytes that were added or lost in the middle shift the others: the numbers are wrong, whose first ones fit."""
+    path, name, entries = tmp_path / "model.pt2", "data/weights/weight_0", entries_of(clean)
+    held = entries[name]
+    write_entries(path, {**entries, name: held[:5] + b"\0" + held[5:] if is_longer else held[:-1]})
+    assert f"of torch.float32, but it holds {len(held) + (1 if is_longer else -1)} bytes\n" in refusal(path)
 
 
 def test_entries_that_lie_in_one_another(clean: Path, tmp_path: Path) -> None:

@@ -163,10 +163,11 @@ class Pt2:
                 raise ValueError(f"it has no entry {entry}")
             if entry not in storages:
                 storages[entry] = self._mapped(entry) if mapped else self._storage(entry)
-            if not storages[entry].nbytes() and 0 not in layout.sizes:
-                raise ValueError(f"{name!r} is {layout.sizes}, but it holds 0 bytes")
-            value = torch.empty(layout.sizes if not storages[entry].nbytes() else 0, dtype=layout.dtype)
-            if storages[entry].nbytes():
+            held = storages[entry].nbytes()
+            if held % layout.dtype.itemsize or (not held and 0 not in layout.sizes):
+                raise ValueError(f"{name!r} is {layout.sizes} of {layout.dtype}, but it holds {held:,} bytes")
+            value = torch.empty(layout.sizes if not held else 0, dtype=layout.dtype)
+            if held:
                 value = value.set_(cast(Any, storages[entry]), layout.offset, layout.sizes, layout.strides)
             value = value.to(layout.device).requires_grad_(layout.requires_grad)
             is_parameter = kind == "weight" and row["is_param"]
