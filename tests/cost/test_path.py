@@ -333,22 +333,22 @@ LINK = Machine(1.0, 1e12, 1.0, {("", 0): [Link(1e-5, 4e9)]})  # as many bytes as
 
 def paths_of_three_axes(monkeypatch: pytest.MonkeyPatch, collectives: int) -> tuple[list[tuple[Step, ...]], int]:
     """Return paths with a bound of at most so many collectives, and the number of shardings that were left."""
-    expanded, count = 0, path._count_collectives
+    expanded, count, made = set[tuple[int, Sharding]](), path._count_collectives, list[tuple[Step, ...]]()
 
-    def counting(*args: Any) -> Any:
-        nonlocal expanded
-        expanded += 1
-        return all_steps(*args)
+    def counting(state: Sharding, *args: Any) -> Any:
+        expanded.add((len(made), state))
+        return find_steps(state, *args)
 
     with monkeypatch.context() as patch:
-        all_steps = path._steps
-        patch.setattr(path, "_steps", counting)
+        find_steps = path._find_steps
+        patch.setattr(path, "_find_steps", counting)
         patch.setattr(path, "_count_collectives", lambda *ends: min(count(*ends), collectives))
         texts = [f"[{', '.join(some)}]" for some in itertools.product(("R", "S(0)", "S(1)", "P(sum)"), repeat=3)]
         states = [read_sharding(text, THREE, 3) for text in texts]
         pairs = list(itertools.product(states, repeat=2))[::23]
-        made = [cheapest_path.__wrapped__(*pair, SHAPE, ITEM, THREE, LINK) for pair in pairs]
-    return made, expanded
+        for pair in pairs:
+            made.append(cheapest_path.__wrapped__(*pair, SHAPE, ITEM, THREE, LINK))
+    return made, len(expanded)
 
 
 def test_a_bound_on_the_rest_of_a_path_saves_work_and_changes_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,13 +131,13 @@ def copied_bytes(step: Step, value: torch.Tensor, mesh: Mesh) -> int:
 
 def local_bytes(value: torch.Tensor, sharding: Sharding, mesh: Mesh, rank: int | None = None) -> int:
     """Return the bytes on a rank, or on the one that holds most."""
-    return sharding.local_bytes([sym_hint(size) for size in value.shape], value.element_size(), mesh, rank)
+    return sharding.local_bytes(tuple(map(sym_hint, value.shape)), value.element_size(), mesh, rank)
 
 
 def _stored_bytes(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> int:
     """Return the local bytes in memory, where an expanded dim occurs once."""
     stored = [dim for dim, stride in enumerate(value.stride()) if sym_hint(stride)]
-    sizes = [sym_hint(value.shape[dim]) for dim in stored]
+    sizes = tuple(sym_hint(value.shape[dim]) for dim in stored)
     return Sharding(tuple(sharding.dims[dim] for dim in stored)).local_bytes(sizes, value.element_size(), mesh)
 
 

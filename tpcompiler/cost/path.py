@@ -255,11 +255,11 @@ def _steps(
             return Step(kind, axes, state, state_after, 0)
         if kind in ("all_gather", "reduce_scatter"):  # of shares that are padded to the largest
             shares = state if kind == "all_gather" else state_after
-            moved = _largest_bytes(shares, shape, size, mesh) * mesh.size(axes)
+            moved = shares.local_bytes(shape, size, mesh) * mesh.size(axes)
         elif kind == "all_to_all" and any(cut.parts for cut in state_after.dims):  # what stays whole goes to every rank
             moved = _exchanged(state, state_after, axes, shape, mesh) * size
         else:
-            moved = _largest_bytes(state, shape, size, mesh)
+            moved = state.local_bytes(shape, size, mesh)
         in_rows = kind in ("all_gather", "reduce_scatter") and len(axes) > 1
         copied = moved if in_rows and _reorders(state, state_after, shape, mesh) else 0
         return Step(kind, axes, state, state_after, wire_bytes(kind, moved, mesh.size(axes)), copied)
@@ -294,11 +294,6 @@ def _steps(
             if axes[0] in target_pending and commute([target_pending[axes[0]], *pending.values()]):
                 partial = tuple(sorted((*state.partial, (axes[0], target_pending[axes[0]]))))
                 yield step("hold", axes, Sharding(state.dims, partial))
-
-
-@lru_cache(maxsize=1 << 14)
-def _largest_bytes(shares: Sharding, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> int:
-    return shares.local_bytes(shape, itemsize, mesh)
 
 
 def _into_spans(state: Sharding, axes: tuple[str, ...], target: Sharding, dynamic: frozenset[int]) -> Sharding | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
@@ -213,7 +213,8 @@ class Sharding:
     def local_shape(self, shape: Sequence[Size], mesh: Mesh, coordinate: Mapping[str, int]) -> tuple[Size, ...]:
         return tuple(dim.local_size(size, mesh, coordinate) for dim, size in zip(self.dims, shape, strict=True))
 
-    def local_bytes(self, shape: Sequence[int], itemsize: int, mesh: Mesh, rank: int | None = None) -> int:
+    @lru_cache(maxsize=1 << 15)  # noqa: B019  # the search asks for the same few all the time
+    def local_bytes(self, shape: tuple[int, ...], itemsize: int, mesh: Mesh, rank: int | None = None) -> int:
         """Return the bytes that a rank holds of a tensor; without a rank, those of the rank that holds most."""
         if self.is_replicated:
             return math.prod(shape) * itemsize
