@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.export.graph_signature import InputKind, TensorArgument
 
 from tpcompiler._torch import RETURNED_KINDS, tree_flatten, tree_names
 from tpcompiler.errors import ArtifactError
-from tpcompiler.runtime.artifact import VALUES, WHOLE, Manifest, is_shared, lacks_weights
+from tpcompiler.runtime.artifact import VALUES, Manifest, is_shared, lacks_weights, program_file
 from tpcompiler.runtime.model_file import check_pt2, load_program
 from tpcompiler.runtime.place import memory_of
 from tpcompiler.runtime.program_files import ProgramFiles
@@ -37,12 +36,11 @@ def read_rank(files: ProgramFiles, rank: int, weights: Weights | None = None) ->
     wrong.
 
     Raises:
-        ArtifactError: as `open_rank`; a tensor is extra, missing, or of another shape or dtype; inputs or outputs
+        ArtifactError: as `read_graph`; a tensor is extra, missing, or of another shape or dtype; inputs or outputs
             differ from the manifest.
     """
-    with open_rank(files, rank) as file:
-        program = load_rank(file, files.manifest)
-    return fill_rank(program, files, rank, file.path, weights)
+    program = read_graph(files, rank)
+    return fill_rank(program, files, rank, files.folder / program_file(files.manifest, rank), weights)
 
 
 def fill_rank(
@@ -62,49 +60,28 @@ def fill_rank(
     return program
 
 
-@contextlib.contextmanager
-def open_rank(files: ProgramFiles, rank: int) -> Iterator[Pt2]:
-    """Open the file with a rank's program, compare its hash and, without trust, inspect it.
-
-    Raises:
-        ArtifactError: as `ProgramFiles.open_program` and `open_model`.
-    """
-    with files.open_program(rank) as file, check_pt2(file, trust=files.trust) as pt2:
-        yield pt2
-
-
 def read_graph(files: ProgramFiles, rank: int) -> ExportedProgram:
     """Read a rank's program; its weights may have no values.
 
     Raises:
-        ArtifactError: as `open_rank` and `load_rank`.
+        ArtifactError: as `read_program` and `load_rank`; the rank is outside the world.
     """
-    with open_rank(files, rank) as file:
-        return load_rank(file, files.manifest)
+    with files.open_program(rank) as file, check_pt2(file, trust=files.trust) as pt2:
+        return load_rank(pt2, files.manifest)
 
 
-def read_original(files: ProgramFiles) -> ExportedProgram:
-    """Read the program that an artifact was made from, without its weights.
+def read_program(files: ProgramFiles, name: str) -> ExportedProgram:
+    """Read a program that ranks were made from, without its weights.
 
     Raises:
         ArtifactError: the artifact has none, the file has changed or, without trust, could run code.
     """
-    with files.open_model() as file, check_pt2(file, trust=files.trust) as pt2:
-        return load_program(pt2)
-
-
-def read_whole(files: ProgramFiles) -> ExportedProgram:
-    """Read the program that was cut into stages, without its weights.
-
-    Raises:
-        ArtifactError: as `read_original`.
-    """
-    with files.open(WHOLE) as file, check_pt2(file, trust=files.trust) as pt2:
+    with files.open(name) as file, check_pt2(file, trust=files.trust) as pt2:
         return load_program(pt2)
 
 
 def load_rank(file: Pt2, manifest: Manifest) -> ExportedProgram:
-    """Load the program from a file that `open_rank` opened.
+    """Load a rank's program from a file that `check_pt2` checked.
 
     Raises:
         ArtifactError: as `load_program`; the program names another device than the manifest.
