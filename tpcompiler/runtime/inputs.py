@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, TensorArgument
 
 from tpcompiler._torch import TreeSpec, aten, input_values, tree_flatten, tree_unflatten, user_inputs
-from tpcompiler.errors import ArtifactError, InputsError, reason
+from tpcompiler.errors import InputsError, explaining, reason
 from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.records import BoundaryRecord
 from tpcompiler.runtime.target import refuse_full_disk, replacing
@@ -160,13 +160,9 @@ def _in_order(program: ExportedProgram, args: Sequence[Any], kwargs: Mapping[str
             f"the program takes {spec.num_leaves} inputs, got {given.num_leaves}",
             help=f"pass what it was exported with: {', '.join(inputs)}",
         )
-    try:
+    problem = "the arguments have another structure than the program takes"
+    with explaining(problem, "pass what it was exported with", ValueError, raised=InputsError):
         flat: list[Any] = spec.flatten_up_to((tuple(args), dict(kwargs)))  # matches dicts by key, in any order
-    except ValueError as error:
-        raise InputsError(
-            f"the arguments have another structure than the program takes: {reason(error)}",
-            help="pass what it was exported with",
-        ) from error
     return flat
 
 
@@ -273,14 +269,10 @@ def check_tensor(name: str, given: torch.Tensor, expected: torch.Tensor, where: 
 def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]) -> None:
     # Clones: safetensors rejects two names of one memory.
     written = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    try:
-        with replacing(Path(path)) as temporary:
-            refuse_full_disk(temporary, sum(tensor.nbytes for tensor in written.values()))
-            if temporary == Path(path):  # a device or a pipe, which safetensors would replace by a new file
-                temporary.write_bytes(save(written))
-            else:
-                save_file(written, temporary)
-    except (OSError, SafetensorError) as error:
-        raise ArtifactError(
-            f"cannot write {path}: {reason(error)}", help="check the folder, the free space and the permissions"
-        ) from error
+    help = "check the folder, the free space and the permissions"
+    with explaining(f"cannot write {path}", help, OSError, SafetensorError), replacing(Path(path)) as temporary:
+        refuse_full_disk(temporary, sum(tensor.nbytes for tensor in written.values()))
+        if temporary == Path(path):  # a device or a pipe, which safetensors would replace by a new file
+            temporary.write_bytes(save(written))
+        else:
+            save_file(written, temporary)

@@ -31,7 +31,7 @@ from tpcompiler._torch import (
     tree_unflatten,
     user_inputs,
 )
-from tpcompiler.errors import ArtifactError, option, reason
+from tpcompiler.errors import ArtifactError, explaining, option, reason
 from tpcompiler.runtime.hub import WRITE_MODEL, refuse_hub_directory, refuse_missing_model
 from tpcompiler.runtime.inputs import keywords_of
 from tpcompiler.runtime.opened import Opened
@@ -190,12 +190,9 @@ def open_model(path: str | os.PathLike[str], *, trust: bool = False) -> Iterator
     if os.path.isdir(file):  # unlike pathlib's, it does not raise for a long name or a closed folder
         raise _directory(file)
     refuse_missing_model(file)
-    try:
+    # ValueError: a null character in the path
+    with explaining(f"{file} cannot be read", "check the path and the permissions", OSError, ValueError):
         opened = Opened(file)
-    except (OSError, ValueError) as error:  # ValueError: a null character in the path
-        raise ArtifactError(
-            f"{file} cannot be read: {reason(error)}", help="check the path and the permissions"
-        ) from error
     with opened, check_pt2(opened, trust=trust) as pt2:
         yield pt2
 

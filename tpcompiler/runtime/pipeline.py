@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tpcompiler._torch import TreeSpec, tree_flatten, tree_unflatten, treespec_loads
-from tpcompiler.errors import ArtifactError, InputsError, reason
+from tpcompiler.errors import ArtifactError, InputsError, explaining
 from tpcompiler.runtime.agree import agreeing, digest_of, named_failures
 from tpcompiler.runtime.inputs import check_fixed, keywords_of
 from tpcompiler.runtime.records import BoundaryRecord, Manifest, StageRecord
@@ -203,12 +203,9 @@ def is_plain(spec: TreeSpec) -> bool:
 
 
 def _read_tree(text: str) -> TreeSpec:
-    try:
+    damages = (ValueError, LookupError, TypeError, NotImplementedError, RecursionError)
+    with explaining("a stage's pytree cannot be read", "copy the artifact again", *damages):
         spec = treespec_loads(text)
-    except (ValueError, LookupError, TypeError, NotImplementedError, RecursionError) as error:
-        raise ArtifactError(
-            f"a stage's pytree cannot be read: {reason(error)}", help="copy the artifact again"
-        ) from error
     if not is_plain(spec):
         raise ArtifactError("a stage's pytree has a class", help="convert the model again")
     return spec

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from tpcompiler.errors import ArtifactError, UnsupportedError, option
+from tpcompiler.errors import ArtifactError, UnsupportedError, explaining, option
 from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.records import DTYPES
 
@@ -176,11 +176,11 @@ def read_all(file: Opened) -> dict[str, torch.Tensor]:
     Raises:
         ArtifactError: it is not a safetensors file.
     """
-    try:
-        with safe_open(file.path, "pt") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (it is no mapping)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ArtifactError(f"{file.path} cannot be read: {error}", help=AGAIN) from error
+    with (
+        explaining(f"{file.path} cannot be read", AGAIN, SafetensorError, OSError, ValueError),
+        safe_open(file.path, "pt") as opened,
+    ):
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (it is no mapping)
     file.refuse_change()
     return tensors
 
