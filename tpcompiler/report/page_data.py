@@ -15,6 +15,7 @@ from msgspec.structs import asdict, replace
 
 from tpcompiler.artifact.collective_records import predict_call
 from tpcompiler.artifact.program import ArtifactProgram
+from tpcompiler.artifact.summary import add_up
 from tpcompiler.checkpoint.leaves import held_per_rank
 from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.cost.timeline import Times
@@ -285,10 +286,8 @@ def _layer(module: str) -> str:
 def _costs(records: Iterable[_DrawnCollective], by: Literal["layer", "kind"]) -> list[dict[str, Any]]:
     """Count and add up bytes by `layer` or `kind` and by reason; equal consecutive layers are merged."""
     rows: dict[str, dict[tuple[str, str], tuple[int, int, int]]] = {}
-    for record in records:
-        kinds = rows.setdefault(getattr(record, by), {})
-        count, payload, wire = kinds.get((record.kind, record.why), (0, 0, 0))
-        kinds[record.kind, record.why] = count + 1, payload + record.payload_bytes, wire + record.wire_bytes
+    for (title, *kind), row in add_up(records, lambda each: (getattr(each, by), each.kind, each.why)).items():
+        rows.setdefault(title, {})[kind[0], kind[1]] = row
     names = (by, "layers", "kind", "why", "count", "payload_bytes", "wire_bytes")
     return [
         dict(zip(names, (title, layers, *key, *row), strict=True))
