@@ -193,13 +193,13 @@ def _check_tensors(program: ExportedProgram, manifest: Manifest, rank: int, path
             raise ArtifactError(
                 f"{path}: rank {rank} has the numbers {found}, and the manifest says {[rows[rank]]}", help=AGAIN
             )
-    tensors = {name for name, value in held.items() if isinstance(value, torch.Tensor)}
+    held = {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
     named = {row.name for row in manifest.tensors}
-    if missing := sorted(named - tensors):
+    if missing := sorted(named - held.keys()):
         raise ArtifactError(f"{path} has no tensor {missing[0]!r}, and the manifest names it", help=AGAIN)
-    taken = {name: value for name, value in taken_by(program).items() if name in held}
-    if more := sorted(tensors - named - taken.keys()):
-        raise ArtifactError(f"{path} holds the tensor {more[0]!r}, which its program does not take", help=AGAIN)
+    wanted = {name: value for name, value in taken_by(program).items() if isinstance(value, torch.Tensor)}
+    taken = {name: value for name, value in wanted.items() if name in held}
+    refuse_unlike(path, {name: held[name] for name in held.keys() - (named - taken.keys())}, taken)
     elsewhere = {row.name for row in manifest.tensors if row.stored_in is not None}
     for row in manifest.tensors:
         neutral = _neutral(row.sharding, manifest.degrees, rank)
@@ -209,17 +209,8 @@ def _check_tensors(program: ExportedProgram, manifest: Manifest, rank: int, path
                 f"everywhere on rank {rank}",
                 help=AGAIN,
             )
-    for name, want in taken.items():
-        value = held[name]
-        if isinstance(want, torch.Tensor) and (value.shape, value.dtype) != (want.shape, want.dtype):
-            raise ArtifactError(
-                f"{path}: {name!r} is {value.dtype} {list(value.shape)}, its program takes {want.dtype} "
-                f"{list(want.shape)}",
-                help=AGAIN,
-            )
-        if not isinstance(want, torch.Tensor) or name in elsewhere:
-            continue
-        if (found := strides_of(value)) != (said := strides_of(want)):
+    for name in sorted(taken.keys() - elsewhere):
+        if (found := strides_of(held[name])) != (said := strides_of(taken[name])):
             raise ArtifactError(f"{path}: {name!r} has the strides {found}, its program takes {said}", help=AGAIN)
 
 
