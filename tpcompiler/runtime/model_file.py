@@ -139,8 +139,8 @@ def _working_directory(package: str) -> Iterator[None]:
             sys.path.remove(here)
 
 
-def read_model(path: str | os.PathLike[str], imports: Sequence[str] = (), *, trust: bool = False) -> ExportedProgram:
-    """Read a file of `torch.export.save`; `imports` are modules to import first.
+def read_model(path: str | os.PathLike[str], *, trust: bool = False) -> ExportedProgram:
+    """Read a file of `torch.export.save`; `import_modules` first imports what it needs.
 
     `trust` reads it with `torch.export.load` unchecked, which runs code that the file may contain (docs/security.md).
 
@@ -148,7 +148,6 @@ def read_model(path: str | os.PathLike[str], imports: Sequence[str] = (), *, tru
         ArtifactError: there is no such file, it is of another kind or damaged, it needs a module imported or, without
             `trust`, it needs a pickle or could run code.
     """
-    import_modules(imports)
     with open_model(path, trust=trust) as file:
         program = load_program(file)
         _refuse_repeated(program, file)
