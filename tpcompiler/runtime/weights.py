@@ -19,15 +19,7 @@ from tpcompiler.runtime.records import DTYPES
 
 # The format's names: https://github.com/huggingface/safetensors
 NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
+    **{getattr(torch, name): short.upper() for name, short in DTYPES.items()},
     torch.bool: "BOOL",
     torch.uint16: "U16",
     torch.uint32: "U32",
