@@ -36,7 +36,7 @@ FORKS.set_forkserver_preload(
         "torch.distributed.tensor",
         "torch._export.serde.serialize",
         "tpcompiler.api.parallel_program",
-        "tpcompiler.runtime.load_programs",
+        "tpcompiler.checkpoint.load",
     ]
 )
 

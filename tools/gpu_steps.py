@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import multiprocessing
 import statistics
@@ -30,20 +29,19 @@ import torch
 from torch.export import ExportedProgram
 
 import tpcompiler
+from tools.published.model import Dims, export_from_config
 from tpcompiler._torch import aten, fake_group
 from tpcompiler._torch.inductor import compile_module, write_package
 from tpcompiler.api.packaging import plain_module
 from tpcompiler.cost.machine_file import read_machine
-from tpcompiler.frontend.exporting import export_prefill_and_decode
 from tpcompiler.passes.move_device import move_device
 from tpcompiler.plan.plan import Plan
 
 Run = Callable[[], Any]
-SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-SHAPES: dict[str, dict[str, Any]] = {
-    "1B": dict(zip(SIZES, (2048, 8192, 16, 32, 128_256), strict=True)),
-    "8B, 4 layers": dict(zip(SIZES, (4096, 14336, 4, 32, 128_256), strict=True)),
-    "tiny": dict(zip(SIZES, (64, 128, 1, 8, 512), strict=True)),
+SHAPES = {
+    "1B": Dims(16, 2048, 8192, 32, 8, 128_256),
+    "8B, 4 layers": Dims(4, 4096, 14336, 32, 8, 128_256),
+    "tiny": Dims(1, 64, 128, 8, 8, 512),
 }
 PHASES = {"prefill": (1, 512), "decode": (8, 1)}
 WHOLE = Plan.of({"**": "replicate"})
@@ -59,18 +57,6 @@ class Job(NamedTuple):
     device: str
     dtype: str
     machine: str
-
-
-def programs_of(shape: str, batch: int, length: int, dtype: str) -> tuple[dict[str, ExportedProgram], Plan]:
-    """Prefill and decode without weights, and transformers' own plan."""
-    with tempfile.TemporaryDirectory() as folder:
-        from transformers import LlamaConfig
-
-        config = LlamaConfig(**SHAPES[shape], num_key_value_heads=8, architectures=["LlamaForCausalLM"], dtype=dtype)
-        path = Path(folder) / "config.json"
-        path.write_text(json.dumps(config.to_dict(), default=str))
-        made = export_prefill_and_decode(folder, batch=batch, length=length, max_length=length + 32, dtype=dtype)
-        return {name: each.program for name, each in made.items()}, Plan.of(path)
 
 
 def fill(program: ExportedProgram, device: str) -> None:
@@ -109,8 +95,8 @@ def prepare(
     The package is in the folder. The group that answers at once is there until the stack closes.
     """
     batch, count = PHASES[job.phase]
-    programs, plan = programs_of(job.shape, batch, count if job.phase == "prefill" else 512, job.dtype)
-    whole = programs[job.phase]
+    is_decode = job.phase == "decode"
+    whole, plan = export_from_config(SHAPES[job.shape], batch, 512, is_decode=is_decode, room=544, dtype=job.dtype)
     made = tpcompiler.parallelize(whole, max(job.ranks, 2), plan if job.ranks > 1 else WHOLE, device_type=job.device)
     predicted = made.converted.predict(read_machine(job.machine)).total
     if job.ranks > 1:
@@ -123,7 +109,7 @@ def prepare(
     fill(program, job.device)
     module, example = plain_module(program, folder)
     write_package(folder / "compiled.pt2", {"model": compile_module(module, example, torch.get_num_threads())})
-    start = 100 if job.phase == "decode" else 0
+    start = 100 if is_decode else 0
     args = torch.randint(500, (batch, count), device=job.device), torch.arange(count, device=job.device) + start
     return program, args, predicted.work + predicted.kernels
 

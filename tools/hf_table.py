@@ -141,24 +141,24 @@ def _convert(models: list[Path], directory: Path, out: Path) -> tuple[str, Resul
     return ("auto", call(*convert, "auto")) if "brings no plan" in made.stderr else ("config.json", made)
 
 
-def measure_ranks(row: Row, directory: Path) -> tuple[str, str, str, str]:
-    """Return (the programs, the plan, the result of `verify`, that of two processes) of an architecture."""
+def measure_ranks(row: Row, directory: Path) -> tuple[str, str, str]:
+    """Return (the programs, the plan, the result of two processes, or of a command that fails) of an architecture."""
     generates, models, out = row.kind in GENERATE, directory / "models", directory / "out"
     build(row, directory, loud=generates)
     made = call("export", directory, "-o", models, *("--prefill-decode", "--max-length", ROOM) * generates)
     if made.exit_code:
-        return "", "", "", f"export: {_error(made)}"
+        return "", "", f"export: {_error(made)}"
     files = sorted(models.glob("*.pt2")) or [models]
     names = [file.stem for file in files if file != models]
     plan, made = _convert(files, directory, out)
     programs = ", ".join(names) or "model"
     if made.exit_code:
-        return programs, plan, "", f"convert: {_error(made)}"
+        return programs, plan, f"convert: {_error(made)}"
     verified = [call("verify", out / name, "--checkpoint", directory) for name in names or [""]]
-    wrong = [each for each in verified if each.exit_code or not each.stdout.startswith("equal")]
-    said = _error(wrong[0]) if wrong else "equal"
+    if wrong := [each for each in verified if each.exit_code or not each.stdout.startswith("equal")]:
+        return programs, plan, f"verify: {_error(wrong[0])}"
     inputs = example_of(next((file for file in files if file.stem == "encoder"), files[-1]), generates)
-    return programs, plan, said, (check_tokens if names else check_outputs)(row, directory, out, inputs)
+    return programs, plan, (check_tokens if names else check_outputs)(row, directory, out, inputs)
 
 
 def example_of(file: Path, generates: bool) -> dict[str, torch.Tensor]:
@@ -234,9 +234,8 @@ def _error(result: Result) -> str:
     return re.sub(r"/\S*/", "", lines[0])
 
 
-def measure_apart(row: Row, measure: Callable[[Row, Path], tuple[str, ...]], cells: int) -> tuple[str, ...]:
+def measure_apart(row: Row, measure: Callable[[Row, Path], tuple[str, str, str]]) -> tuple[str, str, str]:
     """Measure in a fork of this process, which has imported what it takes; it ends after LONGEST seconds."""
-    blank = ("",) * (cells - 1)
     with tempfile.TemporaryDirectory() as folder:
         fork = multiprocessing.get_context("fork")
         here, there = fork.Pipe(duplex=False)
@@ -245,11 +244,11 @@ def measure_apart(row: Row, measure: Callable[[Row, Path], tuple[str, ...]], cel
             try:
                 there.send(measure(row, Path(folder)))
             except Exception as error:  # whatever transformers raises
-                there.send((*blank, f"build: {type(error).__name__}: {(str(error) or 'no text').splitlines()[0]}"))
+                there.send(("", "", f"build: {type(error).__name__}: {(str(error) or 'no text').splitlines()[0]}"))
 
         process = fork.Process(target=child)
         process.start()
-        found: tuple[str, ...] = here.recv() if here.poll(LONGEST) else (*blank, f"no end within {LONGEST} s")
+        found: tuple[str, str, str] = here.recv() if here.poll(LONGEST) else ("", "", f"no end within {LONGEST} s")
         process.kill()
         process.join()
         return found
@@ -298,11 +297,7 @@ def main() -> int:
     named = {row.model_type: row for row in ROWS}
     for name in asked.model_types or (ON_RANKS if asked.ranks else named):
         row = named[name]
-        if asked.ranks:
-            programs, plan, verified, ran = measure_apart(row, measure_ranks, 4)
-            found: tuple[str, ...] = programs, plan, ran if verified in ("", "equal") else f"verify: {verified}"
-        else:
-            found = measure_apart(row, measure, 3)
+        found = measure_apart(row, measure_ranks if asked.ranks else measure)
         cells = [row.model_type, row.kind, *(text.replace("|", "\\|") for text in found)]
         right &= cells[-1].startswith("equal") or "as transformers" in cells[-1]
         lines[name] = f"| {' | '.join(cells)} |"

@@ -30,6 +30,7 @@ from tpcompiler.report.difference import ArtifactDifference
 from tpcompiler.report.explanation import Explanation
 from tpcompiler.report.handover import HandoverTable
 from tpcompiler.report.table import RankProgram
+from tpcompiler.runtime.records import Record
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, SCHEMA = DOCS / "json.md", DOCS / "json-schema.json"
@@ -69,8 +70,9 @@ def read_schema() -> tuple[dict[str, list[str]], dict[str, Schema]]:
     """Return the names of each command's answers, and the schema of each object."""
     kinds = [kind for answers in ANSWERS.values() for kind in answers]
     _, found = msgspec.json.schema_components(kinds, ref_template="#/$defs/{name}")
-    for name, kind in _types(kinds).items():
-        described = found[name]
+    for kind in _kinds(Record):
+        if (described := found.get(kind.__name__)) is None:
+            continue
         described["description"] = (kind.__doc__ or "").partition("\n")[0]
         documented = attributes(kind)
         for field, schema in described["properties"].items():
@@ -78,25 +80,10 @@ def read_schema() -> tuple[dict[str, list[str]], dict[str, Schema]]:
     return {command: [kind.__name__ for kind in answers] for command, answers in ANSWERS.items()}, found
 
 
-def _types(kinds: list[Any]) -> dict[str, Any]:
-    """Every class of fields that these types have, by name."""
-    found: dict[str, Any] = {}
-
-    def add(info: Any) -> None:
-        if isinstance(info, msgspec.inspect.StructType):
-            if info.cls.__name__ in found:
-                return
-            found[info.cls.__name__] = info.cls
-            for field in info.fields:
-                add(field.type)
-        for inner in (getattr(info, name, None) for name in ("item_type", "value_type", "type")):
-            add(inner) if inner is not None else None
-        for inner in (*getattr(info, "types", ()), *getattr(info, "item_types", ())):
-            add(inner)
-
-    for info in msgspec.inspect.multi_type_info(kinds):
-        add(info)
-    return found
+def _kinds(kind: type[Record]) -> Iterator[type[Record]]:
+    yield kind
+    for each in kind.__subclasses__():
+        yield from _kinds(each)
 
 
 def attributes(kind: type) -> dict[str, str]:

@@ -8,22 +8,20 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tpcompiler.errors import (
-    ArtifactError,
-    BudgetError,
-    InputsError,
-    InternalError,
-    LaunchError,
-    MachineError,
-    MeshError,
-    PlanError,
-    ProgramError,
-    RuleError,
-    ShardingError,
-    TpCompilerError,
-    TpCompilerWarning,
-    UnsupportedError,
-)
+from tpcompiler.errors import ArtifactError as ArtifactError
+from tpcompiler.errors import BudgetError as BudgetError
+from tpcompiler.errors import InputsError as InputsError
+from tpcompiler.errors import InternalError as InternalError
+from tpcompiler.errors import LaunchError as LaunchError
+from tpcompiler.errors import MachineError as MachineError
+from tpcompiler.errors import MeshError as MeshError
+from tpcompiler.errors import PlanError as PlanError
+from tpcompiler.errors import ProgramError as ProgramError
+from tpcompiler.errors import RuleError as RuleError
+from tpcompiler.errors import ShardingError as ShardingError
+from tpcompiler.errors import TpCompilerError as TpCompilerError
+from tpcompiler.errors import TpCompilerWarning as TpCompilerWarning
+from tpcompiler.errors import UnsupportedError as UnsupportedError
 from tpcompiler.runtime.artifact import VERSION as __version__
 
 if TYPE_CHECKING:
@@ -68,24 +66,7 @@ _HOME = {
     "discover_rule": "tpcompiler.judge.rules.discover_rule",
     "sound_placements": "tpcompiler.judge.rules.placements",
 }
-__all__ = [
-    "ArtifactError",
-    "BudgetError",
-    "InputsError",
-    "InternalError",
-    "LaunchError",
-    "MachineError",
-    "MeshError",
-    "PlanError",
-    "ProgramError",
-    "RuleError",
-    "ShardingError",
-    "TpCompilerError",
-    "TpCompilerWarning",
-    "UnsupportedError",
-    "__version__",
-    *_HOME,
-]
+__all__ = [*_HOME, "__version__", *(name for name in globals() if name.endswith(("Error", "Warning")))]
 
 if not TYPE_CHECKING:  # there, a name that does not exist is an error
 

@@ -128,5 +128,17 @@ class LaunchError(TpCompilerError):
     """The running processes do not fit the program: rank, world size, process groups."""
 
 
+@contextmanager
+def explaining(
+    problem: str, help: str, *errors: type[BaseException], raised: type[TpCompilerError] = ArtifactError
+) -> Iterator[None]:
+    """Raise an error with this problem and the reason for errors of these types in the block, by default OSError."""
+    kinds = errors or (OSError,)
+    try:
+        yield
+    except kinds as error:
+        raise raised(f"{problem}: {reason(error)}", help=help) from error
+
+
 class TpCompilerWarning(UserWarning):
     """A warning of this package, such as an untested torch, or files that need trust."""

@@ -20,9 +20,9 @@ from tests.zoo.index import CASES
 from tpcompiler import ArtifactError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import cut, join_first, read_sharding
-from tpcompiler.runtime.artifact import MANIFEST, read_manifest, sha256, weights_file
+from tpcompiler.runtime.artifact import MANIFEST, MODEL, read_manifest, sha256, weights_file
 from tpcompiler.runtime.program_files import open_program
-from tpcompiler.runtime.rank_file import read_original, read_rank
+from tpcompiler.runtime.rank_file import read_program, read_rank
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_verify_and_check_with_the_checkpoint(tmp_path: Path) -> None:
     tpcompiler.open(out).cut(checkpoint)
     assert "the weights are the ranks' own" in right("verify", out)
     assert "pass --against" not in right("check", out, "--checkpoint", checkpoint)
-    tpcompiler.save_weightless(read_original(open_program(out)), tmp_path / "model.pt2")
+    tpcompiler.save_weightless(read_program(open_program(out), MODEL), tmp_path / "model.pt2")
     assert uncut == right("verify", out, "--against", tmp_path / "model.pt2", "--checkpoint", checkpoint)
     torch.export.save(exported(), tmp_path / "whole.pt2")
     assert "is not needed" in refused("verify", out, "--against", tmp_path / "whole.pt2", "--checkpoint", checkpoint)

@@ -11,8 +11,8 @@ from torch import nn
 
 import tpcompiler
 from tests.launch import fork_ranks
+from tpcompiler.checkpoint.load import refuse_unsendable
 from tpcompiler.errors import UnsupportedError
-from tpcompiler.runtime.load_programs import refuse_unsendable
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 LOAD = """

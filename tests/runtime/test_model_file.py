@@ -163,12 +163,13 @@ def test_a_module_in_the_working_directory_registers_an_op(tmp_path: Path) -> No
     (tmp_path / "my_ops.py").write_text(CUSTOM)
     code = """
 from tpcompiler.errors import ArtifactError
-from tpcompiler.runtime.model_file import read_model
+from tpcompiler.runtime.model_file import import_modules, read_model
 try:
     read_model("model.pt2")
 except ArtifactError as error:
     print(error.message)
-print(read_model("model.pt2", ["my_ops"]).graph_module.code.count("toy.twice"))
+import_modules(["my_ops"])
+print(read_model("model.pt2").graph_module.code.count("toy.twice"))
 """
     done = fork_code(code, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")

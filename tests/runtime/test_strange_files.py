@@ -14,7 +14,7 @@ from torch.export import export
 from tests.launch import fork_code
 from tests.runtime.commands import refused
 from tpcompiler import ArtifactError
-from tpcompiler.runtime.model_file import read_model
+from tpcompiler.runtime.model_file import import_modules, read_model
 
 X = torch.ones(2, 8)
 
@@ -71,4 +71,4 @@ def test_a_module_that_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "leaves_at_once.py").write_text("raise SystemExit(0)\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ArtifactError, match="cannot import leaves_at_once: SystemExit: 0"):
-        read_model("model.pt2", ["leaves_at_once"])
+        import_modules(["leaves_at_once"])

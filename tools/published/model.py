@@ -168,11 +168,17 @@ def export_decoder(dims: Dims, batch: int, prompt: int, *, is_decode: bool) -> E
             return torch.export.export(model, example)
 
 
-def export_from_config(dims: Dims, batch: int, prompt: int, *, is_decode: bool) -> tuple[ExportedProgram, Plan]:
-    """Export the step as `tpcompiler export DIR --prefill-decode` does, and read the plan of its config.json."""
+def export_from_config(
+    dims: Dims, batch: int, prompt: int, *, is_decode: bool, room: int = 0, dtype: str = "bfloat16"
+) -> tuple[ExportedProgram, Plan]:
+    """Export the step as `tpcompiler export DIR --prefill-decode` does, and read the plan of its config.json.
+
+    Args:
+        room: tokens that the cache can hold; 0: one more than the prompt.
+    """
     from transformers import AutoConfig
 
-    room = max(prompt, 2) + 1
+    room = room or max(prompt, 2) + 1
     sizes = {
         "num_hidden_layers": dims.layers,
         "hidden_size": dims.hidden,
@@ -185,7 +191,7 @@ def export_from_config(dims: Dims, batch: int, prompt: int, *, is_decode: bool) 
         **({"num_local_experts": dims.experts, "num_experts_per_tok": 2} if dims.experts else {}),
     }
     kind = "Mixtral" if dims.experts else "Llama"
-    config = AutoConfig.for_model(kind.lower(), **sizes, architectures=[f"{kind}ForCausalLM"], dtype="bfloat16")
+    config = AutoConfig.for_model(kind.lower(), **sizes, architectures=[f"{kind}ForCausalLM"], dtype=dtype)
     with tempfile.TemporaryDirectory() as directory:
         config.save_pretrained(directory)
         programs = export_prefill_and_decode(directory, batch=batch, length=prompt, max_length=room)

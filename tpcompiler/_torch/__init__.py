@@ -96,7 +96,6 @@ from tpcompiler._torch.sizes import (
     divided_range,
     divided_sizes,
     example_sizes,
-    read_size,
     shape_facts,
     size_range,
     substituted,

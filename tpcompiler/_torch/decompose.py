@@ -8,6 +8,7 @@ import logging
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._decomp import _core_aten_decompositions_post_autograd
@@ -111,16 +112,12 @@ def quiet_torch() -> Iterator[list[BaseException]]:
         for name, logger in loggers
         if isinstance(logger, logging.Logger) and logger.handlers and name.partition(".")[0] == "torch"
     ]
-    before = [(logger, logger.handlers) for logger in loud]
-    try:
+    with contextlib.ExitStack() as patches, warnings.catch_warnings():
         for logger in loud:  # torch builds its structured trace only if it has a handler
-            logger.handlers = [] if logger.name == "torch.__trace" else [listener]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield errors
-    finally:
-        for logger, handlers in before:
-            logger.handlers = handlers
+            handlers = [] if logger.name == "torch.__trace" else [listener]
+            patches.enter_context(patch.object(logger, "handlers", handlers))
+        warnings.simplefilter("ignore")
+        yield errors
 
 
 class _AndDraws(set[Any]):
@@ -134,12 +131,9 @@ class _AndDraws(set[Any]):
 @contextlib.contextmanager
 def keeping_draws() -> Iterator[None]:
     """Stop torch from removing unused draws in this block, because later numbers depend on them."""
-    before = torch.fx.node._side_effectful_functions
-    torch.fx.node._side_effectful_functions = _AndDraws(before)
-    try:
+    name = "_side_effectful_functions"
+    with patch.object(torch.fx.node, name, _AndDraws(getattr(torch.fx.node, name))):
         yield
-    finally:
-        torch.fx.node._side_effectful_functions = before
 
 
 @functools.cache

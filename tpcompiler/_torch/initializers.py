@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -19,8 +20,5 @@ def skip_fake_truncations() -> Iterator[None]:
     def skip_fakes(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return tensor if isinstance(tensor, FakeTensor) else draw(tensor, *args, **kwargs)
 
-    init._no_grad_trunc_normal_ = skip_fakes
-    try:
+    with patch.object(init, "_no_grad_trunc_normal_", skip_fakes):
         yield
-    finally:
-        init._no_grad_trunc_normal_ = draw

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -19,11 +20,7 @@ def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         _global_optimizer_pre_hooks,
         _global_optimizer_post_hooks,
     )
-    kept = [dict(each) for each in hooks]
-    for each in hooks:
-        each.clear()
-    try:
+    with contextlib.ExitStack() as patches:
+        for each in hooks:
+            patches.enter_context(patch.dict(each, clear=True))
         yield
-    finally:
-        for each, own in zip(hooks, kept, strict=True):
-            each.update(own)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -26,12 +27,7 @@ def record_own_backwards(*modules: nn.Module) -> Iterator[dict[str, None]]:
     """
     names = dict.fromkeys(_listed_hooks(modules))
     saved_tensors: Any = torch._C._autograd
-    apart = torch.Tensor.register_post_accumulate_grad_hook
-    register, of_node, push = (
-        torch.Tensor.register_hook,
-        _HookMixin._register_hook,
-        saved_tensors._push_saved_tensors_default_hooks,
-    )
+    push = saved_tensors._push_saved_tensors_default_hooks
 
     def record_apply(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
         if issubclass(cls, CheckpointFunction):
@@ -40,37 +36,29 @@ def record_own_backwards(*modules: nn.Module) -> Iterator[dict[str, None]]:
             names[f"{cls.__name__} (a torch.autograd.Function)"] = None
         return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
 
-    def record_hook(self: torch.Tensor, hook: Any) -> Any:
-        names.update(dict.fromkeys(_titles([hook], "a hook of a tensor")))
-        return register(self, hook)  # type: ignore[no-untyped-call]
+    def recording(register: Any, of: str) -> Any:
+        def record(owner: Any, hook: Any) -> Any:
+            names.update(dict.fromkeys(_titles([hook], of)))
+            return register(owner, hook)
 
-    def record_accumulated(self: torch.Tensor, hook: Any) -> Any:
-        names.update(dict.fromkeys(_titles([hook], "a hook of a tensor")))
-        return apart(self, hook)  # type: ignore[no-untyped-call]
-
-    def record_of_node(hooks: Any, hook: Any) -> Any:
-        names.update(dict.fromkeys(_titles([hook], "a hook of the autograd graph")))
-        return of_node(hooks, hook)  # type: ignore[no-untyped-call]
+        return record
 
     def record_pack(pack: Any, unpack: Any) -> None:
         if getattr(pack, "__module__", "") not in KEEP_VALUES:
             names.update(dict.fromkeys(_titles([pack], "saved_tensors_hooks")))
         push(pack, unpack)
 
-    # `Function.apply` calls it by super(): a model may hold `Reverse.apply`, bound before this block.
-    _SingleLevelFunction.apply = classmethod(record_apply)  # type: ignore[attr-defined]
-    torch.Tensor.register_hook = record_hook  # type: ignore[method-assign]
-    torch.Tensor.register_post_accumulate_grad_hook = record_accumulated  # type: ignore[method-assign]
-    _HookMixin._register_hook = staticmethod(record_of_node)  # type: ignore[method-assign]
-    saved_tensors._push_saved_tensors_default_hooks = record_pack
-    try:
+    tensor, of_tensor, of_graph = torch.Tensor, "a hook of a tensor", "a hook of the autograd graph"
+    after = "register_post_accumulate_grad_hook"
+    with (
+        # `Function.apply` calls it by super(): a model may hold `Reverse.apply`, bound before this block.
+        patch.object(_SingleLevelFunction, "apply", classmethod(record_apply)),
+        patch.object(tensor, "register_hook", recording(tensor.register_hook, of_tensor)),
+        patch.object(tensor, after, recording(getattr(tensor, after), of_tensor)),
+        patch.object(_HookMixin, "_register_hook", staticmethod(recording(_HookMixin._register_hook, of_graph))),
+        patch.object(saved_tensors, "_push_saved_tensors_default_hooks", record_pack),
+    ):
         yield names
-    finally:
-        del _SingleLevelFunction.apply  # type: ignore[attr-defined]
-        torch.Tensor.register_hook = register  # type: ignore[method-assign]
-        torch.Tensor.register_post_accumulate_grad_hook = apart  # type: ignore[method-assign]
-        _HookMixin._register_hook = staticmethod(of_node)  # type: ignore[method-assign]
-        saved_tensors._push_saved_tensors_default_hooks = push
 
 
 def _listed_hooks(modules: Sequence[nn.Module]) -> Iterator[str]:

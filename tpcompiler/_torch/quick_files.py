@@ -9,6 +9,7 @@ import typing
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._ops import HigherOrderOperator
@@ -45,16 +46,11 @@ def quick_files(text: bytes = b"") -> Iterator[None]:
         (reader, "deserialize_tensor_meta", _reading_layouts),
     ]
     quick += [(_package, "serialize", functools.partial(_writing_text, text))] if text else []
-    quick = [each for each in quick if each[1] in vars(each[0])]  # these names are torch's own
-    with _LOCK:
-        before = [(owner, name, vars(owner)[name]) for owner, name, _ in quick]
+    with _LOCK, contextlib.ExitStack() as patches:
         for owner, name, make in quick:
-            setattr(owner, name, make(vars(owner)[name]))
-        try:
-            yield
-        finally:
-            for owner, name, value in before:
-                setattr(owner, name, value)
+            if name in vars(owner):  # these names are torch's own
+                patches.enter_context(patch.object(owner, name, make(vars(owner)[name])))
+        yield
 
 
 def _writing_text(text: bytes, write: Callable[..., Any]) -> Callable[..., Any]:

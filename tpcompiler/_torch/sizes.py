@@ -10,25 +10,9 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]  # it ships no types
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, safe_expand
+from torch.fx.experimental.symbolic_shapes import DimDynamic
 from torch.utils._pytree import tree_flatten
-from torch.utils._sympy import functions as sympy_functions
 from torch.utils._sympy.value_ranges import ValueRanges
-
-SYMPY_FUNCTIONS = {  # the functions that torch names when it reads a size; for maxima it takes sympy's own
-    name: getattr(sympy_functions, name) for name in sympy_functions.__all__ if name not in ("Max", "Min")
-}
-
-
-def read_size(text: str) -> Any:
-    """Parse a size as torch does in a file, and expand it for comparison. torch evaluates the text as Python."""
-    size = sympy.sympify(text, locals=SYMPY_FUNCTIONS)
-    remaining = [size]
-    while remaining:  # str caches the text of each part
-        part = remaining.pop()
-        str(part)
-        remaining += part.args
-    return safe_expand(size)
 
 
 def symbols_of(values: Iterable[Any]) -> set[sympy.Symbol]:

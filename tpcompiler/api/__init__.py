@@ -86,24 +86,7 @@ def parallelize(
         PlanError, MeshError, MachineError, InputsError, ShardingError, ProgramError, UnsupportedError: each with its
             cause, place, numbers and one action.
     """
-    request = Request(
-        exported_program,
-        mesh,
-        plan,
-        inputs,
-        outputs,
-        device_type=device_type,
-        collectives=collectives,
-        check_indices=check_indices,
-        keep_repeats=keep_repeats,
-        machine=machine,
-        memory=memory,
-        optimize=optimize,
-        optimizer=optimizer,
-        weights=weights,
-        degrees=degrees,
-        dump=dump,
-    )
+    request = Request(**locals())  # its fields are these arguments
     conversions, made = request.conversions(), dict[str, ConvertedProgram]()
     for family in families(conversions, lambda own: own.family):
         made |= convert_programs(cut_batch(family))[1]
@@ -135,19 +118,7 @@ def find_plan(
     Raises:
         PlanError, MeshError, MachineError, ShardingError, ProgramError, UnsupportedError: as `parallelize`.
     """
-    request = Request(
-        exported_program,
-        mesh,
-        read_plan(plan).with_search(),
-        inputs,
-        outputs,
-        machine=machine,
-        memory=memory,
-        optimize=optimize,
-        optimizer=optimizer,
-        weights=weights,
-        degrees=degrees,
-    )
+    request = Request(**{**locals(), "plan": read_plan(plan).with_search()})
     plans = []
     for family in families(request.conversions(), lambda own: own.family):
         cut = cut_batch(family)

@@ -18,7 +18,7 @@ from torch.export.graph_signature import InputKind
 
 from tpcompiler.api import parallelize
 from tpcompiler.artifact.program import ArtifactProgram
-from tpcompiler.errors import ArtifactError, InternalError, TpCompilerError, reason
+from tpcompiler.errors import InternalError, TpCompilerError, explaining
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh, MeshLike
 from tpcompiler.ir.node_placement import origin_of, placement_of
@@ -142,16 +142,14 @@ def write_piece(piece: WrongPiece, directory: str | os.PathLike[str]) -> Path:
     refuse_strange_name(target)
     title = f"Wrong on {piece.mesh}: {', '.join(piece.ops)}."
     text = SCRIPT.format(title=title, mesh=piece.mesh.written, plan=dict(piece.plan), inputs=list(piece.inputs))
-    try:
+    help = "choose a directory that can be written"
+    # torch raises a RuntimeError for an OSError
+    with explaining(f"cannot write the piece to {target}", help, OSError, RuntimeError):
         target.mkdir(parents=True, exist_ok=True)
         with replacing(target / "piece.pt2") as temporary:
             torch.export.save(piece.program, temporary)
         with replacing(target / "repro.py") as temporary:
             temporary.write_text(text, encoding="utf-8")
-    except (OSError, RuntimeError) as error:  # torch raises the second for the first
-        raise ArtifactError(
-            f"cannot write the piece to {target}: {reason(error)}", help="choose a directory that can be written"
-        ) from error
     return target / "repro.py"
 
 

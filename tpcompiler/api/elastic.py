@@ -20,7 +20,7 @@ from tpcompiler.checkpoint.cut import TELL, Progress, cut_programs
 from tpcompiler.checkpoint.fill import fill_weights
 from tpcompiler.checkpoint.ranks import RankShares
 from tpcompiler.cost.machine_file import machine_of
-from tpcompiler.errors import ArtifactError, UnsupportedError, reason
+from tpcompiler.errors import ArtifactError, UnsupportedError, explaining
 from tpcompiler.frontend.refused import refuse_hollow
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import same_bits
@@ -119,7 +119,7 @@ def merge(program: ArtifactProgram, path: str | os.PathLike[str], *, safetensors
     original = _read_model(program)
     refuse_hollow(original, "merged") if source is None else None
     sizes = [math.prod(row.shape) * dtype_of(row.dtype).itemsize for row in program.manifest.tensors if not row.tied_to]
-    try:
+    with explaining(f"cannot write {target}", "check the path and the free space", OSError, RuntimeError):
         if safetensors:
             rows = {row.name: row for row in program.manifest.tensors}
             first = _persistent(program.manifest, original)
@@ -134,10 +134,6 @@ def merge(program: ArtifactProgram, path: str | os.PathLike[str], *, safetensors
                 _fill_from_disk(original, source, Path(folder))
             with archive_stream(file) as stream:
                 save_program(original, stream)
-    except (OSError, RuntimeError) as error:
-        raise ArtifactError(
-            f"cannot write {target}: {reason(error)}", help="check the path and the free space"
-        ) from error
 
 
 def _read_model(program: ArtifactProgram) -> ExportedProgram:

@@ -20,7 +20,7 @@ from torch.export.graph_signature import OutputKind
 from tpcompiler._torch import aten, fake_group, group_is_registered, module_inputs, sym_hint, tree_flatten, with_graph
 from tpcompiler.api.verify import verify_package
 from tpcompiler.checkpoint.hosted import hosted_manifest, hosts_of, read_process
-from tpcompiler.errors import ArtifactError, UnsupportedError, reason
+from tpcompiler.errors import UnsupportedError, explaining
 from tpcompiler.ir import edit
 from tpcompiler.ir.hosting import text_of
 from tpcompiler.judge.compare.compare import VerifyReport
@@ -59,12 +59,9 @@ def package_programs(
             each.open_weights(lacking[0]).close()  # says what to do
     from tpcompiler._torch import inductor
 
-    try:
+    help = "install g++, or name one with CXX=..."
+    with explaining("there is no C++ compiler here", help, RuntimeError, raised=UnsupportedError):
         compiler = inductor.compiler()
-    except RuntimeError as error:
-        raise UnsupportedError(
-            f"there is no C++ compiler here: {reason(error)}", help="install g++, or name one with CXX=..."
-        ) from error
     files: dict[str, list[Any]] = {}
     strides: dict[str, list[int]] = {}
     called: dict[str, ExportedProgram] = {}
@@ -81,7 +78,10 @@ def package_programs(
         for file in files[model]:
             if Path(file).suffix == ".so":
                 refuse_static(Path(file), compiler)
-    with _beside(folder) as temporary:
+    with (
+        explaining(f"cannot write into {folder}", "check the free space and the permissions"),
+        scratch_folder(folder.absolute().parent, folder.name) as temporary,
+    ):
         inductor.write_package(temporary / COMPILED, files)
         with measured("building the library that runs it", "files", 1):
             shutil.copy(build_runner(compiler), temporary / RUNNER)
@@ -178,13 +178,10 @@ def _compile(
             stack.enter_context(fake_group(name, own.index(rank), len(own), manifest.device_type))
         stack.enter_context(torch.no_grad())
         stack.enter_context(inductor.quiet_inductor())
-        try:
+        help = "run it as it is, without a package; TORCH_LOGS=+inductor says more"
+        # whatever Inductor, or the compiler that it calls, raises
+        with explaining(f"AOTInductor does not compile {path}", help, Exception, raised=UnsupportedError):
             return inductor.compile_module(module, args, threads, rounds=rounds)
-        except Exception as error:  # whatever Inductor, or the compiler that it calls, raises
-            raise UnsupportedError(
-                f"AOTInductor does not compile {path}: {reason(error)}",
-                help="run it as it is, without a package; TORCH_LOGS=+inductor says more",
-            ) from error
 
 
 def plain_module(program: ExportedProgram, path: Path) -> tuple[fx.GraphModule, list[torch.Tensor]]:
@@ -259,7 +256,7 @@ def build_runner(compiler: str) -> Path:
     library = cache / f"runner-{key}.so"
     if library.exists():
         return library
-    try:
+    with explaining(f"cannot write {cache}", "set XDG_CACHE_HOME"):
         cache.mkdir(parents=True, exist_ok=True)
         with scratch_folder(cache, "runner") as folder:
             command = [
@@ -283,27 +280,9 @@ def build_runner(compiler: str) -> Path:
                 )
             refuse_static(folder / "runner.so", compiler)
             os.replace(f"{folder}/runner.so", library)
-    except OSError as error:
-        raise ArtifactError(f"cannot write {cache}: {reason(error)}", help="set XDG_CACHE_HOME") from error
     return library
 
 
 def _version(compiler: str) -> str:
     output = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     return next(iter(output.splitlines()), compiler)
-
-
-@contextlib.contextmanager
-def _beside(directory: Path) -> Iterator[Path]:
-    """Yield a temporary folder on the disk of the artifact.
-
-    Raises:
-        ArtifactError: the folder cannot be written.
-    """
-    try:
-        with scratch_folder(directory.absolute().parent, directory.name) as folder:
-            yield folder
-    except OSError as error:
-        raise ArtifactError(
-            f"cannot write into {directory}: {reason(error)}", help="check the free space and the permissions"
-        ) from error

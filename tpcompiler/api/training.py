@@ -27,7 +27,15 @@ from tpcompiler._torch import (
     tree_names,
     tree_unflatten,
 )
-from tpcompiler.errors import InputsError, ProgramError, TpCompilerError, TpCompilerWarning, UnsupportedError, reason
+from tpcompiler.errors import (
+    InputsError,
+    ProgramError,
+    TpCompilerError,
+    TpCompilerWarning,
+    UnsupportedError,
+    explaining,
+    reason,
+)
 from tpcompiler.frontend.example_inputs import copy_repeated
 from tpcompiler.frontend.refused import refuse_own_backwards
 from tpcompiler.frontend.training import add_backward
@@ -117,10 +125,9 @@ def _refuse_shared_parameters(model: torch.nn.Module) -> None:
 def _exported(
     model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
 ) -> ExportedProgram:
-    try:
+    # any error that a model raises on an example
+    with explaining("torch.export cannot export it", "", Exception, raised=ProgramError):
         return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
-    except Exception as error:  # any error that a model raises on an example
-        raise ProgramError(f"torch.export cannot export it: {reason(error)}") from error
 
 
 def add_gradients(program: ExportedProgram, loss: str | None = None) -> ExportedProgram:

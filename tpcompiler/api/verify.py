@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 from tpcompiler.artifact.program import ArtifactProgram, find_state_apart, stages_by_whole
 from tpcompiler.artifact.stored import StoredProgram
 from tpcompiler.checkpoint.hosted import hosts_of
+from tpcompiler.checkpoint.load import DEGREES
 from tpcompiler.errors import ArtifactError, InputsError, UnsupportedError, option
 from tpcompiler.judge.compare.compare import Call, VerifyReport, compare_calls, read_call
 from tpcompiler.judge.compare.processes import answers_of_ranks
@@ -26,7 +27,6 @@ from tpcompiler.parallel.program_subject import compared_calls, on_cpu, subject_
 from tpcompiler.parallel.stages_subject import Held, subject_of_stages
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.runtime.artifact import MODEL, SINGLE, is_single
-from tpcompiler.runtime.load_programs import DEGREES
 from tpcompiler.runtime.package import read_package
 from tpcompiler.runtime.program_files import ProgramFiles
 from tpcompiler.runtime.weightless import weightless_names

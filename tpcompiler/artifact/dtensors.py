@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.checkpoint.leaves import entries_of, leaves_of, shardings_of, torch_placements
 from tpcompiler.checkpoint.ranks import RankShares
-from tpcompiler.errors import ArtifactError, LaunchError, MeshError, TpCompilerWarning, reason
+from tpcompiler.errors import ArtifactError, LaunchError, MeshError, TpCompilerWarning, explaining
 from tpcompiler.ir.local import local_strides
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import format_placement
@@ -144,13 +144,10 @@ def _in_agreement() -> Iterator[dict[str, Any]]:
 
     A file that cannot be written is an ArtifactError too.
     """
+    problem = f"cannot write the weights of rank {dist.get_rank()}"
     try:
-        with agreeing(WAIT) as mine:
-            try:
-                yield mine
-            except OSError as error:
-                problem = f"cannot write the weights of rank {dist.get_rank()}: {reason(error)}"
-                raise ArtifactError(problem, help="check the free space") from error
+        with agreeing(WAIT) as mine, explaining(problem, "check the free space"):
+            yield mine
     except LaunchError as error:
         raise ArtifactError(error.message, help=error.help) from error
 

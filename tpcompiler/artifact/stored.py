@@ -17,16 +17,15 @@ from tpcompiler.checkpoint.fill import with_weights
 from tpcompiler.checkpoint.ranks import RankShares
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir.symm_mem import expand_collectives
-from tpcompiler.runtime.artifact import VALUES, WHOLE, Manifest, is_shared, lacks_weights
+from tpcompiler.runtime.artifact import MODEL, VALUES, WHOLE, Manifest, is_shared, lacks_weights
 from tpcompiler.runtime.program_files import ProgramFiles, open_program
 from tpcompiler.runtime.rank_file import (
     Weights,
     put_state,
     read_graph,
-    read_original,
+    read_program,
     read_rank,
     read_state,
-    read_whole,
     taken_by,
 )
 from tpcompiler.runtime.weights import laid_out
@@ -61,10 +60,10 @@ class StoredProgram(ArtifactProgram):
         return {name: files.manifest for name, files in self.files.beside.items()}
 
     def original(self) -> ExportedProgram:
-        return read_original(self.files)
+        return read_program(self.files, MODEL)
 
     def whole_program(self) -> ExportedProgram | None:
-        return read_whole(self.files) if WHOLE in self.manifest.files else None
+        return read_program(self.files, WHOLE) if WHOLE in self.manifest.files else None
 
     def fill(self, original: ExportedProgram, checkpoint: str | os.PathLike[str] | None = None) -> ExportedProgram:
         return with_weights(original, self.files, checkpoint)

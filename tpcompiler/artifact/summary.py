@@ -6,9 +6,9 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from msgspec import structs
 
@@ -23,6 +23,7 @@ from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.terminal.tables import NUMBERS, Part, Table
 
 NO_ADVICE: Mapping[str, str] = MappingProxyType({})
+Key = TypeVar("Key")
 MOST_RANKS = 16  # that a table lists one by one
 NUMBER = re.compile(r"(?<=[a-z]_)\d+(?=')|(?<=[a-z]\.)\d+(?=\.[a-z])")  # of a node in quotes, or of a layer in a path
 NOTE_TITLES = {  # kinds of `Note`, as people read them
@@ -225,20 +226,21 @@ def _training_bytes(manifest: Manifest, tensors: Sequence[HeldTensor]) -> Traini
 
 
 def _by_cause(collectives: Iterable[Collective]) -> list[TrafficTotal]:
-    """Add up collectives to the rows of the report; a field that is not summed is part of the key."""
-    alike: dict[tuple[str, str], list[Collective]] = {}
-    for each in collectives:
-        alike.setdefault((each.kind, each.why), []).append(each)
+    """Add up collectives to the rows of the report."""
+    totals = add_up(collectives, lambda each: (each.kind, each.why))
     return [
-        TrafficTotal(
-            kind=kind,
-            why=why,
-            count=len(found),
-            payload_bytes=sum(each.payload_bytes for each in found),
-            wire_bytes=sum(each.wire_bytes for each in found),
-        )
-        for (kind, why), found in alike.items()
+        TrafficTotal(kind=kind, why=why, count=count, payload_bytes=payload, wire_bytes=wire)
+        for (kind, why), (count, payload, wire) in totals.items()
     ]
+
+
+def add_up(collectives: Iterable[Collective], key: Callable[[Collective], Key]) -> dict[Key, tuple[int, int, int]]:
+    """Return the number, the payload bytes and the wire bytes of the collectives with each key, in order."""
+    totals: dict[Key, tuple[int, int, int]] = {}
+    for each in collectives:
+        count, payload, wire = totals.get(key(each), (0, 0, 0))
+        totals[key(each)] = count + 1, payload + each.payload_bytes, wire + each.wire_bytes
+    return totals
 
 
 def summary_parts(data: ArtifactSummary, advice: Mapping[str, str] = NO_ADVICE) -> Iterator[Part]:

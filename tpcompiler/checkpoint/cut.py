@@ -18,7 +18,7 @@ from tpcompiler.checkpoint.fill import refuse_needless
 from tpcompiler.checkpoint.leaves import entries_of, leaves_of, shardings_of, wanted_leaves
 from tpcompiler.checkpoint.ranks import Source, open_source
 from tpcompiler.checkpoint.sources import find_sources
-from tpcompiler.errors import ArtifactError, option, reason
+from tpcompiler.errors import ArtifactError, explaining, option, reason
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import cut
 from tpcompiler.runtime.artifact import VALUES, Manifest, say_files, weights_file
@@ -131,11 +131,8 @@ class _Work:
                 return True
         if state.is_file() and not force:
             raise self._refuse_to_go_on()
-        try:
-            with replacing(state) as path:
-                path.write_text(json.dumps(expected), encoding="utf-8")
-        except OSError as error:
-            raise ArtifactError(f"cannot write {state}: {reason(error)}", help="check the free space") from error
+        with explaining(f"cannot write {state}", "check the free space"), replacing(state) as path:
+            path.write_text(json.dumps(expected), encoding="utf-8")
         return False
 
     def _refuse_to_go_on(self) -> ArtifactError:

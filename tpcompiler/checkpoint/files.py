@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from tpcompiler.errors import ArtifactError, reason
+from tpcompiler.errors import ArtifactError, explaining
 from tpcompiler.runtime.hub import DOWNLOAD, refuse_missing_checkpoint
 from tpcompiler.runtime.opened import Opened, read_object
 from tpcompiler.runtime.weights import NAMES
 
 INDEX = "model.safetensors.index.json"
+AGAIN = "copy the file again"
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
@@ -61,11 +62,9 @@ class Checkpoint:
     def read(self, name: str) -> torch.Tensor:
         """Map a tensor: unused parts are never read, and its pages are freed with it."""
         path = self.tensors[name].file
-        try:
-            with safe_open(path, "pt") as file:
-                value: torch.Tensor = file.get_tensor(name)
-        except (SafetensorError, OSError) as error:  # it has changed since its header was read
-            raise ArtifactError(f"{path} cannot be read: {reason(error)}", help="copy the file again") from error
+        # it may have changed since its header was read
+        with explaining(f"{path} cannot be read", AGAIN, SafetensorError, OSError), safe_open(path, "pt") as file:
+            value: torch.Tensor = file.get_tensor(name)
         return value
 
     def fingerprint(self) -> dict[str, list[int]]:
@@ -101,23 +100,18 @@ def state_of(file: Path) -> list[int]:
 
 
 def _read_header(file: Path) -> dict[str, Stored]:
-    again = "copy the file again"
-    try:
+    found = dict[str, Stored]()
+    with explaining(f"{file} cannot be read", AGAIN, SafetensorError, OSError, ValueError):
         Opened(file).close()  # reject pipes
-        found = dict[str, Stored]()
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118  (it is no mapping)
                 part = opened.get_slice(name)
                 if part.get_dtype() not in DTYPES:
-                    raise ArtifactError(f"{file}: {name!r} is of {part.get_dtype()}, which torch lacks", help=again)
+                    raise ArtifactError(f"{file}: {name!r} is of {part.get_dtype()}, which torch lacks", help=AGAIN)
                 found[name] = Stored(file, DTYPES[part.get_dtype()], tuple(part.get_shape()))
-        return found
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ArtifactError(f"{file} cannot be read: {reason(error)}", help=again) from error
+    return found
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
+    with explaining(f"{path} cannot be read", DOWNLOAD, OSError, ValueError):
         return read_object(path)
-    except (OSError, ValueError) as error:
-        raise ArtifactError(f"{path} cannot be read: {reason(error)}", help=DOWNLOAD) from error

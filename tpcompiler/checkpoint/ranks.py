@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from tpcompiler.checkpoint.files import Checkpoint, Stored, state_of
 from tpcompiler.checkpoint.leaves import leaves_of, shardings_of
-from tpcompiler.errors import ArtifactError
+from tpcompiler.errors import ArtifactError, explaining
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import join_first, refuse_unlike
 from tpcompiler.runtime.artifact import is_shared
@@ -107,13 +107,10 @@ class _Program:
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         sharding = self.shardings[name]
-        try:
+        problem = f"{self.files[0].parent}: {name!r} cannot be put together"
+        with explaining(problem, "copy the artifact again", ValueError, LookupError):
             refuse_unlike(lambda rank: self.share(name, rank), sharding, self.mesh, shape)
             return join_first(lambda rank: self.share(name, rank), sharding, self.mesh, shape)
-        except (ValueError, LookupError) as error:
-            raise ArtifactError(
-                f"{self.files[0].parent}: {name!r} cannot be put together: {error}", help="copy the artifact again"
-            ) from error
 
     def share(self, name: str, rank: int) -> torch.Tensor:
         if rank in self.mapped:

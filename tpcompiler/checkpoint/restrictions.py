@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from tpcompiler.checkpoint.load import MODE, TWO, refuse_mode
 from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import row_sharding
-from tpcompiler.runtime.load_programs import MODE, TWO, refuse_mode
 from tpcompiler.runtime.records import Manifest
 
 # Their step of an element depends on other elements: ranks that hold shares would step in other ways.

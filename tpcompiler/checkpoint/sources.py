@@ -11,9 +11,10 @@ import torch
 from tpcompiler.checkpoint.conversion import Recipe, base_prefix, recipes_of
 from tpcompiler.checkpoint.leaves import CheckpointLeaf
 from tpcompiler.checkpoint.ranks import Source
-from tpcompiler.errors import ArtifactError, option
+from tpcompiler.errors import ArtifactError, explaining, option
 
 SHOWN = 6
+SAME = "give the checkpoint of the same model"
 Rename = Callable[[str], str]  # a name in the program -> the name in the checkpoint
 
 
@@ -30,12 +31,9 @@ def find_sources(leaves: Sequence[CheckpointLeaf], checkpoint: Source, *, partia
     recipes = {name: Recipe(((name,),)) for name in checkpoint.tensors}
     rename = _find_renaming(leaves, recipes, checkpoint.config)
     if any(recipes.keys().isdisjoint(_names(leaf, rename)) and not leaf.is_optional for leaf in leaves):
-        try:  # only if names are missing: transformers takes seconds to import
+        # only if names are missing: transformers takes seconds to import
+        with explaining(f"{checkpoint.path} does not fit the program", SAME, ValueError):
             recipes = recipes_of(checkpoint.config, list(checkpoint.tensors))
-        except ValueError as error:
-            raise ArtifactError(
-                f"{checkpoint.path} does not fit the program: {error}", help="give the checkpoint of the same model"
-            ) from error
         rename = _find_renaming(leaves, recipes, checkpoint.config)
     chosen: dict[str, Recipe] = {}
     wrong: list[str] = []
@@ -66,7 +64,7 @@ def find_sources(leaves: Sequence[CheckpointLeaf], checkpoint: Source, *, partia
     wrong += [f"it has {name!r}, which the program does not take" for name in more]
     if wrong:
         rest = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-        help = "give the checkpoint of the same model"
+        help = SAME
         if len(wrong) == len(more):
             help = f"ignore the other tensors with {option('--ignore-unused', 'partial=True')}"
         elif len(wrong) == buffers:

@@ -110,7 +110,7 @@ def plan(
 
         axes = read_mesh(None, other_axes, "--other-axes").axes if other_axes is not None else ()
         over = None if compares else read_mesh(tp, mesh)
-        given = read_programs(models, imports, trust, status)
+        given = read_programs(models, trust, status)
         options: dict[str, Any] = {
             "inputs": given.placements(inputs, "--input"),
             "outputs": given.placements(outputs, "--output"),

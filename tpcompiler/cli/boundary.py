@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tpcompiler.checkpoint.hosted import hosts_of
 from tpcompiler.errors import InputsError
-from tpcompiler.ir.hosting import Hosts, join_tensors, split_tensor
-from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.hosting import join_tensors, split_tensor
 from tpcompiler.ir.shares import cut, join, row_sharding
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.records import is_whole
@@ -28,7 +28,7 @@ def cut_inputs(
     Raises:
         InputsError: a tensor with another shape than the whole input, or a dynamic size that ranks do not divide.
     """
-    hosts, shares = _hosts(manifest, processes), dict(tensors)
+    hosts, shares = hosts_of(manifest, min(processes or manifest.world_size, manifest.world_size)), dict(tensors)
     mesh = hosts.mesh
     for row in manifest.inputs:
         if is_whole(row.sharding) or row.name not in tensors:
@@ -53,14 +53,9 @@ def cut_inputs(
     return shares
 
 
-def _hosts(manifest: Manifest, processes: int | None) -> Hosts:
-    mesh = Mesh.of(manifest.mesh, manifest.factors)
-    return Hosts(mesh, min(processes or mesh.world_size, mesh.world_size))
-
-
 def join_outputs(named: Mapping[str, torch.Tensor], manifest: Manifest) -> dict[str, torch.Tensor]:
     """Gather the whole outputs on rank 0; other ranks return their shares. Every rank must call it."""
-    hosts, whole = _hosts(manifest, dist.get_world_size()), dict(named)
+    hosts, whole = hosts_of(manifest, min(dist.get_world_size(), manifest.world_size)), dict(named)
     mesh = hosts.mesh
     for row in manifest.outputs:
         if is_whole(row.sharding):

@@ -129,39 +129,24 @@ def inspect(
       tpcompiler inspect out -o out.html
       tpcompiler inspect out --tensor layers.0.up.weight
     """
-    if any(value is not None for value in (rank, tensor, format, out, machine)):
-        _draw(path, rank, tensor, format, out, machine, imports, trust, json)
+    if all(value is None for value in (rank, tensor, format, out, machine)):
+        with progress(f"reading {path}", quiet=json):
+            is_artifact = os.path.isdir(path)  # pathlib's version may raise
+            from tpcompiler.cli import printing
+
+            if is_artifact:  # imports neither torch.export nor the search
+                from tpcompiler.artifact.summary import summarize
+                from tpcompiler.runtime.artifact import read_manifest
+
+                data: Any = summarize(read_manifest(path))
+            else:
+                from tpcompiler.cli.describe import model_data
+                from tpcompiler.runtime.model_file import read_model
+
+                data = model_data(read_model(path, trust=trust))
+        parts = (printing.artifact_parts if is_artifact else printing.model_parts)(data)
+        printing.print_answer(json, data, parts, str(path))
         return
-    with progress(f"reading {path}", quiet=json):
-        is_artifact = os.path.isdir(path)  # pathlib's version may raise
-        from tpcompiler.cli import printing
-
-        if is_artifact:  # imports neither torch.export nor the search
-            from tpcompiler.artifact.summary import summarize
-            from tpcompiler.runtime.artifact import read_manifest
-
-            data: Any = summarize(read_manifest(path))
-        else:
-            from tpcompiler.cli.describe import model_data
-            from tpcompiler.runtime.model_file import read_model
-
-            data = model_data(read_model(path, imports or (), trust=trust))
-    parts = (printing.artifact_parts if is_artifact else printing.model_parts)(data)
-    printing.print_answer(json, data, parts, str(path))
-
-
-def _draw(
-    path: Path,
-    rank: int | None,
-    tensor: str | None,
-    format: Format | None,
-    out: Path | None,
-    machine: str | None,
-    imports: list[str] | None,
-    trust: bool,
-    json: bool,
-) -> None:
-    """Print or write the program of a rank, or the slices of a tensor."""
     if json and (format, out, tensor) != (None, None, None):
         raise typer.BadParameter("leave --format, -o and --tensor out", param_hint="--json")
     by_suffix: dict[str, Format] = {f".{kind}": kind for kind in get_args(Format)} | {".gv": "dot"}
@@ -176,9 +161,7 @@ def _draw(
         from tpcompiler.api.parallel_program import open
         from tpcompiler.cli import printing
         from tpcompiler.report.table import artifact_rows
-        from tpcompiler.runtime.model_file import import_modules
 
-        import_modules(imports or ())
         artifact = open(path, trust)
         if json:
             printing.print_json(artifact_rows(artifact.only, rank or 0))
@@ -289,7 +272,7 @@ def convert(
         chosen = source if source in SEARCHES else Plan.of(source, skip_unsupported=skip_unsupported)
         if out is not None and not dry_run:
             free_target(out, force=force)  # before the minutes that follow
-        given = read_programs(models, imports, trust, status)
+        given = read_programs(models, trust, status)
         status.update("placing and sharding")
         made = parallelize(
             given.programs,

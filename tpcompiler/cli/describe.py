@@ -10,7 +10,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
 
-from tpcompiler._torch import RETURNED_KINDS, input_values, user_inputs
+from tpcompiler._torch import RETURNED_KINDS, user_inputs
 from tpcompiler.api import find_plan
 from tpcompiler.artifact.summary import ModelLayer, ModelSummary, ModelTensor, ModelValue
 from tpcompiler.errors import TpCompilerError, one_line
@@ -36,12 +36,15 @@ def model_data(program: ExportedProgram) -> ModelSummary:
         first, held = first_of[node.name], value.numel() * value.element_size()
         tied_to = names[first] if first != node.name else None
         parameters.append(ModelTensor(name=fqn, kind=kinds[fqn], **_described(value), bytes=held, tied_to=tied_to))
+    takes = user_inputs(program)
+    returns = [spec for spec in program.graph_signature.output_specs if spec.kind in RETURNED_KINDS]
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     return ModelSummary(
         kind="model",
         modules=[ModelLayer(name=name, type=kind) for name, kind in modules_of(program).items()],
         parameters=parameters,
-        inputs=_inputs(program),
-        outputs=_outputs(program),
+        inputs=_values([spec.arg.name for spec in takes], takes, values),
+        outputs=_values(read.output_names(), returns, values),
         plan=plan_text(program, _proposed(program)),
     )
 
@@ -54,28 +57,14 @@ def _proposed(program: ExportedProgram) -> Plan:
         return Plan.of({"**": "replicate"})
 
 
-def _inputs(program: ExportedProgram) -> list[ModelValue]:
-    values = input_values(program)
-    out = []
-    for spec in user_inputs(program):
-        if isinstance(spec.arg, ConstantArgument):
-            out.append(ModelValue(name=spec.arg.name, constant=repr(spec.arg.value)))
-        else:
-            out.append(ModelValue(name=spec.arg.name, **_described(values[spec.arg.name])))
-    return out
-
-
-def _outputs(program: ExportedProgram) -> list[ModelValue]:
-    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
-    names = Program(program, program.graph).output_names()
-    user = [spec for spec in program.graph_signature.output_specs if spec.kind in RETURNED_KINDS]
-    out = []
-    for name, spec in zip(names, user, strict=True):
-        if isinstance(spec.arg, ConstantArgument):
-            out.append(ModelValue(name=name, constant=repr(spec.arg.value)))
-        else:
-            out.append(ModelValue(name=name, **_described(values[spec.arg.name])))
-    return out
+def _values(names: Sequence[str], specs: Sequence[Any], values: Mapping[str, Any]) -> list[ModelValue]:
+    """Describe the inputs or outputs of these specifications; `values`: the recorded ones by node."""
+    return [
+        ModelValue(name=name, constant=repr(spec.arg.value))
+        if isinstance(spec.arg, ConstantArgument)
+        else ModelValue(name=name, **_described(values[spec.arg.name]))
+        for name, spec in zip(names, specs, strict=True)
+    ]
 
 
 def _described(value: Any) -> dict[str, Any]:

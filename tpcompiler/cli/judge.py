@@ -67,14 +67,13 @@ def verify(
         from tpcompiler.api.verify import examples_of
         from tpcompiler.cli import printing
         from tpcompiler.runtime.inputs import read_inputs
-        from tpcompiler.runtime.model_file import import_modules, read_model
+        from tpcompiler.runtime.model_file import read_model
 
         artifact = open(directory, trust)  # its errors come before the model is read
         is_set = len(artifact.wholes) > 1
         own_words = {"--against": against, "--inputs": inputs, "--bisect": bisect}
         if is_set and (words := [word for word, value in own_words.items() if value]):
             raise typer.BadParameter("it is for one program: give OUT/NAME", param_hint=words[0])
-        import_modules(imports or ())
         original, calls = None, list[Any]([(None, {})])
         if not is_set:
             original = read_model(against, trust=trust) if against else artifact.original()
@@ -125,11 +124,10 @@ def check(
     with progress(f"reading {directory}", quiet=json) as status:
         from tpcompiler.api.parallel_program import open
         from tpcompiler.cli import printing
-        from tpcompiler.runtime.model_file import import_modules, read_model
+        from tpcompiler.runtime.model_file import read_model
 
         artifact = open(directory, trust)  # its errors come before the model is read
         artifact.check_budget(budget or ())
-        import_modules(imports or ())
         model = read_model(against, trust=trust) if against else None
         status.update("checking all ranks")
         report = artifact.check(model, checkpoint=checkpoint)

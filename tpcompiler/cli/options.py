@@ -126,9 +126,24 @@ MeshOption = Annotated[
     str | None,
     typer.Option("--mesh", metavar="AXIS=N,..", help="Mesh axes, instead of --tp: dp=2,tp=4, or stages: pp=2,tp=4."),
 ]
-Imports = Annotated[
+
+
+def _import_modules(names: list[str] | None) -> list[str] | None:
+    if names:
+        from tpcompiler.runtime.model_file import import_modules
+
+        import_modules(names)
+    return names
+
+
+Imports = Annotated[  # the modules are imported when the option is read
     list[str] | None,
-    typer.Option("--import", metavar="MODULE", help="Import this module first, to register classes, ops or rules."),
+    typer.Option(
+        "--import",
+        metavar="MODULE",
+        callback=_import_modules,
+        help="Import this module first, to register classes, ops or rules.",
+    ),
 ]
 Trust = Annotated[
     bool, typer.Option("--trust", help="Also read files that can run code. Only for files from people you trust.")
@@ -348,7 +363,7 @@ class GivenPrograms(NamedTuple):
         return by_program
 
 
-def read_programs(models: Sequence[Path], imports: list[str] | None, trust: bool, status: Status) -> GivenPrograms:
+def read_programs(models: Sequence[Path], trust: bool, status: Status) -> GivenPrograms:
     """Read model files; the name of a program is its file's, without the suffix.
 
     Raises:
@@ -359,7 +374,7 @@ def read_programs(models: Sequence[Path], imports: list[str] | None, trust: bool
     programs = {}
     for model in models:
         status.update(f"reading {model}")
-        programs[model.stem] = read_model(model, imports or (), trust=trust)
+        programs[model.stem] = read_model(model, trust=trust)
     if len(programs) < len(models):
         raise PlanError(
             f"two models are called {models[-1].stem}", help="a model is called as its file, without the suffix"

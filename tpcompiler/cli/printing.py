@@ -22,7 +22,7 @@ from tpcompiler.artifact.summary import (
     summary_parts,
 )
 from tpcompiler.checkpoint.leaves import leaves_of
-from tpcompiler.errors import ArtifactError, one_line
+from tpcompiler.errors import ArtifactError, explaining, one_line
 from tpcompiler.ir.names import fold_names, times
 from tpcompiler.runtime.artifact import Manifest, lacks_weights
 from tpcompiler.runtime.records import BoundaryRecord
@@ -143,11 +143,8 @@ def write_content(file: Path, content: str | bytes) -> None:
 @contextlib.contextmanager
 def writing(file: Path) -> Iterator[Path]:
     """Yield a temporary file that replaces `file` at the end. Raise ArtifactError if it cannot be written."""
-    try:
-        with replacing(file) as temporary:
-            yield temporary
-    except OSError as error:
-        raise ArtifactError(f"cannot write {file}: {error.strerror}", help="choose another file") from error
+    with explaining(f"cannot write {file}", "choose another file"), replacing(file) as temporary:
+        yield temporary
 
 
 def cost_of_verifying(manifest: Manifest) -> str:

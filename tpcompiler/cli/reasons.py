@@ -66,9 +66,7 @@ def explain(
     with progress(f"reading {directory}", quiet=json) as status:
         from tpcompiler.api.parallel_program import open
         from tpcompiler.cli import printing
-        from tpcompiler.runtime.model_file import import_modules
 
-        import_modules(imports or ())
         artifact = open(directory, trust)
         answer: CostTable | Explanation
         if name is None:
@@ -105,9 +103,7 @@ def diff(
     with progress(f"reading {first}", quiet=json):
         from tpcompiler.api.parallel_program import open
         from tpcompiler.cli import printing
-        from tpcompiler.runtime.model_file import import_modules
 
-        import_modules(imports or ())
         both = open(first, trust), open(second, trust)
         found = both[0].diff(both[1], machine=machine)
         if html is not None:
@@ -149,9 +145,7 @@ def handover(
     with progress(f"reading {source}", quiet=json):
         from tpcompiler.api.parallel_program import open
         from tpcompiler.cli import printing
-        from tpcompiler.runtime.model_file import import_modules
 
-        import_modules(imports or ())
         answer = open(source, trust).handover(open(target, trust), machine=machine, weights=weights)
     if out is not None:
         answer.save(out)

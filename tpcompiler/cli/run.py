@@ -47,9 +47,7 @@ def package_artifact(
         from tpcompiler.api.parallel_program import open
         from tpcompiler.cli import printing
         from tpcompiler.cli.answers import WrittenPackage
-        from tpcompiler.runtime.model_file import import_modules
 
-        import_modules(imports or ())
         status.update("compiling and checking")
         made, comparison = open(directory, trust).package(
             threads=threads, check=not no_check, checkpoint=checkpoint, processes=processes
@@ -133,7 +131,6 @@ def run(
         from tpcompiler.cli.boundary import cut_inputs, join_outputs
         from tpcompiler.runtime.artifact import programs_in
         from tpcompiler.runtime.inputs import read_tensors, write_tensors
-        from tpcompiler.runtime.model_file import import_modules
         from tpcompiler.runtime.program_files import open_program, open_programs
         from tpcompiler.runtime.run import generate, run_file, summarize
 
@@ -152,7 +149,6 @@ def run(
             )
         if outputs is not None and not os.path.isdir(outputs.parent):
             raise ArtifactError(f"cannot write {outputs}: {outputs.parent} is not a directory", help="make it first")
-        import_modules(imports or ())
         compiled = False if count else compiled
         given = read_tensors(inputs)  # before the minutes that follow
         status.update(f"loading {directory}")

@@ -12,7 +12,7 @@ import typer
 
 from tpcompiler.cli.bars import progress
 from tpcompiler.cli.options import Artifact, Force, Json, MeshOption, RequiredCheckpoint, Tp, Trust, app, read_mesh
-from tpcompiler.errors import ArtifactError, reason
+from tpcompiler.errors import ArtifactError, explaining
 from tpcompiler.runtime.hub import refuse_missing_config
 
 M_MMAP_THRESHOLD, MIB = -3, 1 << 20
@@ -110,13 +110,9 @@ def export(
 
                 program = add_gradients(program, None if ":" in source and not os.path.exists(source) else "loss")
             files = [out]
-            try:
-                with replacing(out) as file:
-                    save_weightless(program, file)
-            except (OSError, RuntimeError) as error:
-                raise ArtifactError(
-                    f"cannot write {out}: {reason(error)}", help="check the path and the free space"
-                ) from error
+            problem, help = f"cannot write {out}", "check the path and the free space"
+            with explaining(problem, help, OSError, RuntimeError), replacing(out) as file:
+                save_weightless(program, file)
     names = weightless_names(program)
     wrote = f"wrote {' and '.join(map(str, files))}"
     lines = [f"{wrote}: the program without its {len(names)} weights (convert --checkpoint adds them)"]

@@ -176,10 +176,8 @@ def advise(program: ArtifactProgram, machine: str | os.PathLike[str] | None = No
     if isinstance(program, ConvertedProgram) and machine is None:
         return program.advice()
     with contextlib.suppress(TpCompilerError):
-        conversions, at, _ = _conversions(program, described)
-        named = {str(number): conversion for number, conversion in enumerate(conversions)}
-        if not conversions[at].plan.searches:
-            return convert_programs(named)[1][str(at)].advice()
+        if (again := _convert_again(program, described)) is not None:
+            return again.advice()
     return {}
 
 
@@ -197,11 +195,16 @@ def find_searched_plan(program: ArtifactProgram) -> SearchedPlan | None:
     if whole <= MOST_WHOLE * sum(row.bytes for row in rows):
         return None
     with contextlib.suppress(TpCompilerError):
-        conversions, at, _ = _conversions(program, machine_of(program.manifest.asked))
-        if not conversions[at].plan.searches:
-            named = {str(number): conversion for number, conversion in enumerate(conversions)}
-            return convert_programs(named)[1][str(at)].searched_plan()
+        if (again := _convert_again(program, machine_of(program.manifest.asked))) is not None:
+            return again.searched_plan()
     return None
+
+
+def _convert_again(program: ArtifactProgram, machine: Machine) -> ConvertedProgram | None:
+    """Convert a program and those that share its weights; None if the search has chosen its placements."""
+    conversions, at, _ = _conversions(program, machine)
+    named = {str(number): conversion for number, conversion in enumerate(conversions)}
+    return None if conversions[at].plan.searches else convert_programs(named)[1][str(at)]
 
 
 def _conversions(program: ArtifactProgram, machine: Machine) -> tuple[list[Conversion], int, dict[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]  # it ships no types
@@ -52,6 +52,19 @@ class Cost(Record, frozen=True):
     wire_bytes: int  # the same at the sizes' values
     seconds: float  # of these on the machine, one after the other
 
+    def row(self) -> tuple[str, ...]:
+        """Return the table cells."""
+        amounts = format_bytes(self.wire_bytes), format_microseconds(self.seconds)
+        return self.layer, self.kind, str(self.count), self.formula, *amounts
+
+
+def fold_rows(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return rows that begin with a layer's name, those of repeated layers once, with their number."""
+    layers: dict[str, tuple[tuple[str, ...], ...]] = {}
+    for layer, *row in rows:
+        layers[layer] = (*layers.get(layer, ()), tuple(row))
+    return [(pattern, *row, times(names)) for pattern, names in fold_names(layers) for row in layers[names[0]]]
+
 
 class CostTable(Record, Shown, frozen=True):
     """The collectives of one call by layer and kind, and all of them together."""
@@ -70,29 +83,8 @@ class CostTable(Record, Shown, frozen=True):
             ends = f"{size.least} to {'any' if size.most is None else size.most}"
             sizes.append((size.name, size.input, str(size.dim), ends, str(size.step), str(size.value)))
         yield Table("dynamic sizes", ("name", "input", "dim", "range", "step", "value"), sizes)
-        layers: dict[str, tuple[tuple[str, ...], ...]] = {}
-        for each in self.costs:
-            row = (
-                each.kind,
-                str(each.count),
-                each.formula,
-                format_bytes(each.wire_bytes),
-                format_microseconds(each.seconds),
-            )
-            layers[each.layer] = (*layers.get(each.layer, ()), row)
-        rows = [(pattern, *row, times(names)) for pattern, names in fold_names(layers) for row in layers[names[0]]]
-        count = sum(each.count for each in self.costs)
-        rows.append(
-            (
-                "in all",
-                "",
-                str(count),
-                self.formula,
-                format_bytes(self.wire_bytes),
-                format_microseconds(self.seconds),
-                "",
-            )
-        )
+        total = Cost("in all", "", sum(each.count for each in self.costs), self.formula, self.wire_bytes, self.seconds)
+        rows = [*fold_rows([each.row() for each in self.costs]), (*total.row(), "")]
         headers = ("layer", "kind", "count", "formula", "wire bytes", "us", "")
         yield Table(f"collectives of one call of a rank, us on {self.machine}", headers, rows)
         yield f"one call{' with the sizes of the example' if self.sizes else ''} {self.step.text} on {self.machine}"

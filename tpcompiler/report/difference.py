@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from msgspec import structs
 
 from tpcompiler.artifact.collective_records import predict_call, sent_seconds
 from tpcompiler.artifact.program import ArtifactProgram
+from tpcompiler.artifact.summary import add_up
 from tpcompiler.checkpoint.leaves import held_per_rank
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import machine_of
@@ -19,6 +20,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import fold_names, times
 from tpcompiler.ir.text import op_name
+from tpcompiler.report.outline import wire
 from tpcompiler.report.written import Written
 from tpcompiler.runtime.artifact import MODEL, Manifest
 from tpcompiler.runtime.records import PlacedRecord, Record, mesh_text
@@ -131,13 +133,10 @@ def find_differences(
         for what, name in placed[0]
         if placed[0][what, name] != placed[1][what, name]
     ]
-    collectives = [
-        Traffic(*key, sent[0][key], sent[1][key])
-        for key in dict.fromkeys([*sent[0], *sent[1]])
-        if sent[0][key] != sent[1][key]
-    ]
+    traffic = (Traffic(*key, *(each.get(key, (0, 0)) for each in sent)) for key in {**sent[0], **sent[1]})
+    collectives = [each for each in traffic if each.first != each.second]
     meshes, device_types = (a.mesh, b.mesh), (a.device_type, b.device_type)
-    wire_bytes, held_bytes = (_wire_bytes(a), _wire_bytes(b)), (held_per_rank(a), held_per_rank(b))
+    wire_bytes, held_bytes = (wire(a.collectives), wire(b.collectives)), (held_per_rank(a), held_per_rank(b))
     pairs = (meshes, device_types, wire_bytes, held_bytes)
     return ArtifactDifference(
         equal=not placements and not collectives and all(first == second for first, second in pairs),
@@ -196,14 +195,6 @@ def _placements(manifest: Manifest) -> dict[tuple[str, str], str]:
     return {(what, row.name): row.sharding for what, row in _rows(manifest)}
 
 
-def _traffic(manifest: Manifest) -> Mapping[tuple[str, str, str], tuple[int, int]]:
-    found: dict[tuple[str, str, str], tuple[int, int]] = defaultdict(lambda: (0, 0))
-    for row in manifest.collectives:
-        key = row.module, row.kind, row.why
-        count, sent = found[key]
-        found[key] = count + 1, sent + row.wire_bytes
-    return found
-
-
-def _wire_bytes(manifest: Manifest) -> int:
-    return sum(row.wire_bytes for row in manifest.collectives)
+def _traffic(manifest: Manifest) -> dict[tuple[str, str, str], tuple[int, int]]:
+    totals = add_up(manifest.collectives, lambda row: (row.module, row.kind, row.why))
+    return {key: (count, sent) for key, (count, _, sent) in totals.items()}

@@ -16,7 +16,7 @@ import numpy
 from tpcompiler._torch import WRITTEN_KINDS
 from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.cost.machine_file import machine_of
-from tpcompiler.errors import ArtifactError, InternalError, UnsupportedError, reason
+from tpcompiler.errors import ArtifactError, InternalError, UnsupportedError, explaining
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import row_sharding
 from tpcompiler.runtime.handover import HandedTensor, Handover, Move
@@ -72,11 +72,8 @@ class HandoverTable(Record, Shown, frozen=True):
         Raises:
             ArtifactError: the file cannot be written.
         """
-        try:
-            with replacing(Path(path)) as file:
-                file.write_bytes(msgspec.json.format(msgspec.json.encode(self.handover), indent=1) + b"\n")
-        except OSError as error:
-            raise ArtifactError(f"cannot write {os.fspath(path)}: {reason(error)}", help="check the path") from error
+        with explaining(f"cannot write {os.fspath(path)}", "check the path"), replacing(Path(path)) as file:
+            file.write_bytes(msgspec.json.format(msgspec.json.encode(self.handover), indent=1) + b"\n")
 
 
 def price_handover(

@@ -15,9 +15,8 @@ from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.cost.collective import KIND_OF, wire_bytes
 from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.names import fold_names, times
 from tpcompiler.ir.node_placement import records_of
-from tpcompiler.report.costs import costs_of, layer_of_record
+from tpcompiler.report.costs import costs_of, fold_rows, layer_of_record
 from tpcompiler.report.written import Written
 from tpcompiler.runtime.records import Record
 from tpcompiler.terminal.printed import format_unequal_bytes
@@ -71,13 +70,12 @@ def watched_collectives() -> Iterator[list[Call]]:
 
 def counts_table(rows: Sequence[CountedCollectives]) -> Table:
     """Return the counts as a table."""
-    layers: dict[str, tuple[tuple[str, ...], ...]] = {}
+    cells = []
     for each in rows:
         pair = (f"{each.count} / {each.called}", " / ".join(format_unequal_bytes(each.wire_bytes, each.called_bytes)))
-        layers[each.layer] = (*layers.get(each.layer, ()), (each.kind, *pair, "" if each.agrees else "NOT EQUAL"))
-    shown = [(pattern, *row, times(names)) for pattern, names in fold_names(layers) for row in layers[names[0]]]
+        cells.append((each.layer, each.kind, *pair, "" if each.agrees else "NOT EQUAL"))
     headers = ("layer", "kind", "count", "wire bytes", "", "")
-    return Table("collectives of rank 0, as its files say / as it called them", headers, shown)
+    return Table("collectives of rank 0, as its files say / as it called them", headers, fold_rows(cells))
 
 
 def compare_counts(

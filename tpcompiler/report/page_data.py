@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
-from msgspec import UNSET, Struct, UnsetType, to_builtins
-from msgspec.structs import asdict, replace
+from msgspec import to_builtins
 
 from tpcompiler.artifact.collective_records import predict_call
 from tpcompiler.artifact.program import ArtifactProgram
+from tpcompiler.artifact.summary import add_up
 from tpcompiler.checkpoint.leaves import held_per_rank
 from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.cost.timeline import Times
@@ -28,7 +28,7 @@ from tpcompiler.report.items import Item, color_of, numbered, seen_from
 from tpcompiler.report.outline import Group, Outline, counted, legend_of, outline_of, sent, wire
 from tpcompiler.report.slices import Slices, slices_of
 from tpcompiler.runtime.artifact import Manifest
-from tpcompiler.runtime.records import Collective, TensorRecord
+from tpcompiler.runtime.records import Collective
 
 NO_ADVICE: Mapping[str, str] = MappingProxyType({})
 UNCOUNTED = "torch's counter does not know the op, or its sizes or rounds depend on values"
@@ -67,25 +67,31 @@ def page_data(
     drawn = {node: place[outline.drawn[item.name]] for item in outline.items for node in (item.name, *item.joined)}
     holder = {leaf.name: drawn[i.name] for i in reversed(outline.items) for leaf in (*i.writes, *i.leaves)}
     records = [
-        _DrawnCollective(
-            **asdict(record), item=drawn[name], layer=_layer(record.module), advice=advice.get(record.reshard, "")
-        )
+        {
+            **to_builtins(record),
+            "item": drawn[name],
+            "layer": _layer(record.module),
+            "advice": advice.get(record.reshard, ""),
+        }
         for name, record in zip(names, manifest.collectives, strict=True)
     ]
     held = None if first is None else {row.name: row.sharding for row in first.manifest.tensors}
     drawn_tensors = [
-        _DrawnTensor(
-            **asdict(row),
-            words=describe_sharding(row.sharding, mesh),
-            item=holder.get(row.name, holder.get(row.holder)),
-            slices=slices.of(row.shape, row_sharding(row, mesh)),
-            was=None if held is None else held[row.name] if held[row.name] != row.sharding else "",
-        )
+        {
+            **to_builtins(row),
+            "words": describe_sharding(row.sharding, mesh),
+            "item": holder.get(row.name, holder.get(row.holder)),
+            "slices": slices.of(row.shape, row_sharding(row, mesh)),
+            **({} if held is None else {"was": held[row.name] if held[row.name] != row.sharding else ""}),
+        }
         for row in manifest.tensors
     ]
     drawn_items = [_item(item, place, tensors, slices, manifest) for item in items]
     if first is not None:
-        drawn_items = [_with_before(*pair, drawn_tensors) for pair in zip(drawn_items, items, strict=True)]
+        for row, item in zip(drawn_items, items, strict=True):
+            sends_otherwise = sent(item) != sent(item.before) if item.before else item.record is not None
+            row["was"], row["before"] = item.was, item.before.record if item.before else None
+            row["differs"] = bool(item.was or sends_otherwise or any(drawn_tensors[at]["was"] for at in row["tensors"]))
     data: dict[str, Any] = {
         "name": os.path.basename(os.path.abspath(program.title)),
         "mesh": outline.mesh,
@@ -108,7 +114,7 @@ def page_data(
         "unknown": list(_unknown(times, outline.items, slices, manifest)),
         "slices": slices.rows,
         "alike": list(_alike(drawn_tensors)),
-        "cost": {"layers": _costs(records, "layer"), "kinds": _costs(records, "kind")},
+        "cost": {"layers": _costs(manifest.collectives, "layer"), "kinds": _costs(manifest.collectives, "kind")},
         "timeline": _timeline(times),
         "step": times.total,
         "machine": {"name": described.name, "flops": described.flops, "memory_bandwidth": described.memory_bandwidth},
@@ -117,46 +123,6 @@ def page_data(
     if first is not None:
         data |= _gone_and_ends(outline, drawn)
     return printable(to_builtins(data))  # type: ignore[no-any-return]
-
-
-class _DrawnCollective(Collective, frozen=True, kw_only=True):
-    """A collective, the item that draws it, its layer, and the change of the plan that leaves it out."""
-
-    item: int
-    layer: str | None = None
-    advice: str | None = None
-
-
-class _DrawnTensor(TensorRecord, frozen=True, kw_only=True):
-    """A tensor, its sharding in words and in the first artifact, the item that draws it, and its slices."""
-
-    words: str
-    item: int | None
-    slices: int
-    was: str | None = None
-
-
-class _DrawnItem(Struct, frozen=True):
-    """An item, and with another artifact what it was there."""
-
-    name: str
-    kind: str
-    label: str
-    ops: Sequence[str]
-    module: str
-    sharding: str
-    words: str
-    color: str
-    value: str
-    slices: int | None
-    unknown: str
-    sources: list[int]
-    tensors: list[int]
-    writes: list[tuple[str, int | None]]
-    note: list[str]
-    was: str | UnsetType = UNSET
-    before: Collective | UnsetType | None = UNSET
-    differs: bool | UnsetType = UNSET
 
 
 class _Slices:
@@ -198,15 +164,15 @@ class _Slices:
         return self.of(shape, sharding)
 
 
-def _alike(tensors: Sequence[_DrawnTensor]) -> Iterator[dict[str, Any]]:
+def _alike(tensors: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield tensors of repeated layers once: the pattern of their names, the index of the first, and their number."""
     facts = ("kind", "dtype", "shape", "sharding", "was", "tied_to")
     rows: dict[Any, list[int]] = {}
     for at, row in enumerate(tensors):
-        alike = fold_layers(row.name), *(str(fold_layers(str(getattr(row, fact)))) for fact in facts)
+        alike = fold_layers(row["name"]), *(fold_layers(str(row.get(fact))) for fact in facts)
         rows.setdefault(alike, []).append(at)
     for (pattern, *_), places in rows.items():
-        name = pattern if len(places) > 1 else tensors[places[0]].name
+        name = pattern if len(places) > 1 else tensors[places[0]]["name"]
         yield {"name": name, "first": places[0], "times": len(places)}
 
 
@@ -228,25 +194,25 @@ def _members(group: Group, place: Mapping[str, int]) -> list[Any]:
 
 def _item(
     item: Item, place: Mapping[str, int], tensors: Mapping[str, int], slices: _Slices, manifest: Manifest
-) -> _DrawnItem:
+) -> dict[str, Any]:
     slice_rows = _slices_of(item, slices, manifest)
-    return _DrawnItem(
-        name=item.name,
-        kind=item.kind,
-        label=item.label,
-        ops=item.detail,
-        module=item.module,
-        sharding=item.sharding,
-        words=describe_sharding(item.sharding, slices.mesh),
-        color=color_of(item.sharding),
-        value=item.value,
-        slices=slice_rows if isinstance(slice_rows, int) else None,
-        unknown=slice_rows if isinstance(slice_rows, str) else "",
-        sources=[place[source] for source in item.sources],
-        tensors=[tensors[leaf.name] for leaf in item.leaves],
-        writes=[(leaf.name, tensors.get(leaf.name)) for leaf in item.writes],
-        note=item.note.split("\n"),
-    )
+    return {
+        "name": item.name,
+        "kind": item.kind,
+        "label": item.label,
+        "ops": item.detail,
+        "module": item.module,
+        "sharding": item.sharding,
+        "words": describe_sharding(item.sharding, slices.mesh),
+        "color": color_of(item.sharding),
+        "value": item.value,
+        "slices": slice_rows if isinstance(slice_rows, int) else None,
+        "unknown": slice_rows if isinstance(slice_rows, str) else "",
+        "sources": [place[source] for source in item.sources],
+        "tensors": [tensors[leaf.name] for leaf in item.leaves],
+        "writes": [(leaf.name, tensors.get(leaf.name)) for leaf in item.writes],
+        "note": item.note.split("\n"),
+    }
 
 
 def _slices_of(item: Item, slices: _Slices, manifest: Manifest) -> int | str | None:
@@ -259,17 +225,10 @@ def _slices_of(item: Item, slices: _Slices, manifest: Manifest) -> int | str | N
     return slices.of_value(item.sharding.rpartition(" -> ")[2], item.value)
 
 
-def _with_before(row: _DrawnItem, item: Item, tensors: Sequence[_DrawnTensor]) -> _DrawnItem:
-    """Add what an item was in the first artifact."""
-    sends_otherwise = sent(item) != sent(item.before) if item.before else item.record is not None
-    differs = bool(item.was or sends_otherwise or any(tensors[at].was for at in row.tensors))
-    return replace(row, was=item.was, before=item.before.record if item.before else None, differs=differs)
-
-
 def _gone_and_ends(outline: Outline, drawn: Mapping[str, int]) -> dict[str, Any]:
     """The first artifact's collectives that are gone, and where the boundary is."""
     gone = [
-        _DrawnCollective(**asdict(item.before.record), item=drawn[item.name])
+        {**to_builtins(item.before.record), "item": drawn[item.name]}
         for item in outline.items
         if item.kind == "gone" and item.before and item.before.record
     ]
@@ -282,13 +241,13 @@ def _layer(module: str) -> str:
     return layer_around(module) or module or "outside of modules"
 
 
-def _costs(records: Iterable[_DrawnCollective], by: Literal["layer", "kind"]) -> list[dict[str, Any]]:
+def _costs(records: Iterable[Collective], by: Literal["layer", "kind"]) -> list[dict[str, Any]]:
     """Count and add up bytes by `layer` or `kind` and by reason; equal consecutive layers are merged."""
     rows: dict[str, dict[tuple[str, str], tuple[int, int, int]]] = {}
-    for record in records:
-        kinds = rows.setdefault(getattr(record, by), {})
-        count, payload, wire = kinds.get((record.kind, record.why), (0, 0, 0))
-        kinds[record.kind, record.why] = count + 1, payload + record.payload_bytes, wire + record.wire_bytes
+    for (title, *kind), row in add_up(
+        records, lambda each: (_layer(each.module) if by == "layer" else each.kind, each.kind, each.why)
+    ).items():
+        rows.setdefault(title, {})[kind[0], kind[1]] = row
     names = (by, "layers", "kind", "why", "count", "payload_bytes", "wire_bytes")
     return [
         dict(zip(names, (title, layers, *key, *row), strict=True))

@@ -47,13 +47,8 @@ class Slab:
     cells: Sequence[Sequence[str]]
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """Tensors of one shape, dtype and sharding: lines of at most `WIDTH` letters, and the slabs between them."""
-
-    head: Sequence[str]
-    slabs: Sequence[Slab]
-    holders: Sequence[str]
+# Tensors of one shape, dtype and sharding: lines of at most `WIDTH` letters, slabs below them, and lines below these
+Drawn = tuple[Sequence[str], Sequence[Slab], Sequence[str]]
 
 
 def draw_sharding(manifest: Manifest, name: str | None, where: str, *, is_svg: bool) -> str:
@@ -83,8 +78,9 @@ def draw_sharding(manifest: Manifest, name: str | None, where: str, *, is_svg: b
 
 
 def _text(drawn: Drawn) -> str:
-    blocks = [drawn.head, *(_grid(slab, columns) for slab in drawn.slabs for columns in _fitting(slab))]
-    return "\n\n".join("\n".join(block) for block in (*blocks, drawn.holders)) + "\n"
+    head, slabs, holders = drawn
+    blocks = [head, *(_grid(slab, columns) for slab in slabs for columns in _fitting(slab)), holders]
+    return "\n\n".join(map("\n".join, blocks)) + "\n"
 
 
 def _width(slab: Slab, column: int) -> int:
@@ -132,7 +128,7 @@ def draw_tensors(names: Sequence[str], row: PlacedRecord, mesh: Mesh) -> Drawn:
     slabs = list(_slabs(slices, [found[:MOST_PIECES] for found in pieces], mesh)) if pieces and all(pieces) else []
     if len(slabs) > MOST_SLABS:
         head.append(f"drawn: the first {MOST_SLABS} of {len(slabs):,} slabs")
-    return Drawn(_wrapped(head), slabs[:MOST_SLABS], _wrapped(_holder(each, slices) for each in slices.holders))
+    return _wrapped(head), slabs[:MOST_SLABS], _wrapped(_holder(each, slices) for each in slices.holders)
 
 
 def _slabs(slices: Slices, pieces: Sequence[Sequence[DimPiece]], mesh: Mesh) -> Iterator[Slab]:
@@ -193,12 +189,12 @@ def svg_of(drawn: Sequence[Drawn]) -> str:
     """Return one picture with the tensors below each other."""
     parts: list[str] = []
     top = MARGIN
-    for each in drawn:
-        top = _add_lines(parts, each.head, top)
+    for head, slabs, holders in drawn:
+        top = _add_lines(parts, head, top)
         colors: dict[str, str] = {}
-        for slab in each.slabs:
+        for slab in slabs:
             top = _add_slab(parts, slab, top + LINE // 2, colors)
-        top = _add_lines(parts, each.holders, top + LINE // 2) + LINE
+        top = _add_lines(parts, holders, top + LINE // 2) + LINE
     width = round(2 * MARGIN + WIDTH * LETTER)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top}" viewBox="0 0 {width} {top}" '

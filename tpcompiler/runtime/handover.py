@@ -17,7 +17,7 @@ import torch.distributed as dist
 from msgspec import Meta
 
 from tpcompiler._torch import group_over, meet_ranks
-from tpcompiler.errors import ArtifactError, LaunchError, reason
+from tpcompiler.errors import ArtifactError, LaunchError, explaining
 from tpcompiler.runtime.agree import RESTART, WAIT
 from tpcompiler.runtime.records import MOST_DIMS, Count, Degree, DtypeText, Record, Shape, read_record
 from tpcompiler.runtime.turns import taking_turns
@@ -89,11 +89,10 @@ def read_handover(path: str | os.PathLike[str]) -> tuple[Handover, str]:
     Raises:
         ArtifactError: the file is missing, or has another form.
     """
-    try:
+    with explaining(f"{os.fspath(path)} cannot be read", MAKE):
         content = Path(path).read_bytes()
+    try:
         return read_record(Handover, msgspec.json.decode(content)), hashlib.sha256(content).hexdigest()
-    except OSError as error:
-        raise ArtifactError(f"{os.fspath(path)} cannot be read: {reason(error)}", help=MAKE) from error
     except ValueError as error:
         found = "" if isinstance(error, msgspec.DecodeError) else error
         raise ArtifactError(f"{os.fspath(path)} is not a handover{found}", help=MAKE) from error
@@ -158,15 +157,13 @@ class HandoverLink:
 
     def _exchange(self, others: Sequence[int], contents: Sequence[torch.Tensor]) -> None:
         sends = self.side == "source"
-        try:
+        with explaining("the other side of the handover failed", RESTART, RuntimeError, raised=LaunchError):
             pending = [
                 self._group.send([content], other + self._behind, 0) if sends else self._group.recv([content], other, 0)
                 for other, content in zip(others, contents, strict=True)
             ]
             for work in pending:
                 work.wait()
-        except RuntimeError as error:  # torch has no narrower type
-            raise LaunchError(f"the other side of the handover failed: {reason(error)}", help=RESTART) from error
 
     def _by_other(self) -> Iterator[tuple[int, list[Move]]]:
         """Yield every process of the other side with the moves between it and this one, in an order that both have."""
@@ -257,7 +254,7 @@ def join_handover(
     if not host or not port.isdigit():
         raise LaunchError(f"{address!r} is not HOST:PORT", help="give the address of rank 0 of the source")
     place, size = rank + ranks[0] * (side == "target"), sum(ranks)
-    try:
+    with explaining(f"not all ranks of the handover met at {address}", RESTART, RuntimeError, raised=LaunchError):
         mine = f"{digest} {list(ranks)} {bucket_bytes}".encode()
         store, facts = meet_ranks(host, int(port), place, size, timeout, mine)
         if different := [at for at, other in enumerate(facts) if other != mine]:
@@ -267,8 +264,6 @@ def join_handover(
                 help="give all ranks the same",
             )
         group = group_over(store, place, size, timeout, backend or dist.get_backend())
-    except RuntimeError as error:
-        raise LaunchError(f"not all ranks of the handover met at {address}: {reason(error)}", help=RESTART) from error
     return HandoverLink(handover, side, group, ranks, bucket_bytes)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from operator import attrgetter
 
 import torch
 from torch import fx
@@ -26,8 +27,9 @@ def write_in_place(module: fx.GraphModule) -> fx.GraphModule:
     """
     graph = module.graph
     (output,) = graph.find_nodes(op="output")
-    tensors = {node: _tensor(module, str(node.target)) for node in graph.find_nodes(op="get_attr")}
-    times = Counter(memory_of(value) for value in tensors.values() if value is not None)
+    held = {node: attrgetter(str(node.target))(module) for node in graph.find_nodes(op="get_attr")}
+    tensors = {node: value for node, value in held.items() if isinstance(value, torch.Tensor)}
+    times = Counter(map(memory_of, tensors.values()))
     for copy in graph.find_nodes(op="call_function", target=aten.copy_.default):
         buffer, write = copy.args[:2]
         value = tensors.get(buffer)
@@ -45,13 +47,6 @@ def write_in_place(module: fx.GraphModule) -> fx.GraphModule:
             graph.erase_node(copy)
     module.recompile()
     return module
-
-
-def _tensor(module: fx.GraphModule, name: str) -> torch.Tensor | None:
-    value: object = module
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value if isinstance(value, torch.Tensor) else None
 
 
 def _in_its_memory(node: fx.Node) -> set[fx.Node]:

@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, TensorArgument
 
 from tpcompiler._torch import TreeSpec, aten, input_values, tree_flatten, tree_unflatten, user_inputs
-from tpcompiler.errors import ArtifactError, InputsError, reason
+from tpcompiler.errors import InputsError, explaining, reason
 from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.records import BoundaryRecord
 from tpcompiler.runtime.target import refuse_full_disk, replacing
@@ -105,9 +105,11 @@ def flatten_inputs(program: ExportedProgram, args: Sequence[Any], kwargs: Mappin
     Raises:
         InputsError: the number, structure, shape or type of the arguments differs from the program's.
     """
-    flat = _in_order(program, args, kwargs)
-    if program.call_spec.in_spec is not None:
-        _check_inputs(program, flat)
+    spec = program.call_spec.in_spec
+    if spec is None:
+        return list(args)
+    flat = put_in_order(spec, [each.arg.name for each in user_inputs(program)], args, kwargs)
+    _check_inputs(program, flat)
     return flat
 
 
@@ -127,27 +129,29 @@ def refuse_excluded(guard: str) -> None:
 def structure_check(program: ExportedProgram) -> Callable[[Any, Sequence[Any], Mapping[str, Any]], None]:
     """Return a forward pre-hook that raises InputsError for arguments of another structure, before torch does."""
     spec = program.call_spec.in_spec
-    names = set(keywords_of(spec)) if spec is not None else set()
+    inputs, names = [each.arg.name for each in user_inputs(program)], set(keywords_of(spec)) if spec else set()
 
     def check(_: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if not torch.compiler.is_compiling():
             plain = all(isinstance(each, torch.Tensor) for each in (*args, *kwargs.values()))
-            if not plain or kwargs.keys() != names or len(args) + len(kwargs) != (spec and spec.num_leaves):
-                _in_order(program, args, kwargs)
+            if spec and (not plain or kwargs.keys() != names or len(args) + len(kwargs) != spec.num_leaves):
+                put_in_order(spec, inputs, args, kwargs)
 
     return check
 
 
-def _in_order(program: ExportedProgram, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    spec = program.call_spec.in_spec
-    if spec is None:
-        return list(args)
+def put_in_order(spec: TreeSpec, inputs: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Flatten arguments as a program's pytree has them; `inputs` are their names in that order.
+
+    Raises:
+        InputsError: the number or the structure of the arguments differs.
+    """
     names = keywords_of(spec)
     if wrong := [
         *(f"keyword argument {name!r} is missing" for name in names if name not in kwargs),
         *(f"it has no keyword argument {name!r}" for name in kwargs if name not in names),
     ]:
-        args, _ = tree_unflatten([each.arg.name for each in user_inputs(program)], spec)
+        args, _ = tree_unflatten(list(inputs), spec)
         positional = [each if isinstance(each, str) else f"a {type(each).__name__}" for each in args]
         call = ", ".join([*positional, *(f"{name}=..." for name in names)])
         raise InputsError(
@@ -155,18 +159,13 @@ def _in_order(program: ExportedProgram, args: Sequence[Any], kwargs: Mapping[str
         )
     _, given = tree_flatten((tuple(args), dict(kwargs)))
     if given.num_leaves != spec.num_leaves:
-        inputs = [each.arg.name for each in user_inputs(program)]
         raise InputsError(
             f"the program takes {spec.num_leaves} inputs, got {given.num_leaves}",
             help=f"pass what it was exported with: {', '.join(inputs)}",
         )
-    try:
+    problem = "the arguments have another structure than the program takes"
+    with explaining(problem, "pass what it was exported with", ValueError, raised=InputsError):
         flat: list[Any] = spec.flatten_up_to((tuple(args), dict(kwargs)))  # matches dicts by key, in any order
-    except ValueError as error:
-        raise InputsError(
-            f"the arguments have another structure than the program takes: {reason(error)}",
-            help="pass what it was exported with",
-        ) from error
     return flat
 
 
@@ -273,14 +272,10 @@ def check_tensor(name: str, given: torch.Tensor, expected: torch.Tensor, where: 
 def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]) -> None:
     # Clones: safetensors rejects two names of one memory.
     written = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    try:
-        with replacing(Path(path)) as temporary:
-            refuse_full_disk(temporary, sum(tensor.nbytes for tensor in written.values()))
-            if temporary == Path(path):  # a device or a pipe, which safetensors would replace by a new file
-                temporary.write_bytes(save(written))
-            else:
-                save_file(written, temporary)
-    except (OSError, SafetensorError) as error:
-        raise ArtifactError(
-            f"cannot write {path}: {reason(error)}", help="check the folder, the free space and the permissions"
-        ) from error
+    help = "check the folder, the free space and the permissions"
+    with explaining(f"cannot write {path}", help, OSError, SafetensorError), replacing(Path(path)) as temporary:
+        refuse_full_disk(temporary, sum(tensor.nbytes for tensor in written.values()))
+        if temporary == Path(path):  # a device or a pipe, which safetensors would replace by a new file
+            temporary.write_bytes(save(written))
+        else:
+            save_file(written, temporary)

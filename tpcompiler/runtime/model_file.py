@@ -31,7 +31,7 @@ from tpcompiler._torch import (
     tree_unflatten,
     user_inputs,
 )
-from tpcompiler.errors import ArtifactError, option, reason
+from tpcompiler.errors import ArtifactError, explaining, option, reason
 from tpcompiler.runtime.hub import WRITE_MODEL, refuse_hub_directory, refuse_missing_model
 from tpcompiler.runtime.inputs import keywords_of
 from tpcompiler.runtime.opened import Opened
@@ -139,8 +139,8 @@ def _working_directory(package: str) -> Iterator[None]:
             sys.path.remove(here)
 
 
-def read_model(path: str | os.PathLike[str], imports: Sequence[str] = (), *, trust: bool = False) -> ExportedProgram:
-    """Read a file of `torch.export.save`; `imports` are modules to import first.
+def read_model(path: str | os.PathLike[str], *, trust: bool = False) -> ExportedProgram:
+    """Read a file of `torch.export.save`; `import_modules` first imports what it needs.
 
     `trust` reads it with `torch.export.load` unchecked, which runs code that the file may contain (docs/security.md).
 
@@ -148,7 +148,6 @@ def read_model(path: str | os.PathLike[str], imports: Sequence[str] = (), *, tru
         ArtifactError: there is no such file, it is of another kind or damaged, it needs a module imported or, without
             `trust`, it needs a pickle or could run code.
     """
-    import_modules(imports)
     with open_model(path, trust=trust) as file:
         program = load_program(file)
         _refuse_repeated(program, file)
@@ -190,12 +189,9 @@ def open_model(path: str | os.PathLike[str], *, trust: bool = False) -> Iterator
     if os.path.isdir(file):  # unlike pathlib's, it does not raise for a long name or a closed folder
         raise _directory(file)
     refuse_missing_model(file)
-    try:
+    # ValueError: a null character in the path
+    with explaining(f"{file} cannot be read", "check the path and the permissions", OSError, ValueError):
         opened = Opened(file)
-    except (OSError, ValueError) as error:  # ValueError: a null character in the path
-        raise ArtifactError(
-            f"{file} cannot be read: {reason(error)}", help="check the path and the permissions"
-        ) from error
     with opened, check_pt2(opened, trust=trust) as pt2:
         yield pt2
 

@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
 from tpcompiler._torch import module_inputs, user_inputs
-from tpcompiler.errors import ArtifactError, TpCompilerWarning, option, reason
+from tpcompiler.errors import ArtifactError, TpCompilerWarning, explaining, option
 from tpcompiler.runtime.artifact import SINGLE, open_known, read_manifest, read_programs, write_record
 from tpcompiler.runtime.inputs import check_tensor
 from tpcompiler.runtime.model_file import check_pt2
@@ -230,12 +230,10 @@ def packaged_module(
     path = Path(directory) / COMPILED
     device = torch.cuda.current_device() if package.device_type == "cuda" else -1
     tensors = {**program.constants, **program.state_dict}
-    try:
+    with explaining(f"{path} cannot be loaded", AGAIN.format(directory), RuntimeError):
         model = torch.classes.tpcompiler.Model(str(path), _model_of(directory, package, name, rank), device)
         names = {each: renamed.get(each, each) for each in model.constants()}
         lacks = [own for own in names.values() if own not in tensors]
-    except RuntimeError as error:
-        raise ArtifactError(f"{path} cannot be loaded: {reason(error)}", help=AGAIN.format(directory)) from error
     if lacks:
         raise ArtifactError(
             f"{path} takes the tensor {lacks[0]!r}, which its program does not", help=AGAIN.format(directory)

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from tpcompiler._torch import TreeSpec, tree_flatten, tree_unflatten, treespec_loads
-from tpcompiler.errors import ArtifactError, InputsError, reason
+from tpcompiler.errors import ArtifactError, InputsError, explaining
 from tpcompiler.runtime.agree import agreeing, digest_of, named_failures
-from tpcompiler.runtime.inputs import check_fixed, keywords_of
+from tpcompiler.runtime.inputs import check_fixed, keywords_of, put_in_order
 from tpcompiler.runtime.records import BoundaryRecord, Manifest, StageRecord
 from tpcompiler.runtime.weights import dtype_of
 from tpcompiler.runtime.world import destroy_at_exit
@@ -150,19 +150,7 @@ class Pipeline(torch.nn.Module):
 
     def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments by name, without those that are constants of the program."""
-        flat, spec = tree_flatten((tuple(args), dict(kwargs)))
-        if spec.num_leaves != self._takes.num_leaves:
-            raise InputsError(
-                f"the program takes {self._takes.num_leaves} inputs, got {spec.num_leaves}",
-                help=f"pass what it was exported with: {', '.join(self.stage.inputs)}",
-            )
-        try:
-            flat = self._takes.flatten_up_to((tuple(args), dict(kwargs)))
-        except ValueError as error:
-            raise InputsError(
-                "the arguments have another structure than the program takes",
-                help=f"pass what it was exported with: {', '.join(self.stage.inputs)}",
-            ) from error
+        flat = put_in_order(self._takes, self.stage.arguments, args, kwargs)
         given = dict(zip(self.stage.arguments, flat, strict=True))
         for name, value in self.stage.fixed.items():
             check_fixed(name, given.pop(name), value)
@@ -203,12 +191,9 @@ def is_plain(spec: TreeSpec) -> bool:
 
 
 def _read_tree(text: str) -> TreeSpec:
-    try:
+    damages = (ValueError, LookupError, TypeError, NotImplementedError, RecursionError)
+    with explaining("a stage's pytree cannot be read", "copy the artifact again", *damages):
         spec = treespec_loads(text)
-    except (ValueError, LookupError, TypeError, NotImplementedError, RecursionError) as error:
-        raise ArtifactError(
-            f"a stage's pytree cannot be read: {reason(error)}", help="copy the artifact again"
-        ) from error
     if not is_plain(spec):
         raise ArtifactError("a stage's pytree has a class", help="convert the model again")
     return spec

@@ -6,7 +6,7 @@ import torch
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import map_symmetric, tree_map
-from tpcompiler.errors import LaunchError, option, reason
+from tpcompiler.errors import LaunchError, explaining, option
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.weightless import hollow_like
 
@@ -67,12 +67,8 @@ def map_buffers(program: ExportedProgram, manifest: Manifest, device: torch.devi
     """
     for name, group in manifest.symm_mem.items():
         value = program.constants[name]
-        try:
+        problem = f"the GPUs of the group {group!r} cannot map each other's memory"
+        help = "run its ranks on one machine whose GPUs are linked (NVLink), or convert with "
+        help += option("--collectives nccl", 'collectives="nccl"')
+        with explaining(problem, help, RuntimeError, raised=LaunchError):
             program.constants[name] = map_symmetric(value.shape, value.dtype, device, group)
-        except RuntimeError as error:
-            line = reason(error)
-            raise LaunchError(
-                f"the GPUs of the group {group!r} cannot map each other's memory: {line}",
-                help="run its ranks on one machine whose GPUs are linked (NVLink), or convert with "
-                + option("--collectives nccl", 'collectives="nccl"'),
-            ) from error

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from tpcompiler.errors import ArtifactError, option
 from tpcompiler.runtime.artifact import (
-    MODEL,
     SINGLE,
     Manifest,
     inside,
@@ -73,16 +72,6 @@ class ProgramFiles:
                 + option("", ", or pass checkpoint=DIR to load"),
             )
         return self.open((weights_file if is_shared(self.manifest) else rank_file)(rank))
-
-    def open_model(self) -> Opened:
-        """Open the program that was converted, without its weights.
-
-        Raises:
-            ArtifactError: as `open`; the artifact has no such file.
-        """
-        if MODEL not in self.manifest.files:
-            raise ArtifactError(f"{self.folder} has no {MODEL}", help="convert the model again")
-        return self.open(MODEL)
 
     @cached_property
     def beside(self) -> dict[str, ProgramFiles]:

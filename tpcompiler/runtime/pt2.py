@@ -24,7 +24,7 @@ from torch.export import ExportedProgram
 from torch.export.pt2_archive.constants import ARCHIVE_VERSION_VALUE
 
 from tpcompiler._torch import build_program, quick_files, read_layout
-from tpcompiler.errors import ArtifactError, option, reason
+from tpcompiler.errors import ArtifactError, explaining, option
 from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.pt2_check import Unsafe, check_program, forget_origins
 
@@ -135,15 +135,12 @@ class Pt2:
         Raises:
             ArtifactError: an entry is missing or damaged.
         """
-        try:
+        again = "copy the artifact again, or convert the model again"
+        # of any type, from the JSON or the layer of torch that fails
+        with explaining(f"the tensors of {self.path} cannot be read", again, Exception):
             state, constants = (self.tensors(kind, mapped=True) for kind in CONFIGS)
             if both := sorted(state.keys() & constants.keys()):
                 raise ValueError(f"{both[0]!r} is in the state and in the constants")
-        except Exception as error:  # of any type, from the JSON or the layer of torch that fails
-            raise ArtifactError(
-                f"the tensors of {self.path} cannot be read: {reason(error)}",
-                help="copy the artifact again, or convert the model again",
-            ) from error
         return {**constants, **state}
 
     def tensors(self, kind: str, *, mapped: bool = False) -> dict[str, Tensor]:

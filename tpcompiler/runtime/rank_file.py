@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.export.graph_signature import InputKind, TensorArgument
 
 from tpcompiler._torch import RETURNED_KINDS, tree_flatten, tree_names
 from tpcompiler.errors import ArtifactError
-from tpcompiler.runtime.artifact import VALUES, WHOLE, Manifest, is_shared, lacks_weights
+from tpcompiler.runtime.artifact import VALUES, Manifest, is_shared, lacks_weights, program_file
 from tpcompiler.runtime.model_file import check_pt2, load_program
 from tpcompiler.runtime.place import memory_of
 from tpcompiler.runtime.program_files import ProgramFiles
@@ -37,12 +36,11 @@ def read_rank(files: ProgramFiles, rank: int, weights: Weights | None = None) ->
     wrong.
 
     Raises:
-        ArtifactError: as `open_rank`; a tensor is extra, missing, or of another shape or dtype; inputs or outputs
+        ArtifactError: as `read_graph`; a tensor is extra, missing, or of another shape or dtype; inputs or outputs
             differ from the manifest.
     """
-    with open_rank(files, rank) as file:
-        program = load_rank(file, files.manifest)
-    return fill_rank(program, files, rank, file.path, weights)
+    program = read_graph(files, rank)
+    return fill_rank(program, files, rank, files.folder / program_file(files.manifest, rank), weights)
 
 
 def fill_rank(
@@ -62,49 +60,28 @@ def fill_rank(
     return program
 
 
-@contextlib.contextmanager
-def open_rank(files: ProgramFiles, rank: int) -> Iterator[Pt2]:
-    """Open the file with a rank's program, compare its hash and, without trust, inspect it.
-
-    Raises:
-        ArtifactError: as `ProgramFiles.open_program` and `open_model`.
-    """
-    with files.open_program(rank) as file, check_pt2(file, trust=files.trust) as pt2:
-        yield pt2
-
-
 def read_graph(files: ProgramFiles, rank: int) -> ExportedProgram:
     """Read a rank's program; its weights may have no values.
 
     Raises:
-        ArtifactError: as `open_rank` and `load_rank`.
+        ArtifactError: as `read_program` and `load_rank`; the rank is outside the world.
     """
-    with open_rank(files, rank) as file:
-        return load_rank(file, files.manifest)
+    with files.open_program(rank) as file, check_pt2(file, trust=files.trust) as pt2:
+        return load_rank(pt2, files.manifest)
 
 
-def read_original(files: ProgramFiles) -> ExportedProgram:
-    """Read the program that an artifact was made from, without its weights.
+def read_program(files: ProgramFiles, name: str) -> ExportedProgram:
+    """Read a program that ranks were made from, without its weights.
 
     Raises:
         ArtifactError: the artifact has none, the file has changed or, without trust, could run code.
     """
-    with files.open_model() as file, check_pt2(file, trust=files.trust) as pt2:
-        return load_program(pt2)
-
-
-def read_whole(files: ProgramFiles) -> ExportedProgram:
-    """Read the program that was cut into stages, without its weights.
-
-    Raises:
-        ArtifactError: as `read_original`.
-    """
-    with files.open(WHOLE) as file, check_pt2(file, trust=files.trust) as pt2:
+    with files.open(name) as file, check_pt2(file, trust=files.trust) as pt2:
         return load_program(pt2)
 
 
 def load_rank(file: Pt2, manifest: Manifest) -> ExportedProgram:
-    """Load the program from a file that `open_rank` opened.
+    """Load a rank's program from a file that `check_pt2` checked.
 
     Raises:
         ArtifactError: as `load_program`; the program names another device than the manifest.
@@ -216,13 +193,13 @@ def _check_tensors(program: ExportedProgram, manifest: Manifest, rank: int, path
             raise ArtifactError(
                 f"{path}: rank {rank} has the numbers {found}, and the manifest says {[rows[rank]]}", help=AGAIN
             )
-    tensors = {name for name, value in held.items() if isinstance(value, torch.Tensor)}
+    held = {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
     named = {row.name for row in manifest.tensors}
-    if missing := sorted(named - tensors):
+    if missing := sorted(named - held.keys()):
         raise ArtifactError(f"{path} has no tensor {missing[0]!r}, and the manifest names it", help=AGAIN)
-    taken = {name: value for name, value in taken_by(program).items() if name in held}
-    if more := sorted(tensors - named - taken.keys()):
-        raise ArtifactError(f"{path} holds the tensor {more[0]!r}, which its program does not take", help=AGAIN)
+    wanted = {name: value for name, value in taken_by(program).items() if isinstance(value, torch.Tensor)}
+    taken = {name: value for name, value in wanted.items() if name in held}
+    refuse_unlike(path, {name: held[name] for name in held.keys() - (named - taken.keys())}, taken)
     elsewhere = {row.name for row in manifest.tensors if row.stored_in is not None}
     for row in manifest.tensors:
         neutral = _neutral(row.sharding, manifest.degrees, rank)
@@ -232,17 +209,8 @@ def _check_tensors(program: ExportedProgram, manifest: Manifest, rank: int, path
                 f"everywhere on rank {rank}",
                 help=AGAIN,
             )
-    for name, want in taken.items():
-        value = held[name]
-        if isinstance(want, torch.Tensor) and (value.shape, value.dtype) != (want.shape, want.dtype):
-            raise ArtifactError(
-                f"{path}: {name!r} is {value.dtype} {list(value.shape)}, its program takes {want.dtype} "
-                f"{list(want.shape)}",
-                help=AGAIN,
-            )
-        if not isinstance(want, torch.Tensor) or name in elsewhere:
-            continue
-        if (found := strides_of(value)) != (said := strides_of(want)):
+    for name in sorted(taken.keys() - elsewhere):
+        if (found := strides_of(held[name])) != (said := strides_of(taken[name])):
             raise ArtifactError(f"{path}: {name!r} has the strides {found}, its program takes {said}", help=AGAIN)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tpcompiler.errors import ArtifactError, option, reason
+from tpcompiler.errors import ArtifactError, explaining, option
 from tpcompiler.runtime.opened import read_object
 
 MANIFEST = "manifest.json"
@@ -45,12 +45,11 @@ def free_target(directory: str | os.PathLike[str], *, force: bool = False) -> Pa
         raise ArtifactError(
             f"{target} exists already", help=f"choose another directory, or pass {option('--force', 'force=True')}"
         )
-    try:
-        os.lstat(target)
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except OSError as error:  # the name may be too long
-        raise ArtifactError(f"cannot write {target}: {reason(error)}", help="choose another directory") from error
+    with (
+        explaining(f"cannot write {target}", "choose another directory"),
+        contextlib.suppress(FileNotFoundError, NotADirectoryError),
+    ):
+        os.lstat(target)  # the name may be too long
     above = next(parent for parent in (*target.parents, Path()) if os.path.lexists(parent))
     if not os.path.isdir(above) or not os.access(above, os.W_OK):
         problem = "is not a directory" if not os.path.isdir(above) else "cannot be written"
@@ -78,14 +77,10 @@ def in_place_of(target: Path, *, force: bool) -> Iterator[Path]:
     above = [parent for parent in target.parents if not os.path.exists(parent)]
     with contextlib.ExitStack() as opened:
         opened.callback(_remove_empty, above)
-        try:
+        with explaining(f"cannot write {target}", "choose a directory that can be written"):
             target.parent.mkdir(parents=True, exist_ok=True)
             temporary = opened.enter_context(scratch_folder(target.parent, target.name))
-        except OSError as error:
-            raise ArtifactError(
-                f"cannot write {target}: {reason(error)}", help="choose a directory that can be written"
-            ) from error
-        try:
+        with explaining(f"cannot write {target}", "check the free space and the permissions"):
             temporary.chmod(0o755)  # that of an ordinary new directory
             yield temporary
             if os.path.lexists(target):
@@ -93,10 +88,6 @@ def in_place_of(target: Path, *, force: bool) -> Iterator[Path]:
                 _replace(temporary, target)
             else:
                 _rename_to_free(temporary, target)
-        except OSError as error:
-            raise ArtifactError(
-                f"cannot write {target}: {reason(error)}", help="check the free space and the permissions"
-            ) from error
 
 
 def _remove_empty(directories: Sequence[Path]) -> None:

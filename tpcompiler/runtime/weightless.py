@@ -8,6 +8,7 @@ import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy
 import torch
@@ -48,12 +49,8 @@ def weightless() -> Iterator[None]:
                 fake = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype)
             self._parameters[name] = nn.Parameter(fake, requires_grad=param.requires_grad)
 
-    nn.Module.register_parameter = register_fake  # type: ignore[method-assign]
-    try:
-        with skip_fake_truncations():
-            yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    with skip_fake_truncations(), patch.object(nn.Module, "register_parameter", register_fake):
+        yield
 
 
 def weightless_names(program: ExportedProgram) -> set[str]:

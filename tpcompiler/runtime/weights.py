@@ -13,21 +13,13 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from tpcompiler.errors import ArtifactError, UnsupportedError, option
+from tpcompiler.errors import ArtifactError, UnsupportedError, explaining, option
 from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.records import DTYPES
 
 # The format's names: https://github.com/huggingface/safetensors
 NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
+    **{getattr(torch, name): short.upper() for name, short in DTYPES.items()},
     torch.bool: "BOOL",
     torch.uint16: "U16",
     torch.uint32: "U32",
@@ -176,11 +168,11 @@ def read_all(file: Opened) -> dict[str, torch.Tensor]:
     Raises:
         ArtifactError: it is not a safetensors file.
     """
-    try:
-        with safe_open(file.path, "pt") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (it is no mapping)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ArtifactError(f"{file.path} cannot be read: {error}", help=AGAIN) from error
+    with (
+        explaining(f"{file.path} cannot be read", AGAIN, SafetensorError, OSError, ValueError),
+        safe_open(file.path, "pt") as opened,
+    ):
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (it is no mapping)
     file.refuse_change()
     return tensors
 

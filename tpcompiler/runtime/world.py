@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tpcompiler._torch import group_is_registered, register_group, resolve_group
-from tpcompiler.errors import LaunchError, TpCompilerWarning, option, reason
+from tpcompiler.errors import LaunchError, TpCompilerWarning, explaining, option, reason
 from tpcompiler.runtime.agree import RESTART
 from tpcompiler.runtime.artifact import Manifest
 
@@ -121,12 +121,9 @@ def _join(manifest: Manifest, world: int, timeout: timedelta, backend: str | Non
                 f"the artifact is for {manifest.device_type}, and NCCL sends between GPUs only",
                 help=f"use the backend gloo, or convert the model again with {_device('cuda')}",
             )
-        try:
+        late = f"not all of {world} ranks arrived within {timeout.total_seconds():g} s"
+        with explaining(late, RESTART, dist.DistError, raised=LaunchError):
             dist.init_process_group(backend, timeout=timeout)
-        except dist.DistError as error:
-            raise LaunchError(
-                f"not all of {world} ranks arrived within {timeout.total_seconds():g} s: {reason(error)}", help=RESTART
-            ) from error
         assert dist.group.WORLD is not None
         if backend == "gloo":
             destroy_at_exit(dist.group.WORLD)
