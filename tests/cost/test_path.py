@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, cast
@@ -25,9 +26,10 @@ from tpcompiler._torch import DeviceMesh, traced_mesh
 from tpcompiler.cost import path
 from tpcompiler.cost.collective import wire_bytes
 from tpcompiler.cost.machine import Link, Machine
-from tpcompiler.cost.path import WIRE, Step, cheapest_path, path_text, reshard_wire_bytes, steps_along, steps_between
+from tpcompiler.cost.path import WIRE, Step, cheapest_path, reshard_wire_bytes, steps_along, steps_between
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding
 from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.placements import format_placement
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import read_sharding
 
@@ -35,6 +37,12 @@ SHAPE, ITEM = (16, 24, 8), 4
 MESHES = [Mesh((("dp", 2), ("tp", 2))), Mesh((("dp", 2), ("tp", 4)))]
 KINDS = ("R", "S(0)", "S(1)", "S(2)", "P(sum)")
 TEXTS = [f"[{dp}, {tp}]" for dp in KINDS for tp in KINDS] + [f"[S({d}), S({d}, outside dp)]" for d in range(3)]
+
+
+def path_text(steps: Sequence[Step], mesh: Mesh) -> str:
+    """Print the path as torch prints its own: `S(0)S(0)->RS(0)->RR`."""
+    states = [steps[0].source, *(step.target for step in steps)]
+    return "->".join("".join(format_placement(p) for p in state.placements(mesh)) for state in states)
 
 
 @lru_cache

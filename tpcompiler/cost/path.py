@@ -19,7 +19,6 @@ from tpcompiler.cost.machine import Link, Machine
 from tpcompiler.ir.dim_sharding import WHOLE, DimSharding, Size
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.nan_safe_reduce import sent_itemsize
-from tpcompiler.ir.placements import format_placement
 from tpcompiler.ir.sharding import Sharding, commute
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice", "hold"]
@@ -199,12 +198,6 @@ def steps_along(
 def _hints(shape: Sequence[Size]) -> tuple[tuple[int, ...], frozenset[int]]:
     """Return the example's sizes, and the dims that have them in the example only."""
     return tuple(map(sym_hint, shape)), frozenset(d for d, size in enumerate(shape) if not isinstance(size, int))
-
-
-def path_text(steps: Sequence[Step], mesh: Mesh) -> str:
-    """Print the path as torch prints its own: `S(0)S(0)->RS(0)->RR`."""
-    states = [steps[0].source, *(step.target for step in steps)] if steps else []
-    return "->".join("".join(format_placement(p) for p in state.placements(mesh)) for state in states)
 
 
 def _without_plain(target: Sharding, mesh: Mesh, dynamic: frozenset[int]) -> Sharding:

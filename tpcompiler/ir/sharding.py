@@ -177,13 +177,6 @@ class Sharding:
         """Return the part of this sharding over `axis`."""
         return Sharding(tuple(dim.axis_part(axis) for dim in self.dims), tuple(p for p in self.partial if p[0] == axis))
 
-    def drop_axes(self, axes: Collection[str]) -> Sharding:
-        """Return this sharding without the cuts and reductions over `axes`."""
-        dims = list(self.dims)
-        for axis in axes:
-            dims = [dim.drop_axis(axis) if axis in dim.axes else dim for dim in dims]
-        return Sharding(tuple(dims), tuple(p for p in self.partial if p[0] not in axes))
-
     def restrict_to(self, axes: Collection[str], shape: Sequence[Size], mesh: Mesh) -> Sharding:
         """Return the part of this sharding over `axes`, for a tensor of `shape`."""
         if self.axes.issubset(axes):
