@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 from typing import Any, cast
 
 import torch
 from torch import fx
-from torch.export.graph_signature import ConstantArgument
 
 from tpcompiler._torch import OpOverload, aten, sym_expr
 from tpcompiler.ir import edit
@@ -19,6 +19,7 @@ from tpcompiler.judge.sound.folded import Folded
 from tpcompiler.judge.sound.numbering import Numbering, call_of
 from tpcompiler.judge.sound.pieces import Pieces
 from tpcompiler.judge.sound.unsound import Unsound
+from tpcompiler.judge.sound.whole_text import describe_input, describe_output
 from tpcompiler.rules.index_range import Ranges, door_ranges
 from tpcompiler.rules.speculation import obstacle
 from tpcompiler.runtime.artifact import MODEL
@@ -45,32 +46,16 @@ def check_model(made: Folded, model: CanonicalProgram) -> int:
 
 def _check_signature(made: Folded, model: CanonicalProgram) -> None:
     """Check that inputs, leaves and outputs are the model's, in order."""
-    numbers = made.numbers.nodes
-    ours = [_described(spec) for node, spec in edit.placeholders(made.program) if node not in numbers]
-    signature = model.source.graph_signature
-    for what, actual, wanted in (
-        ("input", ours, list(map(_described, signature.input_specs))),
-        (
-            "output",
-            [_returned(spec) for spec in made.program.graph_signature.output_specs],
-            [_returned(spec) for spec in signature.output_specs],
-        ),
+    ours, theirs = made.program.graph_signature, model.source.graph_signature
+    taken = [spec for node, spec in edit.placeholders(made.program) if node not in made.numbers.nodes]
+    for what, describe, specs in (
+        ("input", describe_input, (taken, theirs.input_specs)),
+        ("output", describe_output, (ours.output_specs, theirs.output_specs)),
     ):
-        for at in range(max(len(actual), len(wanted))):
-            one, other = (each[at] if at < len(each) else "none" for each in (actual, wanted))
+        for at, pair in enumerate(itertools.zip_longest(*specs)):
+            one, other = ("none" if spec is None else describe(spec) for spec in pair)
             if one != other:
                 raise Unsound(None, f"{what} {at} of the ranks is {one}, and that of {MODEL} is {other}")
-
-
-def _described(spec: Any) -> str:
-    value = f"={spec.arg.value!r}" if isinstance(spec.arg, ConstantArgument) else ""
-    kept = " that no state dict has" if spec.persistent is False else ""
-    return f"{spec.kind.name.lower()} {spec.arg.name}{value} of {spec.target}{kept}"
-
-
-def _returned(spec: Any) -> str:
-    value = f" {spec.arg.value!r}" if isinstance(spec.arg, ConstantArgument) else ""
-    return f"{spec.kind.name.lower()}{value} of {spec.target}"
 
 
 def _check_sizes(made: Folded, model: CanonicalProgram) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Hashable
 from typing import Any
 
@@ -12,7 +13,6 @@ from tpcompiler._torch import OpOverload
 from tpcompiler.ir import edit
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.sizes import statically_equal
-from tpcompiler.judge.sound.whole_text import body_text
 
 # Arguments that depend on the machine, and the text of an assertion, which names symbols and lines.
 OF_THE_PLACE = ("device", "pin_memory", "layout", "assert_msg")
@@ -77,3 +77,10 @@ def call_of(node: fx.Node) -> tuple[str, list[Any]]:
     if node.target in edit.VIEWS:
         return "view", list(bound.values())
     return str(node.target), [(name, value) for name, value in bound.items() if name not in OF_THE_PLACE]
+
+
+def body_text(node: fx.Node) -> str:
+    """Return a hash of a body of control flow."""
+    named = edit.fake(node).named_modules()
+    parts = [f"{name}: {part.graph}" for name, part in named if isinstance(part, fx.GraphModule)]
+    return f"body {hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:12]}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from torch.export.graph_signature import ConstantArgument
 from tpcompiler._torch import OpOverload
 from tpcompiler.ir import edit
 from tpcompiler.judge.sound.folded import Folded, reads_data
+from tpcompiler.judge.sound.numbering import body_text
 
 
 def whole_text(made: Folded) -> list[str]:
@@ -23,10 +23,7 @@ def whole_text(made: Folded) -> list[str]:
     Numbers appear where they are used: a rank may need one for its own share alone.
     """
     signature = made.program.graph_signature
-    lines = [f"input {spec.kind.name} {spec.arg} is {spec.target!r}" for spec in signature.input_specs]
-    for spec in signature.output_specs:
-        number = f" {spec.arg.value!r}" if isinstance(spec.arg, ConstantArgument) else ""
-        lines.append(f"output {spec.kind.name} is {spec.target!r}{number}")
+    lines = [*map(describe_input, signature.input_specs), *map(describe_output, signature.output_specs)]
     lines += [f"{symbol} in {sizes}" for symbol, sizes in made.program.range_constraints.items()]
     for node, whole in made.whole.items():
         if _is_number(whole):
@@ -43,6 +40,17 @@ def whole_text(made: Folded) -> list[str]:
         call = body_text(node) if node.op == "get_attr" else _call_text(whole)
         lines.append(f"{whole.name}: {shown} = {call}")
     return lines
+
+
+def describe_input(spec: Any) -> str:
+    value = f"={spec.arg.value!r}" if isinstance(spec.arg, ConstantArgument) else ""
+    kept = " that no state dict has" if spec.persistent is False else ""
+    return f"{spec.kind.name.lower()} {spec.arg.name}{value} of {spec.target}{kept}"
+
+
+def describe_output(spec: Any) -> str:
+    value = f" {spec.arg.value!r}" if isinstance(spec.arg, ConstantArgument) else ""
+    return f"{spec.kind.name.lower()}{value} of {spec.target}"
 
 
 def cuts_of(made: Folded) -> dict[tuple[str, ...], set[str]]:
@@ -96,10 +104,3 @@ def _call_text(whole: fx.Node) -> str:
 
     words = [*map(shown, whole.args), *(f"{name}={shown(value)}" for name, value in whole.kwargs.items())]
     return f"{edit.VIEWS[0] if whole.target in edit.VIEWS else whole.target}({', '.join(words)})"
-
-
-def body_text(node: fx.Node) -> str:
-    """Return a hash of a body of control flow."""
-    named = edit.fake(node).named_modules()
-    parts = [f"{name}: {part.graph}" for name, part in named if isinstance(part, fx.GraphModule)]
-    return f"body {hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:12]}"
