@@ -15,11 +15,11 @@ from tpcompiler.ir.control_flow import copy_body, is_cond
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.program import BOTH, CanonicalProgram
 from tpcompiler.ir.text import dtype_name
+from tpcompiler.judge.sound.agreement import call_text, describe_input, describe_output
 from tpcompiler.judge.sound.folded import Folded
 from tpcompiler.judge.sound.numbering import Numbering, call_of
 from tpcompiler.judge.sound.pieces import Pieces
 from tpcompiler.judge.sound.unsound import Unsound
-from tpcompiler.judge.sound.whole_text import describe_input, describe_output
 from tpcompiler.rules.index_range import Ranges, door_ranges
 from tpcompiler.rules.speculation import obstacle
 from tpcompiler.runtime.artifact import MODEL
@@ -112,9 +112,7 @@ class _Comparison:
             self.numbering.of(node, self.theirs, drawn)
             self.named[node.name] = node
             drawn += _draws(node)
-        self.names: dict[int, set[str]] = {}
-        for node, number in self.theirs.items():
-            self.names.setdefault(number, set()).add(node.name)
+        self.wanted = set(self.theirs.values())
         self.ours: dict[fx.Node, int] = {}
         self.pieces = Pieces(made, model, self.ours, self.theirs)
         self.owner = {whole: node for node, whole in reversed(made.whole.items())}
@@ -129,7 +127,7 @@ class _Comparison:
         for node in self.made.graph.nodes:
             self._number(node, drawn)
             same = self._namesake(node) if first is None or node.op == "output" else None
-            if self.ours[node] not in self.names and same is not None:
+            if self.ours[node] not in self.wanted and same is not None:
                 try:
                     self._compare(node, same, drawn)
                 except Unsound as error:
@@ -143,7 +141,7 @@ class _Comparison:
     def _compare(self, ours: fx.Node, theirs: fx.Node, drawn: int) -> None:
         self._equate(ours, theirs)
         self._number(ours, drawn)
-        if self.ours[ours] not in self.names:
+        if self.ours[ours] not in self.wanted:
             self._run(ours, theirs)
 
     def _number(self, node: fx.Node, drawn: int) -> None:
@@ -177,7 +175,7 @@ class _Comparison:
         if difference := self.pieces.compare(ours, theirs):
             raise Unsound(
                 self.owner.get(ours),
-                f"is {_shown(ours)}, and {MODEL} has '{theirs.name}' = {_shown(theirs)} there: {difference}",
+                f"is {call_text(ours)}, and {MODEL} has '{theirs.name}' = {call_text(theirs)} there: {difference}",
             )
         self.ours[ours] = self.theirs[theirs]
 
@@ -189,7 +187,7 @@ class _Comparison:
             if number in numbers or not (_is_silent(node) or _draws(node) or BOTH in node.meta):
                 continue
             if not any(self._is_same(each, node) for each in silent):
-                raise Unsound(None, f"{MODEL} calls '{node.name}' = {_shown(node)}, and the ranks do not")
+                raise Unsound(None, f"{MODEL} calls '{node.name}' = {call_text(node)}, and the ranks do not")
 
     def _is_same(self, ours: fx.Node, theirs: fx.Node) -> bool:
         """Return True if two calls without results take equal values, however these are computed."""
@@ -213,11 +211,6 @@ def _pairs(ours: Any, theirs: Any) -> list[tuple[Any, Any]] | None:
         parts = [_pairs(one, two) for one, two in zip(ours, theirs, strict=True)]
         return None if any(part is None for part in parts) else [pair for part in parts for pair in part or ()]
     return [(ours, theirs)]
-
-
-def _shown(node: fx.Node) -> str:
-    words = [*map(str, node.args), *(f"{name}={value}" for name, value in node.kwargs.items())]
-    return f"{node.target}({', '.join(words)})"
 
 
 def _with_both_branches(model: CanonicalProgram, called: Collection[str]) -> CanonicalProgram:

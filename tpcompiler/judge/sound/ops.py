@@ -94,7 +94,7 @@ def _check_value(made: Folded, node: fx.Node) -> bool:
         kind = value.ndim == said.ndim and value.dtype == said.dtype
         apart = [ends for ends in zip(shape, said.shape, strict=False) if not statically_equal(*ends)]
         dynamic = kind and not any(isinstance(a, int) and isinstance(b, int) for a, b in apart)
-        if apart and dynamic and _is_the_whole_call(made, node) and _agree_somewhere(made, apart):
+        if apart and dynamic and _is_the_whole_call(made, node) and _holds_at_numbers(made, node, args, kwargs):
             return False  # the export took a dynamic size for its value in the example
         if apart or not kind:
             raise Unsound(node, f"makes {value.dtype} {list(value.shape)}, and records {said.dtype} {list(said.shape)}")
@@ -136,16 +136,6 @@ def _known_strides(one: torch.Tensor, other: torch.Tensor) -> list[tuple[int, in
     return [
         (a, b) for size, a, b in every if isinstance(a, int) and isinstance(b, int) and not statically_equal(size, 1)
     ]
-
-
-def _agree_somewhere(made: Folded, apart: Sequence[tuple[Any, Any]]) -> bool:
-    """Return True if sizes that look different are equal for some sizes an export may have found: multiples of many."""
-    symbolic = [ends for ends in apart if not any(isinstance(size, int) for size in ends)]
-    for _ in range(DRAWS):
-        made.sizes = DrawnSizes(fits=True)
-        if all(made.plain(one) == made.plain(other) for one, other in symbolic):
-            return True
-    return False
 
 
 def _is_the_whole_call(made: Folded, node: fx.Node) -> bool:
