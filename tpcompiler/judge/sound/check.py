@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from torch import fx
@@ -238,33 +239,27 @@ def _check_regions(
             counts.update(regions=1)
 
 
-class _noting:
-    """A context that records an `Unsound` error as a finding, with file, node and source line.
+@contextmanager
+def _noting(findings: list[str], rank: int | None, ranks: Sequence[Folded] = ()) -> Iterator[None]:
+    """Record an `Unsound` error as a finding, with file, node and source line; `ranks` may own the node.
 
     Any other error is a defect of the check, which must be mistaken neither for a sound file nor for an unsound one.
     """
-
-    def __init__(self, findings: list[str], rank: int | None, ranks: Sequence[Folded] = ()) -> None:
-        """`ranks`: the candidates for the owner of the node."""
-        self.findings, self.rank, self.ranks = findings, rank, ranks
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, Unsound):
-            graph = error.node.graph if error.node is not None else None
-            whose = [rank for rank, each in enumerate(self.ranks) if each.program.graph is graph]
-            self.findings.append(_where(error.node, whose[0] if whose else self.rank) + error.text)
-        elif isinstance(error, TpCompilerError):
-            self.findings.append(f"{_where(None, self.rank)}cannot be checked: {error.message}")
-        elif isinstance(error, Exception) and not isinstance(error, InternalError):
-            why = f"{type(error).__name__}: {reason(error)}"
-            raise InternalError(
-                f"{_where(None, self.rank)}the check failed, and proves nothing: {why}",
-                help="report this with the artifact, and do not run it unless `verify` finds it equal to the model",
-            ) from error
-        return isinstance(error, Unsound | TpCompilerError)
+    try:
+        yield
+    except Unsound as error:
+        graph = error.node.graph if error.node is not None else None
+        whose = (at for at, each in enumerate(ranks) if each.program.graph is graph)
+        findings.append(_where(error.node, next(whose, rank)) + error.text)
+    except TpCompilerError as error:
+        findings.append(f"{_where(None, rank)}cannot be checked: {error.message}")
+    except InternalError:
+        raise
+    except Exception as error:
+        raise InternalError(
+            f"{_where(None, rank)}the check failed, and proves nothing: {type(error).__name__}: {reason(error)}",
+            help="report this with the artifact, and do not run it unless `verify` finds it equal to the model",
+        ) from error
 
 
 def _where(node: fx.Node | None, rank: int | None) -> str:

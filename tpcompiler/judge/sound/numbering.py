@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch import fx
 
 from tpcompiler._torch import OpOverload
 from tpcompiler.ir import edit
-from tpcompiler.ir.draws import draws
 from tpcompiler.ir.sizes import statically_equal
 
 # Arguments that depend on the machine, and the text of an assertion, which names symbols and lines.
@@ -22,21 +21,22 @@ Known = dict[fx.Node, int]
 class Numbering:
     """One numbering of all values of some graphs.
 
-    `sizes_by_value`: a size has the number of its value, not of its computation; the graphs share their symbols.
+    Args:
+        drawn: the place of each op that draws random numbers among those of its graph: equal draws are not equal
+            values.
+        sizes_by_value: a size has the number of its value, not of its computation; the graphs share their symbols.
     """
 
-    def __init__(self, *, sizes_by_value: bool = False) -> None:
+    def __init__(self, drawn: Mapping[fx.Node, int] | None = None, *, sizes_by_value: bool = False) -> None:
+        self.drawn = drawn or {}
         self.numbers: dict[Hashable, int] = {}
         self.sizes_by_value, self.sizes = sizes_by_value, list[Any]()
 
     def number(self, *what: Hashable) -> int:
         return self.numbers.setdefault(what, len(self.numbers))
 
-    def of(self, node: fx.Node, known: Known, drawn: int = 0) -> int:
-        """Return the number of a node, and put it and those of its operands into `known`.
-
-        `drawn`: the number of ops before it that draw random numbers: equal draws are not equal values.
-        """
+    def of(self, node: fx.Node, known: Known) -> int:
+        """Return the number of a node, and put it and those of its operands into `known`."""
         if node not in known:
             value = node.meta.get("val")
             if node.op in ("placeholder", "get_attr"):
@@ -45,18 +45,15 @@ class Numbering:
                 known[node] = self.number(*self._size(value))
             else:
                 head, arguments = call_of(node)
-                drawn = drawn if node.op == "call_function" and draws(node) else 0
-                known[node] = self.number(head, self._text(arguments, known), drawn)
+                known[node] = self.number(
+                    head, key_of(arguments, lambda used: self._used(used, known)), self.drawn.get(node, 0)
+                )
         return known[node]
 
-    def _text(self, value: Any, known: Known) -> Hashable:
-        if isinstance(value, fx.Node):
-            size = value.meta.get("val")
-            is_size = self.sizes_by_value and isinstance(size, torch.SymInt)
-            return self._size(size) if is_size else ("node", self.of(value, known))
-        if isinstance(value, (list, tuple)):
-            return tuple(self._text(each, known) for each in value)
-        return type(value).__name__, repr(value)
+    def _used(self, node: fx.Node, known: Known) -> Hashable:
+        size = node.meta.get("val")
+        by_value = self.sizes_by_value and isinstance(size, torch.SymInt)
+        return self._size(size) if by_value else ("node", self.of(node, known))
 
     def _size(self, value: Any) -> tuple[Hashable, ...]:
         """Return a key that is equal for sizes that are equal in every run; literals are their own key."""
@@ -67,6 +64,18 @@ class Numbering:
                 return "size", at
         self.sizes.append(value)
         return "size", len(self.sizes) - 1
+
+
+def key_of(value: Any, of: Callable[[fx.Node], Hashable]) -> Hashable:
+    """Return a key that is equal for equal arguments: `of` each node, and constants; devices may differ.
+
+    It separates -0.0 from 0.0 and 1 from True, and equates NaNs.
+    """
+    if isinstance(value, fx.Node):
+        return of(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(key_of(each, of) for each in value)
+    return type(value).__name__, "" if isinstance(value, torch.device) else repr(value)
 
 
 def call_of(node: fx.Node) -> tuple[str, list[Any]]:

@@ -19,6 +19,7 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.judge.sound.drawn import DrawnSizes
 from tpcompiler.judge.sound.folded import LAYOUT, Folded, Shardings, reads_data
+from tpcompiler.judge.sound.numbering import key_of
 from tpcompiler.judge.sound.shares import local_shape, local_size
 from tpcompiler.judge.sound.unsound import Unsound
 from tpcompiler.rules.infer import Option, Refusal, follow, merge, pass_through, shardings
@@ -86,7 +87,7 @@ def _check_value(made: Folded, node: fx.Node) -> bool:
         if _has_dynamic_sizes(node) and _holds_at_numbers(made, node, args, kwargs):
             return True
         raise Unsound(node, f"cannot be run: {reason(error)}") from error
-    every = [v for v in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(v, torch.Tensor)]
+    every = edit.tensors_in(result)
     shapes, known = _read_names(made, node, every)
     # The length of a list that depends on a dynamic size is that of the example.
     few = len(every) != len(edit.outputs(node)) and _has_dynamic_sizes(node)
@@ -94,7 +95,7 @@ def _check_value(made: Folded, node: fx.Node) -> bool:
         kind = value.ndim == said.ndim and value.dtype == said.dtype
         apart = [ends for ends in zip(shape, said.shape, strict=False) if not statically_equal(*ends)]
         dynamic = kind and not any(isinstance(a, int) and isinstance(b, int) for a, b in apart)
-        if apart and dynamic and _is_the_whole_call(made, node) and _holds_at_numbers(made, node, args, kwargs):
+        if apart and dynamic and _is_the_whole_call(made, node) and _agree_somewhere(made, apart):
             return False  # the export took a dynamic size for its value in the example
         if apart or not kind:
             raise Unsound(node, f"makes {value.dtype} {list(value.shape)}, and records {said.dtype} {list(said.shape)}")
@@ -113,7 +114,7 @@ def _holds_at_numbers(made: Folded, node: fx.Node, args: Any, kwargs: Any) -> bo
                 result = node.target(*given[0], **given[1])  # type: ignore[operator]
         except Exception:  # they do not fit
             continue
-        every = [v for v in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(v, torch.Tensor)]
+        every = edit.tensors_in(result)
         said = [([made.plain(size) for size in each.shape], each.dtype) for each in edit.outputs(node)]
         return said == [(list(value.shape), value.dtype) for value in every]
     return False
@@ -136,6 +137,16 @@ def _known_strides(one: torch.Tensor, other: torch.Tensor) -> list[tuple[int, in
     return [
         (a, b) for size, a, b in every if isinstance(a, int) and isinstance(b, int) and not statically_equal(size, 1)
     ]
+
+
+def _agree_somewhere(made: Folded, apart: Sequence[tuple[Any, Any]]) -> bool:
+    """Return True if sizes that look different are equal for some sizes an export may have found: multiples of many."""
+    symbolic = [ends for ends in apart if not any(isinstance(size, int) for size in ends)]
+    for _ in range(DRAWS):
+        made.sizes = DrawnSizes(fits=True)
+        if all(made.plain(one) == made.plain(other) for one, other in symbolic):
+            return True
+    return False
 
 
 def _is_the_whole_call(made: Folded, node: fx.Node) -> bool:
@@ -338,20 +349,8 @@ def _number(value: Any) -> Any:
 
 
 def _equal(value: Any, wanted: Any, made: Folded) -> bool:
-    """Return True for the same argument: a node for the same value, or an equal constant; devices may differ."""
-    if isinstance(value, (list, tuple)):
-        return (
-            isinstance(wanted, (list, tuple))
-            and len(value) == len(wanted)
-            and all(_equal(a, b, made) for a, b in zip(value, wanted, strict=True))
-        )
-    if isinstance(value, fx.Node):
-        return value in made.whole and made.whole[value] is wanted
-    if isinstance(value, torch.device):
-        return isinstance(wanted, torch.device)
-    if isinstance(value, float | complex):
-        return type(value) is type(wanted) and repr(value) == repr(wanted)  # separates -0.0 from 0.0, and equates NaNs
-    return type(value) is type(wanted) and bool(value == wanted)
+    """Return True for the same argument: a node for the same value, or an equal constant."""
+    return key_of(value, made.whole.get) == key_of(wanted, lambda node: node)
 
 
 def _read_names(made: Folded, node: fx.Node, values: Sequence[torch.Tensor]) -> tuple[list[list[Any]], bool]:
