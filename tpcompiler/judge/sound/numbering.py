@@ -37,23 +37,16 @@ class Numbering:
 
     def of(self, node: fx.Node, known: Known) -> int:
         """Return the number of a node, and put it and those of its operands into `known`."""
-        if node not in known:
-            value = node.meta.get("val")
-            if node.op in ("placeholder", "get_attr"):
-                known[node] = self.number(node.op, node.name if node.op == "placeholder" else body_text(node))
-            elif self.sizes_by_value and isinstance(value, (int, float, torch.SymInt)) and type(value) is not bool:
-                known[node] = self.number(*self._size(value))
-            else:
-                head, arguments = call_of(node)
-                known[node] = self.number(
-                    head, key_of(arguments, lambda used: self._used(used, known)), self.drawn.get(node, 0)
-                )
+        value = node.meta.get("val")
+        if self.sizes_by_value and isinstance(value, (int, float, torch.SymInt)) and type(value) is not bool:
+            known[node] = self.number(*self._size(value))
+        elif node not in known and node.op in ("placeholder", "get_attr"):
+            known[node] = self.number(node.op, node.name if node.op == "placeholder" else body_text(node))
+        elif node not in known:
+            head, arguments = call_of(node)
+            operands = key_of(arguments, lambda used: ("node", self.of(used, known)))
+            known[node] = self.number(head, operands, self.drawn.get(node, 0))
         return known[node]
-
-    def _used(self, node: fx.Node, known: Known) -> Hashable:
-        size = node.meta.get("val")
-        by_value = self.sizes_by_value and isinstance(size, torch.SymInt)
-        return self._size(size) if by_value else ("node", self.of(node, known))
 
     def _size(self, value: Any) -> tuple[Hashable, ...]:
         """Return a key that is equal for sizes that are equal in every run; literals are their own key."""
