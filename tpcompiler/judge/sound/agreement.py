@@ -17,7 +17,7 @@ from tpcompiler.cost.collective import KIND_OF
 from tpcompiler.cost.path import FREE, steps_along
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import key
-from tpcompiler.ir.text import op_name
+from tpcompiler.ir.text import dtype_name, op_name
 from tpcompiler.judge.sound.folded import Folded, reads_data
 from tpcompiler.judge.sound.numbering import body_text
 from tpcompiler.judge.sound.unsound import Unsound
@@ -59,13 +59,15 @@ def _lines(made: Folded) -> list[str]:
                 lines.append(call_text(whole))
             continue
         if whole.op == "placeholder":
-            value = whole.meta.get("val")
-            known = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-            lines.append(f"{whole.name} is {known}")
+            lines.append(f"{whole.name} is {describe_value(whole.meta.get('val'))}")
         shown = ", ".join(sharding.text(made.mesh) for sharding in made.shardings.get(node, ()))
         call = body_text(node) if node.op == "get_attr" else call_text(whole)
         lines.append(f"{whole.name}: {shown} = {call}")
     return lines
+
+
+def describe_value(value: Any) -> str:
+    return f"{dtype_name(value.dtype)} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
 def describe_input(spec: Any) -> str:

@@ -15,8 +15,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.control_flow import copy_body, is_cond
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.program import BOTH, CanonicalProgram
-from tpcompiler.ir.text import dtype_name
-from tpcompiler.judge.sound.agreement import call_text, describe_input, describe_output
+from tpcompiler.judge.sound.agreement import call_text, describe_input, describe_output, describe_value
 from tpcompiler.judge.sound.folded import Folded
 from tpcompiler.judge.sound.numbering import Known, Numbering, call_of
 from tpcompiler.judge.sound.pieces import Pieces
@@ -70,7 +69,7 @@ def _check_sizes(made: Folded, model: CanonicalProgram) -> None:
         same = isinstance(wanted, torch.Tensor) and (value.dtype, value.ndim) == (wanted.dtype, wanted.ndim)
         sizes = zip(value.shape, wanted.shape, strict=True) if same else ()  # type: ignore[union-attr]
         if not same or not all(_stands_for(*ends, standing) for ends in sizes):
-            said = " and ".join(_layout(each) for each in (value, wanted))
+            said = " and ".join(describe_value(each) for each in (value, wanted))
             raise Unsound(None, f"'{node.name}' of the ranks and of {MODEL} are {said}")
     ours, ranges = made.program.range_constraints, model.source.range_constraints
     for symbol, size in standing.items():
@@ -81,10 +80,6 @@ def _check_sizes(made: Folded, model: CanonicalProgram) -> None:
             own_end = count * end
             if own_end != wanted and not (own_end.is_Integer and wanted.is_Integer and abs(own_end - wanted) < count):
                 raise Unsound(None, f"size {symbol} of {MODEL} ends at {wanted}, and that of the ranks at {own_end}")
-
-
-def _layout(value: Any) -> str:
-    return f"{dtype_name(value.dtype)} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
 def _stands_for(ours: Any, theirs: Any, standing: dict[Any, Any]) -> bool:

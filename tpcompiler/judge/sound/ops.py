@@ -166,7 +166,8 @@ def _check_number(made: Folded, node: fx.Node, args: Any, kwargs: Any) -> None:
     """Check a recorded number. A data-dependent one needs a unique name, and has no known value."""
     if isinstance(node.target, OpOverload) and node.target not in LAYOUT:
         names = symbols_of([edit.fake(node)])
-        if edit.operands(node) and (not names or names & made.input_symbols()):
+        of_inputs = symbols_of(each.meta.get("val") for each in made.program.graph.nodes if each.op == "placeholder")
+        if edit.operands(node) and (not names or names & of_inputs):
             raise Unsound(node, f"makes a number that the data decide, and records {edit.fake(node)}")
         return
     actual = args[0].shape[args[1]] if node.target is aten.sym_size.int else node.target(*args, **kwargs)  # type: ignore[operator]
@@ -217,7 +218,10 @@ def find_option(
 def _ruled(
     node: fx.Node, whole: fx.Node, wants: Shardings, gives: Sequence[Sharding | None], mesh: Mesh
 ) -> tuple[Rule, Option]:
-    rule = _rule(node, whole)
+    try:
+        rule = rule_of(whole)
+    except RuleError as error:
+        raise Unsound(node, f"does not fit its op's rule: {error.message}") from error
     if rule is None:
         raise Unsound(node, "has no rule, and is run on shares")
     option = _option(rule, node, wants, gives, mesh)
@@ -256,13 +260,6 @@ def _check_pending(node: fx.Node, rule: Rule, option: Option, wants: Shardings, 
         own = {axis: "sum" for factor in summed & option.cuts.keys() for axis in option.cuts[factor].axes}
         if dict(sharding.partial) != {**reduced, **passed, **own}:
             raise Unsound(node, f"leaves { ({**reduced, **passed, **own}) } pending by its rule, and claims {sharding}")
-
-
-def _rule(node: fx.Node, whole: fx.Node) -> Rule | None:
-    try:
-        return rule_of(whole)
-    except RuleError as error:
-        raise Unsound(node, f"does not fit its op's rule: {error.message}") from error
 
 
 def _option(rule: Rule, node: fx.Node, wants: Shardings, gives: Sequence[Sharding | None], mesh: Mesh) -> Option:
@@ -335,17 +332,13 @@ def _check_arguments(made: Folded, node: fx.Node, own: Mapping[str, list[Size | 
             else:
                 if isinstance(entry, fx.Node) and reads_data(entry):
                     raise Unsound(node, f"is given {name}={value}, of which '{entry.name}' is read from data")
-                fits = statically_equal(_number(entry), size) or entry == -1
+                fits = statically_equal(edit.fake(entry) if isinstance(entry, fx.Node) else entry, size) or entry == -1
             if not fits:
                 raise Unsound(node, f"is given {name}={value}, where its share of {wanted} has {size}")
 
 
 def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def _number(value: Any) -> Any:
-    return edit.fake(value) if isinstance(value, fx.Node) else value
 
 
 def _equal(value: Any, wanted: Any, made: Folded) -> bool:
