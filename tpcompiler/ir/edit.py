@@ -48,12 +48,14 @@ def is_tensor(node: object) -> bool:
 
 def outputs(node: fx.Node) -> tuple[torch.Tensor, ...]:
     """Return the fake tensors that a node produces (none for numbers)."""
-    value = node.meta.get("val")
+    return tensors_in(node.meta.get("val"))
+
+
+def tensors_in(value: Any) -> tuple[torch.Tensor, ...]:
+    """Return the tensors among the results of a call."""
     if isinstance(value, torch.Tensor):
         return (value,)
-    if isinstance(value, (tuple, list)):
-        return tuple(v for v in value if isinstance(v, torch.Tensor))
-    return ()
+    return tuple(v for v in value if isinstance(v, torch.Tensor)) if isinstance(value, (tuple, list)) else ()
 
 
 def producer(value: fx.Node) -> tuple[fx.Node, int]:

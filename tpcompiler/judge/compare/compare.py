@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from tpcompiler._torch import find_failed_guard
 from tpcompiler.errors import one_line
-from tpcompiler.judge.compare.judge import Difference
+from tpcompiler.judge.compare.judge import Difference, incomparable
 from tpcompiler.judge.compare.subject import Subject, deal
 from tpcompiler.judge.compare.trial import WIDE, SingleDeviceRaises, Trial, is_narrow
 from tpcompiler.runtime.artifact import families, is_single
@@ -105,13 +105,13 @@ def compare_calls(subjects: Mapping[str, Subject], calls: Sequence[Call]) -> Ver
         refuse_excluded(find_failed_guard(subjects[name].reference, flat))
         shares = deal(flat, subjects[name])
         if failed := find_failed_guard(subjects[name].programs[0], shares[0]):  # what all ranks assert is the same
-            differences.append(_failure(f"the ranks refuse their shares of the inputs, as not {failed}"))
+            differences.append(incomparable(f"the ranks refuse their shares of the inputs, as not {failed}"))
             return VerifyReport(False, float("inf"), float("inf"), differences)
         for trial in trials[name]:
             try:
                 results = trial.call(flat, shares)
             except SingleDeviceRaises as error:
-                differences.append(_failure(str(error)))
+                differences.append(incomparable(str(error)))
                 return VerifyReport(False, float("inf"), float("inf"), differences)
             own += results if trial.dtype is None else []
             if narrow and trial.dtype is None:
@@ -137,7 +137,3 @@ def compare_calls(subjects: Mapping[str, Subject], calls: Sequence[Call]) -> Ver
         magnitude=furthest.magnitude,
         tolerance=worst.tolerance,
     )
-
-
-def _failure(text: str) -> Difference:
-    return Difference(text, float("inf"), float("inf"), 0.0, False)

@@ -46,6 +46,11 @@ class Difference(Record, frozen=True, omit_defaults=False):
     magnitude: float = 0.0  # the largest of the reference, 0 for integers and booleans
 
 
+def incomparable(name: str) -> Difference:
+    """Return the difference of values that are wrong and have no numbers to compare."""
+    return Difference(name, float("inf"), float("inf"), 0.0, False)
+
+
 @dataclass(frozen=True)
 class Layout:
     """The shardings of tensors at the boundary, by name; `output NAME` for an output."""
@@ -78,8 +83,7 @@ def difference(
     more roundings of `want`.
     """
     if not isinstance(want, torch.Tensor):
-        same = all(part == want for part in parts)
-        return Difference(name, 0.0 if same else float("inf"), 0.0 if same else float("inf"), 0.0, same)
+        return Difference(name, 0.0, 0.0, 0.0, True) if all(part == want for part in parts) else incomparable(name)
     want, exact, parts = (
         want.detach().cpu(),
         exact.detach().cpu(),
@@ -88,9 +92,9 @@ def difference(
     try:
         whole = layout.join(laid_out, parts, want.shape)
     except (RuntimeError, ValueError):
-        return Difference(name, float("inf"), float("inf"), 0.0, False)
+        return incomparable(name)
     if any(w.shape != want.shape or w.dtype != want.dtype for w in whole):
-        return Difference(name, float("inf"), float("inf"), 0.0, False)
+        return incomparable(name)
     if not want.numel():
         return Difference(name, 0.0, 0.0, 0.0, True)
     if not is_rounded(want):

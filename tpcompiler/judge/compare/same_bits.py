@@ -131,15 +131,11 @@ def _run(
 
 
 def _inputs(subject: Subject, hosts: Hosts, shares: Shares) -> list[Any]:
-    names = iter(subject.input_names)
+    names, shardings = iter(subject.input_names), subject.layout.shardings
     return [
-        _join(subject, hosts, next(names), own) if isinstance(own[0], torch.Tensor) else own[0]
+        join_tensors(own, shardings[next(names)], hosts) if isinstance(own[0], torch.Tensor) else own[0]
         for own in zip(*shares, strict=True)
     ]
-
-
-def _join(subject: Subject, hosts: Hosts, name: str, shares: Sequence[torch.Tensor]) -> torch.Tensor:
-    return join_tensors(shares, subject.layout.shardings[name], hosts)
 
 
 def _differing(

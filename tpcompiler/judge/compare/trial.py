@@ -28,6 +28,7 @@ from tpcompiler.judge.compare.judge import (
     SPREAD,
     Difference,
     difference,
+    incomparable,
     is_rounded,
     largest_difference,
     largest_magnitude,
@@ -145,9 +146,9 @@ class Trial:
         found = [
             d if d.ok or d.name not in forgotten else replace(d, name=f"{d.name}, which not all write") for d in found
         ]
-        found += [Difference(f"{name}, which not all have", float("inf"), float("inf"), 0.0, False) for name in lost]
+        found += [incomparable(f"{name}, which not all have") for name in lost]
         if not all(_drew_alike(result, self.expected) for result in self.got):
-            found.append(Difference("the random numbers drawn", float("inf"), float("inf"), 0.0, False))
+            found.append(incomparable("the random numbers drawn"))
         return [replace(d, name=f"{d.name} in float32") for d in found] if self.dtype is not None else found
 
     def _round_otherwise(self, flat: Sequence[Any], seed: int) -> RankResult:

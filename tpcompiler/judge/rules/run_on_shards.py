@@ -101,7 +101,7 @@ def check(node: fx.Node, rule: Rule, degree: int) -> list[str]:
         both = shardings(rule, option, mesh)
         assert not isinstance(both, Refusal)
         try:
-            parts = [edit_outputs(value) for value in _run(node, rule, option, *both, mesh)]
+            parts = [edit.tensors_in(value) for value in _run(node, rule, option, *both, mesh)]
             fault = _fault(parts, both[1], edit.outputs(node), mesh)
         except Exception as error:  # ops raise anything for shards that they cannot take
             fault = f"it fails on shards: {type(error).__name__}: {reason(error)}"
@@ -125,13 +125,13 @@ def check_variant(node: fx.Node, degree: int, args: Sequence[Any], kwargs: Mappi
     Raises:
         Mismatch: they compute different values.
     """
-    whole, ran = edit.outputs(node), list[str]()
+    whole, ran, alone = edit.outputs(node), list[str](), Mesh((("tp", 1),))
     dims = range(edit.ndim(edit.operands(node)[0]) if takes_pieces(node.target) else 0)
     for pieces in (*({dim: degree} for dim in dims), dict.fromkeys(dims, degree)):
         results = call_variant(node.target, pieces, args, kwargs)
         if results is NotImplemented:
             continue
-        fault = _fault([edit_outputs(results)], [Sharding.replicated(v.ndim) for v in whole], whole, Mesh((("tp", 1),)))
+        fault = _fault([edit.tensors_in(results)], [Sharding.replicated(v.ndim) for v in whole], whole, alone)
         if fault:
             raise Mismatch(
                 f"the variant of {node.target} is wrong: {fault}", help="make of simpler ops what the op makes"
@@ -176,10 +176,6 @@ def _holds(sharding: Sharding, shape: Sequence[int], mesh: Mesh, rank: int, plac
     here = mesh.coordinate(rank)
     dims = zip(sharding.dims, shape, place, strict=True)
     return all(any(at in run for run in by.runs(size, mesh, here)) for by, size, at in dims)
-
-
-def edit_outputs(value: Any) -> list[torch.Tensor]:
-    return [value] if isinstance(value, torch.Tensor) else [v for v in value if isinstance(v, torch.Tensor)]
 
 
 def _shape(rule: Rule, term: Term) -> list[int]:

@@ -40,10 +40,9 @@ def check_body(made: Folded, region: ProgramRegion, rank: int, row: Sequence[int
     for node in region.inputs:
         if edit.is_tensor(node) and node not in operands:
             raise Unsound(last, f"is the end of {region.name}, which uses '{node.name}' outside its call")
-    held = _uses(call)  # a size is the whole's; one value may be two operands, which ranks have other shares of
-    places = [at for at, used in enumerate(held) if edit.is_tensor(used)]
-    for at, operand in zip(places, operands, strict=True):
-        held[at] = operand
+    # A size is the whole's; one value may be two operands, which ranks have other shares of.
+    arguments, held = edit.map_operands(call, lambda at, _: operands[at]), list[fx.Node]()
+    fx.node.map_arg(arguments, held.append)
     parts: list[Any] = [None if made.whole[node] is call else made.whole[node].args[1] for node in region.outputs]
     gives: list[Sharding | None] = [None for _ in edit.outputs(call)]
     for node, part in zip(region.outputs, parts, strict=True):
@@ -64,14 +63,14 @@ def check_body(made: Folded, region: ProgramRegion, rank: int, row: Sequence[int
         "body",
         id(made.mode),
         call.target,
-        key(_with(call, [edit.fake(node) for node in held])),
+        key(fx.node.map_arg(arguments, edit.fake)),
         key(list(vars(shard).values())),
         checks,
         *cuts,
         *parts,
     )
     if known not in made.results:
-        made.results[known] = _traced(made, call, held, with_checks(body, checks), shard, parts)
+        made.results[known] = _traced(made, arguments, held, with_checks(body, checks), shard, parts)
     traced: fx.Graph = made.results[known]
     table = Numbering(sizes_by_value=True)
     offset, *inputs = (node for node in traced.nodes if node.op == "placeholder")
@@ -113,24 +112,12 @@ def _is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), (int, torch.SymInt))
 
 
-def _uses(call: fx.Node) -> list[fx.Node]:
-    """Return the nodes among the arguments in order; repeated ones repeat."""
-    uses: list[fx.Node] = []
-    fx.node.map_arg((call.args, dict(call.kwargs)), uses.append)
-    return uses
-
-
-def _with(call: fx.Node, values: Sequence[Any]) -> Any:
-    """Return `(args, kwargs)` of a call with a value for every use of a node."""
-    left = iter(values)
-    return fx.node.map_arg((call.args, dict(call.kwargs)), lambda _: next(left))
-
-
 def _traced(
-    made: Folded, call: fx.Node, held: Sequence[fx.Node], body: Any, shard: ShardRange, parts: Sequence[int | None]
+    made: Folded, arguments: Any, held: Sequence[fx.Node], body: Any, shard: ShardRange, parts: Sequence[int | None]
 ) -> fx.Graph:
     def run(offset: torch.Tensor, *values: Any) -> list[Any]:
-        args, kwargs = _with(call, values)
+        left = iter(values)
+        args, kwargs = fx.node.map_arg(arguments, lambda _: next(left))
         result = body(*args, shard=replace(shard, offset=offset), **kwargs)
         return [result if part is None else result[part] for part in parts]
 

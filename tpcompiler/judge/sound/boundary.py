@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import OutputSpec
 
 from tpcompiler._torch import GRADIENT_KINDS, RETURNED_KINDS, WRITTEN_KINDS, TreeSpec, tree_names
 from tpcompiler.frontend.written_back import find_overwritten
 from tpcompiler.ir import edit
 from tpcompiler.ir.calling_convention import calling_of, plain_outputs
+from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.ir.text import dtype_name
 from tpcompiler.judge.sound.folded import Folded, read_claimed
@@ -49,38 +49,33 @@ def check_outputs(made: Folded, manifest: Manifest) -> None:
         name = next(names, None) if spec.kind in RETURNED_KINDS else None
         if not edit.is_tensor(value):
             continue
-        found = made.shardings[value][0]
         if spec.kind in RETURNED_KINDS:
             row = next(rows, None)
             if row is None or row.name != name:
                 raise Unsound(value, f"is output {name!r}, and the manifest says {row and row.name!r}")
-            if found != read_claimed(value, row.sharding, made.mesh, found.ndim):
-                raise Unsound(
-                    value, f"is {found.text(made.mesh)}, and the manifest says output {row.name!r} is {row.sharding}"
-                )
-            whole = edit.outputs(made.whole[value])[0].shape
-            dtype = dtype_name(edit.fake(value).dtype)
-            if dtype != row.dtype or not _has_shape(whole, row.shape):
-                raise Unsound(
-                    value,
-                    f"is {dtype} {list(whole)}, and the manifest says output {row.name!r} is {row.dtype} {row.shape}",
-                )
+            sharding = read_claimed(value, row.sharding, made.mesh, edit.ndim(value))
+            _check_value(made, value, "", f"the manifest says output {name!r}", sharding, row.dtype, row.shape)
         if spec.kind in (*WRITTEN_KINDS, *GRADIENT_KINDS):
-            _check_follower(made, spec, value, owners[str(spec.target)])
+            owner = owners[str(spec.target)]
+            (sharding, *_), whole = made.shardings[owner], edit.outputs(made.whole[owner])[0]
+            what = f"{'a gradient of' if spec.kind in GRADIENT_KINDS else 'written back to'} {spec.target!r} as "
+            _check_value(made, value, what, "that", sharding, dtype_name(whole.dtype), whole.shape)
     if left := next(rows, None):
         raise Unsound(None, f"the manifest names an output {left.name!r}, which the program lacks")
 
 
-def _check_follower(made: Folded, spec: OutputSpec, value: fx.Node, owner: fx.Node) -> None:
-    """Check that a value that is written back, or a gradient, is what it belongs to in shape, dtype and sharding."""
-    what, to = ("a gradient", "of") if spec.kind in GRADIENT_KINDS else ("written back", "to")
-    new, old = (edit.outputs(made.whole[each])[0] for each in (value, owner))
-    if new.dtype != old.dtype or not _has_shape(new.shape, old.shape):
-        said = [f"{dtype_name(each.dtype)} {list(each.shape)}" for each in (new, old)]
-        raise Unsound(value, f"is {what} as {said[0]}, and {spec.target!r} is {said[1]}")
-    found, wanted = (made.shardings[each][0].text(made.mesh) for each in (value, owner))
-    if made.shardings[value][0] != made.shardings[owner][0]:
-        raise Unsound(value, f"is {what} {to} {spec.target!r} as {found}, and that is {wanted}")
+def _check_value(
+    made: Folded, value: fx.Node, what: str, whose: str, sharding: Sharding, dtype: str, shape: Sequence[Any]
+) -> None:
+    """Check the dtype, shape and sharding of a value that leaves the program; `what` and `whose` word the finding."""
+    found, whole = made.shardings[value][0], edit.outputs(made.whole[value])[0]
+    if dtype_name(whole.dtype) != dtype or not _has_shape(whole.shape, shape):
+        both = [f"{dtype_name(whole.dtype)} {list(whole.shape)}", f"{dtype} {list(shape)}"]
+    elif found != sharding:
+        both = [each.text(made.mesh) for each in (found, sharding)]
+    else:
+        return
+    raise Unsound(value, f"is {what}{both[0]}, and {whose} is {both[1]}")
 
 
 def _has_shape(shape: Sequence[Any], said: Sequence[Any]) -> bool:

@@ -18,6 +18,7 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.judge.compare.simulate import Waiting, lock_step, run_call
 from tpcompiler.judge.sound.drawn import LONGER, SHORT, DrawnSizes
 from tpcompiler.judge.sound.folded import Folded
+from tpcompiler.judge.sound.moves import ALONG
 from tpcompiler.judge.sound.numbering import Numbering
 from tpcompiler.judge.sound.region import ProgramRegion
 from tpcompiler.judge.sound.shares import cut, join, reduce_terms
@@ -27,26 +28,11 @@ MANY = 2**22  # elements
 TRIALS, DRAWS = 2, 8  # number of trials of dynamic sizes, and of draws in each trial
 SMALL = 16
 # All other ops in a change of sharding treat all dims alike except one, or all dims.
-ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, WAIT = (
-    getattr(c10d_functional, name).default
-    for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "wait_tensor")
-)
-ALONG_DIM = (
-    aten.slice.Tensor,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.cat.default,
-    aten.index_select.default,
-)
-ALONG_FIRST = (ALL_GATHER, REDUCE_SCATTER)
+ALONG_DIM = {*ALONG, aten.cat.default} - {aten.select.int}
+ALONG_FIRST = (c10d_functional.all_gather_into_tensor.default, c10d_functional.reduce_scatter_tensor.default)
 ALONG_NONE = (
-    ALL_REDUCE,
-    WAIT,
-    aten.clone.default,
-    aten.div.Tensor,
-    operator.getitem,
-    aten.arange.default,
-    aten.add.Tensor,  # for places
+    *(c10d_functional.all_reduce.default, c10d_functional.wait_tensor.default, operator.getitem),
+    *(aten.clone.default, aten.div.Tensor, aten.arange.default, aten.add.Tensor),  # the last two make places
 )
 
 

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 from torch import fx
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import quiet_torch
 from tpcompiler.artifact.program import ArtifactProgram, find_state_apart, stages_by_whole
-from tpcompiler.cost.collective import KIND_OF
-from tpcompiler.cost.path import FREE, steps_along
 from tpcompiler.errors import ArtifactError, InternalError, TpCompilerError, one_line, reason
 from tpcompiler.ir import edit
 from tpcompiler.ir.buckets import take_apart
 from tpcompiler.ir.gc_pause import collector_rests
-from tpcompiler.ir.local import key, no_new_guards
+from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import CanonicalProgram
-from tpcompiler.ir.text import op_name
+from tpcompiler.judge.sound.agreement import check_agreement, check_alike
 from tpcompiler.judge.sound.bodies import check_body
 from tpcompiler.judge.sound.boundary import check_calls, check_outputs
 from tpcompiler.judge.sound.changes import ChangeRunner
@@ -34,7 +32,6 @@ from tpcompiler.judge.sound.region import row_of
 from tpcompiler.judge.sound.stages import check_stages
 from tpcompiler.judge.sound.state import check_numbers, check_shared, check_state, check_symmetric
 from tpcompiler.judge.sound.unsound import Unsound
-from tpcompiler.judge.sound.whole_text import cuts_of, whole_text
 from tpcompiler.judge.sound.written import WrittenRank, read_ranks
 from tpcompiler.runtime.artifact import MODEL, Manifest, lacks_weights, misfit_of, rank_file
 from tpcompiler.runtime.records import Record
@@ -189,11 +186,12 @@ def _check_folds(
     if len(programs) < len(ranks):
         return
     with _noting(findings, None):
-        _check_agreement(programs, [row_of(manifest, rank) for rank in range(len(ranks))], findings, counts)
+        check_agreement(programs)
+        _check_regions(programs, [row_of(manifest, rank) for rank in range(len(ranks))], findings, counts)
     counts.update(ops=len(programs[0].ops))
     if not findings:
         with _noting(findings, None):
-            _check_alike(programs)
+            check_alike(programs)
     if model is not None and not findings:
         with _noting(findings, None, programs):
             if believed := check_model(programs[0], model):
@@ -223,27 +221,10 @@ def _folded(
     return programs
 
 
-def _check_agreement(
+def _check_regions(
     ranks: Sequence[Folded], rows: Sequence[Sequence[int]], findings: list[str], counts: Counter[str]
 ) -> None:
-    """Check that all ranks fold to one program, and that regions, with each rank's numbers, are what they claim."""
-    own = {id(each): (rank, each) for rank, each in reversed(list(enumerate(ranks)))}  # each distinct program once
-    first = whole_text(ranks[0])
-    for rank, each in reversed(own.values()):
-        text = whole_text(each)
-        apart = [(a, b) for a, b in zip(first, text, strict=False) if a != b]
-        if apart or len(first) != len(text):
-            a, b = apart[0] if apart else (f"{len(first)} values", f"{len(text)} values")
-            findings.append(f"ranks 0 and {rank} have shares of different programs: {a}, and {b}")
-            return
-    taken: dict[tuple[str, ...], tuple[int, set[str]]] = {}
-    for rank, each in reversed(own.values()):
-        for names, here in cuts_of(each).items():
-            other, there = taken.setdefault(names, (rank, here))
-            if there != here:
-                one, two = (" and ".join(sorted(found)) for found in (there, here))
-                findings.append(f"ranks {other} and {rank} take '{names[-1]}' for '{names[0]}' as {one}, and as {two}")
-                return
+    """Check that regions, with each rank's numbers, are what they claim."""
     changes = ChangeRunner(ranks, rows)
     for name in dict.fromkeys(name for each in ranks for name in each.regions):
         if not all(name in each.regions for each in ranks):
@@ -258,33 +239,27 @@ def _check_agreement(
             counts.update(regions=1)
 
 
-class _noting:
-    """A context that records an `Unsound` error as a finding, with file, node and source line.
+@contextmanager
+def _noting(findings: list[str], rank: int | None, ranks: Sequence[Folded] = ()) -> Iterator[None]:
+    """Record an `Unsound` error as a finding, with file, node and source line; `ranks` may own the node.
 
     Any other error is a defect of the check, which must be mistaken neither for a sound file nor for an unsound one.
     """
-
-    def __init__(self, findings: list[str], rank: int | None, ranks: Sequence[Folded] = ()) -> None:
-        """`ranks`: the candidates for the owner of the node."""
-        self.findings, self.rank, self.ranks = findings, rank, ranks
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, Unsound):
-            graph = error.node.graph if error.node is not None else None
-            whose = [rank for rank, each in enumerate(self.ranks) if each.program.graph is graph]
-            self.findings.append(_where(error.node, whose[0] if whose else self.rank) + error.text)
-        elif isinstance(error, TpCompilerError):
-            self.findings.append(f"{_where(None, self.rank)}cannot be checked: {error.message}")
-        elif isinstance(error, Exception) and not isinstance(error, InternalError):
-            why = f"{type(error).__name__}: {reason(error)}"
-            raise InternalError(
-                f"{_where(None, self.rank)}the check failed, and proves nothing: {why}",
-                help="report this with the artifact, and do not run it unless `verify` finds it equal to the model",
-            ) from error
-        return isinstance(error, Unsound | TpCompilerError)
+    try:
+        yield
+    except Unsound as error:
+        graph = error.node.graph if error.node is not None else None
+        whose = (at for at, each in enumerate(ranks) if each.program.graph is graph)
+        findings.append(_where(error.node, next(whose, rank)) + error.text)
+    except TpCompilerError as error:
+        findings.append(f"{_where(None, rank)}cannot be checked: {error.message}")
+    except InternalError:
+        raise
+    except Exception as error:
+        raise InternalError(
+            f"{_where(None, rank)}the check failed, and proves nothing: {type(error).__name__}: {reason(error)}",
+            help="report this with the artifact, and do not run it unless `verify` finds it equal to the model",
+        ) from error
 
 
 def _where(node: fx.Node | None, rank: int | None) -> str:
@@ -293,50 +268,3 @@ def _where(node: fx.Node | None, rank: int | None) -> str:
         line = edit.source_line(node)
         words.append(f"'{node.name}' ({node.target}{', ' + line if line else ''})")
     return ": ".join(words) + (" " if node is not None else ": " if words else "")
-
-
-def _check_alike(ranks: Sequence[Folded]) -> None:
-    """Check that ranks with equal claimed shapes run one program.
-
-    This finds anything that one rank alone does differently. Ranks with shares of another size are compared by the
-    program that their graphs fold to.
-
-    Raises:
-        Unsound: two of them have programs apart, or a change claims an impossible path.
-    """
-    _check_paths(ranks[0])
-    first: dict[Any, int] = {}
-    for rank, each in enumerate(ranks):
-        other = first.setdefault(key(list(_shapes(ranks[0], rank))), rank)
-        if ranks[other].program is not each.program:
-            raise Unsound(None, f"ranks {other} and {rank} hold equal shapes, and run programs apart")
-
-
-def _check_paths(program: Folded) -> None:
-    """Check that each step of a claimed path leads to the next, and that its collectives are called."""
-    last = {region.nodes[-1]: region for region in program.regions.values()}
-    for node, states in program.paths.items():
-        value, called = edit.outputs(program.whole[node])[0], []
-        for each in filter(edit.is_collective, last[node].nodes):
-            degrees = dict(program.mesh.parts)  # an axis that the mesh lacks is another finding
-            axes = [axis for axis in program.mesh.axes_of(str(each.args[-1])) if degrees.get(axis, 1) > 1]
-            called += [(KIND_OF[op_name(each)], tuple(axes))] if axes else []
-        steps = steps_along(states, value.shape, value.element_size(), program.mesh)
-        if steps is None or called != [(step.kind, step.axes) for step in steps if step.kind not in FREE]:
-            way = " -> ".join(state.text(program.mesh) for state in states)
-            raise Unsound(node, f"claims to change its operand along {way}, which its collectives do not")
-
-
-def _shapes(program: Folded, rank: int) -> Iterator[Any]:
-    """Yield all local shapes that differ between ranks, of values and of the steps of a change."""
-    here = program.mesh.coordinate(rank)
-    for node, shardings in program.shardings.items():
-        for whole, sharding in zip(edit.outputs(program.whole[node]), shardings, strict=True):
-            yield from (
-                (
-                    state.local_shape(whole.shape, program.mesh, here),
-                    [[here[axis] for axis in cut.axes] for cut in state.dims if cut.spans],
-                )
-                for state in program.paths.get(node, (sharding,))
-                if not state.is_even(whole.shape, program.mesh)
-            )

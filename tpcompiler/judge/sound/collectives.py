@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from msgspec.structs import asdict
 from torch import fx
@@ -17,14 +17,20 @@ from tpcompiler.judge.sound.unsound import Unsound
 from tpcompiler.runtime.artifact import Manifest
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A collective of one rank: the part that its group must agree on, its change, and its node."""
+class _Call(NamedTuple):
+    """A collective of one rank: the part that its group must agree on, its change, its node, and the ranks it meets."""
 
     group: str
     what: str
     change: str
     node: fx.Node
+    ranks: Sequence[int]
+
+    def meets(self, other: _Call | None) -> bool:
+        return other is not None and self[:3] == other[:3]
+
+    def __str__(self) -> str:
+        return f"{self.what} over {self.group} for {self.change}"
 
 
 def check_collectives(programs: Sequence[ExportedProgram], manifest: Manifest) -> None:
@@ -44,20 +50,17 @@ def check_collectives(programs: Sequence[ExportedProgram], manifest: Manifest) -
     at = [0] * len(queues)
     while True:
         heads = [queue[i] if i < len(queue) else None for queue, i in zip(queues, at, strict=True)]
-        if not any(heads):
+        waiting = [(rank, head) for rank, head in enumerate(heads) if head is not None]
+        apart = {rank: [other for other in head.ranks if not head.meets(heads[other])] for rank, head in waiting}
+        if not waiting:
             return
-        moved = False
-        for rank, head in enumerate(heads):
-            if head is None:
-                continue
-            ranks = next(ranks for ranks in manifest.groups[head.group] if rank in ranks)
-            met = [heads[other] for other in ranks]
-            if rank == ranks[0] and all(o is not None and _alike(o, head) for o in met):
-                for other in ranks:
-                    at[other] += 1
-                moved = True
-        if not moved:
-            _refuse(heads, manifest)
+        for rank in (moving := [rank for rank in apart if not apart[rank]]):
+            at[rank] += 1
+        if not moving:
+            rank, head = waiting[0]
+            theirs = heads[other := apart[rank][0]]
+            there = "at its end" if theirs is None else f"at {theirs} ('{theirs.node.name}')"
+            raise Unsound(head.node, f"is {head} on rank {rank}, and rank {other} is {there}")
 
 
 def _check_list(queues: Sequence[Sequence[_Call]], manifest: Manifest, mesh: Mesh) -> None:
@@ -67,10 +70,10 @@ def _check_list(queues: Sequence[Sequence[_Call]], manifest: Manifest, mesh: Mes
     for number, call in enumerate(calls):
         if number >= len(said) or not call.what.startswith(said[number][0]) or call.group != said[number][1]:
             listed = " over ".join(said[number]) if number < len(said) else "nothing"
-            raise Unsound(call.node, f"is collective {number + 1}, {_said(call)}, and the manifest lists {listed}")
+            raise Unsound(call.node, f"is collective {number + 1}, {call}, and the manifest lists {listed}")
         row = manifest.collectives[number]
         known = all(isinstance(size, int) for value in edit.outputs(call.node) for size in value.shape)
-        each = [queue[number].node for queue in queues if number < len(queue) and _alike(queue[number], call)]
+        each = [queue[number].node for queue in queues if number < len(queue) and call.meets(queue[number])]
         if known and not is_exchange(call.node):
             each = [call.node]
         elif len(each) < len(queues):  # another finding
@@ -83,25 +86,6 @@ def _check_list(queues: Sequence[Sequence[_Call]], manifest: Manifest, mesh: Mes
             raise Unsound(call.node, f"is collective {number + 1}: it {both}")
     if len(said) > len(calls):
         raise Unsound(None, f"the manifest lists {len(said)} collectives, and the programs have {len(calls)}")
-
-
-def _refuse(heads: Sequence[_Call | None], manifest: Manifest) -> None:
-    for rank, head in enumerate(heads):
-        if head is None:
-            continue
-        for other in next(ranks for ranks in manifest.groups[head.group] if rank in ranks):
-            theirs = heads[other]
-            if theirs is None or not _alike(theirs, head):
-                there = "at its end" if theirs is None else f"at {_said(theirs)} ('{theirs.node.name}')"
-                raise Unsound(head.node, f"is {_said(head)} on rank {rank}, and rank {other} is {there}")
-
-
-def _alike(one: _Call, other: _Call) -> bool:
-    return (one.group, one.what, one.change) == (other.group, other.what, other.change)
-
-
-def _said(call: _Call) -> str:
-    return f"{call.what} over {call.group} for {call.change}"
 
 
 def _sequence(program: ExportedProgram, manifest: Manifest, rank: int) -> list[_Call]:
@@ -117,12 +101,12 @@ def _sequence(program: ExportedProgram, manifest: Manifest, rank: int) -> list[_
             needed = "one, its wait" if values == 1 else f"{values}, each result with one wait"
             raise Unsound(node, f"has {len(node.users)} users where it needs {needed}")
         group = str(node.args[-1])
-        if not any(rank in ranks for ranks in manifest.groups.get(group, ())):
+        ranks = next((ranks for ranks in manifest.groups.get(group, ()) if rank in ranks), None)
+        if ranks is None:
             raise Unsound(node, f"runs over {group!r}, and the manifest has no such group with rank {rank}")
-        ranks = next(ranks for ranks in manifest.groups[group] if rank in ranks)
         if (said := _ranks_said(node)) - {len(ranks)}:
             raise Unsound(node, f"is for {sorted(said)} ranks, and {group!r} has {len(ranks)}")
-        calls.append(_Call(group, _what(node), read_claim(node).region or "no change", node))
+        calls.append(_Call(group, _what(node), read_claim(node).region or "no change", node, ranks))
     return calls
 
 

@@ -98,10 +98,6 @@ class Folded:
                 self.results[known] = target(*args, **kwargs)
         return self.results[known]
 
-    def input_symbols(self) -> set[Any]:
-        """Return the symbols in the sizes of inputs."""
-        return symbols_of(node.meta.get("val") for node in self.program.graph.nodes if node.op == "placeholder")
-
     def stands_for(self, node: fx.Node, whole: fx.Node) -> None:
         self.whole[node] = whole
         self.by_name[node.name] = node

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Collection
 from typing import Any, cast
 
 import torch
 from torch import fx
-from torch.export.graph_signature import ConstantArgument
 
 from tpcompiler._torch import OpOverload, aten, sym_expr
 from tpcompiler.ir import edit
 from tpcompiler.ir.control_flow import copy_body, is_cond
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.program import BOTH, CanonicalProgram
-from tpcompiler.ir.text import dtype_name
+from tpcompiler.judge.sound.agreement import call_text, describe_input, describe_output, describe_value
 from tpcompiler.judge.sound.folded import Folded
-from tpcompiler.judge.sound.numbering import Numbering, call_of
+from tpcompiler.judge.sound.numbering import Known, Numbering, call_of
 from tpcompiler.judge.sound.pieces import Pieces
 from tpcompiler.judge.sound.unsound import Unsound
 from tpcompiler.rules.index_range import Ranges, door_ranges
@@ -45,32 +46,16 @@ def check_model(made: Folded, model: CanonicalProgram) -> int:
 
 def _check_signature(made: Folded, model: CanonicalProgram) -> None:
     """Check that inputs, leaves and outputs are the model's, in order."""
-    numbers = made.numbers.nodes
-    ours = [_described(spec) for node, spec in edit.placeholders(made.program) if node not in numbers]
-    signature = model.source.graph_signature
-    for what, actual, wanted in (
-        ("input", ours, list(map(_described, signature.input_specs))),
-        (
-            "output",
-            [_returned(spec) for spec in made.program.graph_signature.output_specs],
-            [_returned(spec) for spec in signature.output_specs],
-        ),
+    ours, theirs = made.program.graph_signature, model.source.graph_signature
+    taken = [spec for node, spec in edit.placeholders(made.program) if node not in made.numbers.nodes]
+    for what, describe, specs in (
+        ("input", describe_input, (taken, theirs.input_specs)),
+        ("output", describe_output, (ours.output_specs, theirs.output_specs)),
     ):
-        for at in range(max(len(actual), len(wanted))):
-            one, other = (each[at] if at < len(each) else "none" for each in (actual, wanted))
+        for at, pair in enumerate(itertools.zip_longest(*specs)):
+            one, other = ("none" if spec is None else describe(spec) for spec in pair)
             if one != other:
                 raise Unsound(None, f"{what} {at} of the ranks is {one}, and that of {MODEL} is {other}")
-
-
-def _described(spec: Any) -> str:
-    value = f"={spec.arg.value!r}" if isinstance(spec.arg, ConstantArgument) else ""
-    kept = " that no state dict has" if spec.persistent is False else ""
-    return f"{spec.kind.name.lower()} {spec.arg.name}{value} of {spec.target}{kept}"
-
-
-def _returned(spec: Any) -> str:
-    value = f" {spec.arg.value!r}" if isinstance(spec.arg, ConstantArgument) else ""
-    return f"{spec.kind.name.lower()}{value} of {spec.target}"
 
 
 def _check_sizes(made: Folded, model: CanonicalProgram) -> None:
@@ -84,7 +69,7 @@ def _check_sizes(made: Folded, model: CanonicalProgram) -> None:
         same = isinstance(wanted, torch.Tensor) and (value.dtype, value.ndim) == (wanted.dtype, wanted.ndim)
         sizes = zip(value.shape, wanted.shape, strict=True) if same else ()  # type: ignore[union-attr]
         if not same or not all(_stands_for(*ends, standing) for ends in sizes):
-            said = " and ".join(_layout(each) for each in (value, wanted))
+            said = " and ".join(describe_value(each) for each in (value, wanted))
             raise Unsound(None, f"'{node.name}' of the ranks and of {MODEL} are {said}")
     ours, ranges = made.program.range_constraints, model.source.range_constraints
     for symbol, size in standing.items():
@@ -95,10 +80,6 @@ def _check_sizes(made: Folded, model: CanonicalProgram) -> None:
             own_end = count * end
             if own_end != wanted and not (own_end.is_Integer and wanted.is_Integer and abs(own_end - wanted) < count):
                 raise Unsound(None, f"size {symbol} of {MODEL} ends at {wanted}, and that of the ranks at {own_end}")
-
-
-def _layout(value: Any) -> str:
-    return f"{dtype_name(value.dtype)} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
 def _stands_for(ours: Any, theirs: Any, standing: dict[Any, Any]) -> bool:
@@ -119,18 +100,15 @@ class _Comparison:
 
     def __init__(self, made: Folded, model: CanonicalProgram) -> None:
         self.made, self.model = made, model
-        self.numbering = Numbering()
-        self.theirs: dict[fx.Node, int] = {}
-        self.named: dict[str, fx.Node] = {}
-        drawn = 0
+        graphs = (made.graph, model.graph)
+        drawn = {node: at for graph in graphs for at, node in enumerate(filter(_draws, graph.nodes))}
+        self.numbering = Numbering(drawn)
+        self.ours: Known = {}
+        self.theirs: Known = {}
         for node in model.graph.nodes:
-            self.numbering.of(node, self.theirs, drawn)
-            self.named[node.name] = node
-            drawn += _draws(node)
-        self.names: dict[int, set[str]] = {}
-        for node, number in self.theirs.items():
-            self.names.setdefault(number, set()).add(node.name)
-        self.ours: dict[fx.Node, int] = {}
+            self.numbering.of(node, self.theirs)
+        self.wanted = set(self.theirs.values())
+        self.named = {node.name: node for node in model.graph.nodes}
         self.pieces = Pieces(made, model, self.ours, self.theirs)
         self.owner = {whole: node for node, whole in reversed(made.whole.items())}
 
@@ -140,50 +118,45 @@ class _Comparison:
         A file may give other names to a program that torch traces as a whole. So a difference between values of one
         name is a finding only if the outputs differ too.
         """
-        drawn, first = 0, None
+        first = None
         for node in self.made.graph.nodes:
-            self._number(node, drawn)
+            self._number(node)
             same = self._namesake(node) if first is None or node.op == "output" else None
-            if self.ours[node] not in self.names and same is not None:
+            if self.ours[node] not in self.wanted and same is not None:
                 try:
-                    self._compare(node, same, drawn)
+                    self._equate(node, same)
+                    self._number(node)
+                    if self.ours[node] not in self.wanted:
+                        self._run(node, same)
                 except Unsound as error:
                     if node.op == "output":
                         raise first or error from None
                     first = error
-            drawn += _draws(node)
         self._check_effects()
         return self.pieces.believed
 
-    def _compare(self, ours: fx.Node, theirs: fx.Node, drawn: int) -> None:
-        self._equate(ours, theirs)
-        self._number(ours, drawn)
-        if self.ours[ours] not in self.names:
-            self._run(ours, theirs)
-
-    def _number(self, node: fx.Node, drawn: int) -> None:
+    def _number(self, node: fx.Node) -> None:
         self.ours.pop(node, None)
-        self.numbering.of(node, self.ours, drawn)
+        self.numbering.of(node, self.ours)
 
-    def _namesake(self, node: fx.Node) -> fx.Node | None:
-        """Return the model's node that a value claims as its origin."""
-        if node.op == "output":
+    def _namesake(self, whole: fx.Node) -> fx.Node | None:
+        """Return the model's node that a value claims as its origin; torch keeps no claims of getitems."""
+        if whole.op == "output":
             return self.model.graph.output_node()
-        return self.named.get(self._origin(node) or "")
-
-    def _origin(self, whole: fx.Node) -> str | None:
-        """Return the claimed origin of a value; torch keeps no claims of getitems."""
         node = self.owner.get(whole)
-        if node is None or node.op != "call_function" or str(node.target) == "<built-in function getitem>":
+        if node is None or node.op != "call_function" or node.target is operator.getitem or not edit.outputs(node):
             return None
-        return self.made.claim(node).origin if edit.outputs(node) else None
+        return self.named.get(self.made.claim(node).origin or "")
 
     def _equate(self, ours: fx.Node, theirs: fx.Node) -> None:
         """Run the operands of two calls of one op that differ."""
         if (head := call_of(ours))[0] != (other := call_of(theirs))[0]:
             return
-        for one, two in _pairs(head[1], other[1]) or ():
-            if isinstance(one, fx.Node) and isinstance(two, fx.Node) and self.ours[one] != self.theirs[two]:
+        uses: tuple[list[fx.Node], list[fx.Node]] = ([], [])
+        for arguments, nodes in zip((head[1], other[1]), uses, strict=True):
+            fx.node.map_arg(arguments, nodes.append)
+        for one, two in zip(*uses, strict=True) if len(uses[0]) == len(uses[1]) else ():
+            if self.ours[one] != self.theirs[two]:
                 self._run(one, two)
 
     def _run(self, ours: fx.Node, theirs: fx.Node) -> None:
@@ -192,7 +165,7 @@ class _Comparison:
         if difference := self.pieces.compare(ours, theirs):
             raise Unsound(
                 self.owner.get(ours),
-                f"is {_shown(ours)}, and {MODEL} has '{theirs.name}' = {_shown(theirs)} there: {difference}",
+                f"is {call_text(ours)}, and {MODEL} has '{theirs.name}' = {call_text(theirs)} there: {difference}",
             )
         self.ours[ours] = self.theirs[theirs]
 
@@ -204,7 +177,7 @@ class _Comparison:
             if number in numbers or not (_is_silent(node) or _draws(node) or BOTH in node.meta):
                 continue
             if not any(self._is_same(each, node) for each in silent):
-                raise Unsound(None, f"{MODEL} calls '{node.name}' = {_shown(node)}, and the ranks do not")
+                raise Unsound(None, f"{MODEL} calls '{node.name}' = {call_text(node)}, and the ranks do not")
 
     def _is_same(self, ours: fx.Node, theirs: fx.Node) -> bool:
         """Return True if two calls without results take equal values, however these are computed."""
@@ -212,27 +185,12 @@ class _Comparison:
             self._equate(ours, theirs)
         except Unsound:
             return False
-        self._number(ours, 0)
+        self._number(ours)
         return self.ours[ours] == self.theirs[theirs]
 
 
 def _is_silent(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and not node.target._schema.returns
-
-
-def _pairs(ours: Any, theirs: Any) -> list[tuple[Any, Any]] | None:
-    """Return the arguments of two calls in pairs; None if their structures differ."""
-    if isinstance(ours, (list, tuple)) and isinstance(theirs, (list, tuple)):
-        if len(ours) != len(theirs):
-            return None
-        parts = [_pairs(one, two) for one, two in zip(ours, theirs, strict=True)]
-        return None if any(part is None for part in parts) else [pair for part in parts for pair in part or ()]
-    return [(ours, theirs)]
-
-
-def _shown(node: fx.Node) -> str:
-    words = [*map(str, node.args), *(f"{name}={value}" for name, value in node.kwargs.items())]
-    return f"{node.target}({', '.join(words)})"
 
 
 def _with_both_branches(model: CanonicalProgram, called: Collection[str]) -> CanonicalProgram:
@@ -262,15 +220,12 @@ def _write_out(cond: fx.Node, at_door: Ranges) -> list[fx.Node]:
     with graph.inserting_before(cond):
         if why := obstacle(copies, at_door):
             raise Unsound(None, f"the ranks compute both branches of '{cond.name}', and one of them {why}")
-        value: Any = predicate.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.dtype != torch.bool:
-            predicate = graph.create_node(
-                "call_function", aten.ne.Scalar, (predicate, 0), name=f"{cond.name}_predicate"
-            )
-        if isinstance(value, torch.Tensor) and value.ndim:
-            predicate = graph.create_node(
-                "call_function", aten.view.default, (predicate, []), name=f"{cond.name}_predicate"
-            )
+        value = predicate.meta.get("val")
+        casts = isinstance(value, torch.Tensor) and value.dtype != torch.bool
+        shapes = isinstance(value, torch.Tensor) and value.ndim > 0
+        for target, argument in [(aten.ne.Scalar, 0)] * casts + [(aten.view.default, [])] * shapes:
+            name = f"{cond.name}_predicate"
+            predicate = graph.create_node("call_function", target, (predicate, argument), name=name)
         for part in list(cond.users):
             index: Any = part.args[1]
             ends = on_true[1][index], on_false[1][index]

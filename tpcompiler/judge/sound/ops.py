@@ -19,6 +19,7 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.sizes import statically_equal
 from tpcompiler.judge.sound.drawn import DrawnSizes
 from tpcompiler.judge.sound.folded import LAYOUT, Folded, Shardings, reads_data
+from tpcompiler.judge.sound.numbering import key_of
 from tpcompiler.judge.sound.shares import local_shape, local_size
 from tpcompiler.judge.sound.unsound import Unsound
 from tpcompiler.rules.infer import Option, Refusal, follow, merge, pass_through, shardings
@@ -86,7 +87,7 @@ def _check_value(made: Folded, node: fx.Node) -> bool:
         if _has_dynamic_sizes(node) and _holds_at_numbers(made, node, args, kwargs):
             return True
         raise Unsound(node, f"cannot be run: {reason(error)}") from error
-    every = [v for v in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(v, torch.Tensor)]
+    every = edit.tensors_in(result)
     shapes, known = _read_names(made, node, every)
     # The length of a list that depends on a dynamic size is that of the example.
     few = len(every) != len(edit.outputs(node)) and _has_dynamic_sizes(node)
@@ -113,7 +114,7 @@ def _holds_at_numbers(made: Folded, node: fx.Node, args: Any, kwargs: Any) -> bo
                 result = node.target(*given[0], **given[1])  # type: ignore[operator]
         except Exception:  # they do not fit
             continue
-        every = [v for v in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(v, torch.Tensor)]
+        every = edit.tensors_in(result)
         said = [([made.plain(size) for size in each.shape], each.dtype) for each in edit.outputs(node)]
         return said == [(list(value.shape), value.dtype) for value in every]
     return False
@@ -165,7 +166,8 @@ def _check_number(made: Folded, node: fx.Node, args: Any, kwargs: Any) -> None:
     """Check a recorded number. A data-dependent one needs a unique name, and has no known value."""
     if isinstance(node.target, OpOverload) and node.target not in LAYOUT:
         names = symbols_of([edit.fake(node)])
-        if edit.operands(node) and (not names or names & made.input_symbols()):
+        of_inputs = symbols_of(each.meta.get("val") for each in made.program.graph.nodes if each.op == "placeholder")
+        if edit.operands(node) and (not names or names & of_inputs):
             raise Unsound(node, f"makes a number that the data decide, and records {edit.fake(node)}")
         return
     actual = args[0].shape[args[1]] if node.target is aten.sym_size.int else node.target(*args, **kwargs)  # type: ignore[operator]
@@ -216,7 +218,10 @@ def find_option(
 def _ruled(
     node: fx.Node, whole: fx.Node, wants: Shardings, gives: Sequence[Sharding | None], mesh: Mesh
 ) -> tuple[Rule, Option]:
-    rule = _rule(node, whole)
+    try:
+        rule = rule_of(whole)
+    except RuleError as error:
+        raise Unsound(node, f"does not fit its op's rule: {error.message}") from error
     if rule is None:
         raise Unsound(node, "has no rule, and is run on shares")
     option = _option(rule, node, wants, gives, mesh)
@@ -255,13 +260,6 @@ def _check_pending(node: fx.Node, rule: Rule, option: Option, wants: Shardings, 
         own = {axis: "sum" for factor in summed & option.cuts.keys() for axis in option.cuts[factor].axes}
         if dict(sharding.partial) != {**reduced, **passed, **own}:
             raise Unsound(node, f"leaves { ({**reduced, **passed, **own}) } pending by its rule, and claims {sharding}")
-
-
-def _rule(node: fx.Node, whole: fx.Node) -> Rule | None:
-    try:
-        return rule_of(whole)
-    except RuleError as error:
-        raise Unsound(node, f"does not fit its op's rule: {error.message}") from error
 
 
 def _option(rule: Rule, node: fx.Node, wants: Shardings, gives: Sequence[Sharding | None], mesh: Mesh) -> Option:
@@ -334,7 +332,7 @@ def _check_arguments(made: Folded, node: fx.Node, own: Mapping[str, list[Size | 
             else:
                 if isinstance(entry, fx.Node) and reads_data(entry):
                     raise Unsound(node, f"is given {name}={value}, of which '{entry.name}' is read from data")
-                fits = statically_equal(_number(entry), size) or entry == -1
+                fits = statically_equal(edit.fake(entry) if isinstance(entry, fx.Node) else entry, size) or entry == -1
             if not fits:
                 raise Unsound(node, f"is given {name}={value}, where its share of {wanted} has {size}")
 
@@ -343,25 +341,9 @@ def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _number(value: Any) -> Any:
-    return edit.fake(value) if isinstance(value, fx.Node) else value
-
-
 def _equal(value: Any, wanted: Any, made: Folded) -> bool:
-    """Return True for the same argument: a node for the same value, or an equal constant; devices may differ."""
-    if isinstance(value, (list, tuple)):
-        return (
-            isinstance(wanted, (list, tuple))
-            and len(value) == len(wanted)
-            and all(_equal(a, b, made) for a, b in zip(value, wanted, strict=True))
-        )
-    if isinstance(value, fx.Node):
-        return value in made.whole and made.whole[value] is wanted
-    if isinstance(value, torch.device):
-        return isinstance(wanted, torch.device)
-    if isinstance(value, float | complex):
-        return type(value) is type(wanted) and repr(value) == repr(wanted)  # separates -0.0 from 0.0, and equates NaNs
-    return type(value) is type(wanted) and bool(value == wanted)
+    """Return True for the same argument: a node for the same value, or an equal constant."""
+    return key_of(value, made.whole.get) == key_of(wanted, lambda node: node)
 
 
 def _read_names(made: Folded, node: fx.Node, values: Sequence[torch.Tensor]) -> tuple[list[list[Any]], bool]:

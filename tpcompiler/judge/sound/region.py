@@ -97,6 +97,7 @@ def find_regions(claims: Mapping[fx.Node, Claim], numbers: Numbers) -> dict[str,
         read = tuple(node for node in used if node in numbers.read)
         # A rank with an empty share of the next value may use none of the nodes.
         outputs = tuple(node for node in nodes if any(user not in own for user in node.users)) or (nodes[-1],)
-        ordered = tuple(find_ordered(nodes)) if name.startswith("reshard") else ()
+        operands = [node for node in inputs if edit.is_tensor(node)]
+        ordered = tuple(find_ordered(nodes, operands[0])) if name.startswith("reshard") and operands else ()
         regions[name] = ProgramRegion(name, tuple(nodes), inputs, outputs, read, ordered=ordered)
     return regions

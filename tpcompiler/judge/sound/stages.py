@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import fx
 
@@ -41,8 +41,15 @@ def check_stages(stages: Stages, whole: CanonicalProgram) -> int:
         results = {name: value for name, value in results_of(program).items() if isinstance(value, fx.Node)}
         returned.append({name: known[value] for name, value in results.items()})
         numbers.append(known)
-    _check_outputs(stages, whole, numbers)
-    _check_written(stages, whole, numbers)
+    wanted, made = _results(whole), [_results(program, record.outputs) for record, program in stages]
+    constants = {name: value for name, value in results_of(whole).items() if not isinstance(value, fx.Node)}
+    if any(record.constants != constants for record, _ in stages):
+        raise Unsound(None, f"the outputs that are no tensors are {constants}, and a stage says otherwise")
+    for what in dict.fromkeys((*wanted, *(what for own in made for what in own))):
+        owners = [at for at, own in enumerate(made) if what in own]
+        if len(owners) != (what in wanted):
+            raise Unsound(None, f"{len(owners)} stages return {what}, and {'one' if what in wanted else 'none'} should")
+        _compare(what, wanted[what], made[owners[0]][what], owners[0], numbers)
     return sum(len(record.receives) for record, _ in stages)
 
 
@@ -65,28 +72,11 @@ def _number_values(program: CanonicalProgram, table: Numbering, given: Mapping[s
     return known
 
 
-def _check_outputs(stages: Stages, whole: CanonicalProgram, numbers: Sequence[Known]) -> None:
-    made = [results_of(program) for _, program in stages]
-    for name, value in results_of(whole).items():
-        if not isinstance(value, fx.Node):
-            if any(record.constants.get(name, stages) != value for record, _ in stages):
-                raise Unsound(None, f"the output {name!r} is {value!r}, and a stage says otherwise")
-            continue
-        owners = [at for at, (record, _) in enumerate(stages) if name in record.outputs]
-        if len(owners) != 1 or name not in made[owners[0]]:
-            raise Unsound(None, f"{len(owners)} stages return the output {name!r}")
-        _compare(f"the output {name!r}", value, made[owners[0]][name], owners[0], numbers)
-
-
-def _check_written(stages: Stages, whole: CanonicalProgram, numbers: Sequence[Known]) -> None:
-    written = [{name: value for value, name in program.written()} for _, program in stages]
-    for value, name in whole.written():
-        writers = [at for at, own in enumerate(written) if name in own]
-        if len(writers) != 1:
-            raise Unsound(None, f"{len(writers)} stages write {name!r}")
-        _compare(f"what is written to {name!r}", value, written[writers[0]][name], writers[0], numbers)
-    if extra := {name for own in written for name in own} - {name for _, name in whole.written()}:
-        raise Unsound(None, f"a stage writes {min(extra)!r}, and the whole does not")
+def _results(program: CanonicalProgram, outputs: Collection[str] | None = None) -> dict[str, fx.Node]:
+    """Return the values that a program returns (of its outputs, only these) and writes, by a description."""
+    own = {name: value for name, value in results_of(program).items() if outputs is None or name in outputs}
+    made = {f"the output {name!r}": value for name, value in own.items() if isinstance(value, fx.Node)}
+    return made | {f"the new value of {name!r}": value for value, name in program.written()}
 
 
 def _compare(what: str, value: fx.Node, made: fx.Node, stage: int, numbers: Sequence[Known]) -> None:
