@@ -6,9 +6,11 @@ import os
 import re
 import shlex
 import shutil
+import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.export import ExportedProgram
 
 from tests.bad_input import table
@@ -17,6 +19,7 @@ from tests.launch import fork_launched, torchrun
 from tests.long import LONG
 from tests.runtime.commands import call
 from tpcompiler import errors
+from tpcompiler.cli.options import report
 from tpcompiler.errors import TpCompilerError
 
 MACHINE = "ideal"  # as if latencies were none: small models are worth cutting
@@ -84,6 +87,20 @@ def root_cause(shown: str) -> tuple[int, str]:
     assert "Traceback" not in end
     code = re.findall(r"\n  exitcode  : (\d+)", above)[-1]
     return int(code), table.masked("\n".join(line.removeprefix("  ") for line in lines))
+
+
+def test_the_rank_that_failed_first_is_the_cause_though_it_ends_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.9
+    monkeypatch.setattr(time, "time", lambda: now)
+    files = [tmp_path / str(rank) for rank in range(2)]
+    for file, follows in zip(files, (True, False), strict=True):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        report("other" if follows else "own", follows=follows)
+        now += 1
+    failures = {rank: ProcessFailure(rank, 0, 2, str(file)) for rank, file in enumerate(files)}
+    assert root_cause(str(ChildFailedError("script.py", failures))) == (2, "own")
 
 
 def everything(directory: Path) -> dict[str, bytes | None]:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tpcompiler.ir.mesh import Mesh
 
 T = TypeVar("T", int, float)
+LATER = 10  # seconds by which the error of a rank that failed for another seems later: that one may take some to exit
 WORDS = "tpcompiler.words"  # in the context: the command's name and what follows it
 NOT_EQUAL, BAD_INPUT, DEFECT = 1, 2, 3
 WORKFLOW = (
@@ -103,7 +104,7 @@ def report(text: str, *, follows: bool = False) -> None:
     """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # The record that torch's `record` writes, with the text instead of a traceback.
-        more = {"py_callstack": printable(text), "timestamp": str(int(time.time()) + follows)}
+        more = {"py_callstack": printable(text), "timestamp": str(int(time.time()) + LATER * follows)}
         with contextlib.suppress(OSError):
             content = json.dumps({"message": {"message": printable(text), "extraInfo": more}})
             Path(file).write_text(content, encoding="utf-8")
