@@ -26,9 +26,8 @@ from tpcompiler.ir.names import fold_layers
 from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
-from tpcompiler.passes._token_routing import find_routes
+from tpcompiler.passes._expert_rows import ExpertRows, find_matmuls, find_routes, leaf_behind
 from tpcompiler.passes.regions.attend_in_turns import ATTENTION, STEPS, axis_of_turns, misfit
-from tpcompiler.passes.regions.spread_experts import Experts, find_matmuls, leaf_behind
 from tpcompiler.plan.plan import Plan
 from tpcompiler.plan.styles import STYLES
 from tpcompiler.rules.registry import rule_of
@@ -79,7 +78,7 @@ def find_experts(found: Solution) -> Iterator[tuple[str, str]]:
         ranks = mesh.degree(axis)
         for own in find_matmuls(program.graph) if ranks > 1 and not mesh.is_unequal([axis]) else ():
             matrices = [leaf_behind(edit.operands(call)[1]) for call in own.calls]
-            tables = [leaf_behind(table) for _, table, _ in own.tables()]
+            tables = [leaf_behind(table.value) for _, table in own.find_tables()]
             weights = [leaf for leaf in matrices if leaf is not None and leaf in fqns]
             if len(weights) < len(matrices) or any(edit.shape(leaf)[0] % ranks for leaf in weights):
                 continue
@@ -89,12 +88,12 @@ def find_experts(found: Solution) -> Iterator[tuple[str, str]]:
                 yield from ((fqns[leaf], style.name) for leaf in (*weights, *by_expert))
 
 
-def _is_paid_inside(experts: Experts, weights: Sequence[fx.Node], placed: _Placed, ranks: int) -> bool:
-    inner = {node.name for node in experts.inner}
+def _is_paid_inside(rows: ExpertRows, weights: Sequence[fx.Node], placed: _Placed, ranks: int) -> bool:
+    inner = {node.name for node in rows.steps}
     shares = ((edit.fake(leaf), placed.sharding(leaf)) for leaf in weights)
     held = sum(local_bytes(value, own, placed.found.mesh) for value, own in shares if own is not None)
     is_uneven = held * ranks > sum(edit.fake(leaf).numel() * edit.fake(leaf).element_size() for leaf in weights)
-    return is_uneven or any(placed.is_changed_for(node, inner) for node in experts.inner)
+    return is_uneven or any(placed.is_changed_for(node, inner) for node in rows.steps)
 
 
 def find_dispatch(found: Solution) -> Iterator[tuple[str, str]]:
@@ -111,12 +110,12 @@ def find_dispatch(found: Solution) -> Iterator[tuple[str, str]]:
             not mesh.is_unequal([axis]) and mesh.degree(axis) > 1 and any(axis in sharding.axes for sharding in inputs)
         )
         for route in find_routes(program.graph) if is_cut else ():
-            tokens = (placed.nodes.get(source.value.name) for source in route.sources.values() if source.repeats)
+            tokens = (placed.nodes.get(source.value.name) for source in route.rows.sources.values() if source.repeats)
             each, left = divmod(route.experts, mesh.degree(axis))
             if left or route.chosen <= each or not any(own and axis in found.sharding(own).axes for own in tokens):
                 continue
-            values = [edit.operands(call)[1] for call in route.calls]
-            values += [source.value for source in route.sources.values() if not source.repeats]
+            values = [edit.operands(call)[1] for call in route.rows.calls]
+            values += [source.value for source in route.rows.sources.values() if not source.repeats]
             leaves = [leaf_behind(value) for value in values]
             if all(leaf in fqns for leaf in leaves):
                 yield from ((fqns[leaf], style.name) for leaf in leaves if leaf is not None)

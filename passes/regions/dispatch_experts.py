@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,9 +16,15 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.program import DISPATCH, Dispatch, PlannedProgram
 from tpcompiler.ir.region import Region, pinned, write_regions
 from tpcompiler.ir.sizes import sym_quotient
-from tpcompiler.passes._token_routing import Route, find_routes, row_operands
-from tpcompiler.passes.regions.spread_experts import leaf_behind, over, refuse_uneven
-from tpcompiler.rules.experts import BY_BLOCK
+from tpcompiler.passes._expert_rows import (
+    ExpertRun,
+    NotBatchedError,
+    Route,
+    find_routes,
+    leaf_behind,
+    over,
+    refuse_uneven,
+)
 
 
 def dispatch_experts(program: PlannedProgram) -> PlannedProgram:
@@ -54,23 +59,26 @@ def dispatch_experts(program: PlannedProgram) -> PlannedProgram:
 
 def _find_regions(program: PlannedProgram, served: set[str], graph: fx.Graph) -> Iterator[Region]:
     for route in find_routes(graph):
-        weights = [leaf_behind(edit.operands(call)[1]) for call in route.calls]
+        weights = [leaf_behind(edit.operands(call)[1]) for call in route.rows.calls]
         asked: list[Dispatch | None] = [leaf.meta.get(DISPATCH) if leaf is not None else None for leaf in weights]
         request = asked[0]
         if request is None or len({each and each.axis for each in asked}) > 1:
             continue
-        body = _DispatchBody.of(route, request, program.mesh.degree(request.axis))
+        summed = edit.operands(route.end)[:1] if route.repeats else []
+        inputs = list(dict.fromkeys([route.ids, *route.rows.inputs, *summed]))
+        body = partial(_run, route, request, program.mesh.degree(request.axis), inputs)
         _refuse_misfit(program, route, request, weights[0])
-        tables = [leaf_behind(source.value) for source in route.sources.values() if not source.repeats]
+        tables = [leaf_behind(source.value) for source in route.rows.sources.values() if not source.repeats]
         served.update(leaf.name for leaf in (*weights, *tables) if leaf is not None)
         whole = (aten.unflatten.int, aten.flatten.using_ints)
-        yield Region(route.end, body.inputs, body.run, whole, request.asked_by)
+        yield Region(route.end, inputs, body, whole, request.asked_by)
 
 
 def _refuse_misfit(program: PlannedProgram, route: Route, asked: Dispatch, weight: Any) -> None:
     ranks, name = program.mesh.degree(asked.axis), program.constraints[weight.name].leaf
     refuse_uneven(name, route.experts, [asked.axis], program.mesh, asked.asked_by)
-    for count in [edit.shape(each.value)[0] for each in route.sources.values() if each.repeats] or [route.rows]:
+    tokens = [source.value for source in route.rows.sources.values() if source.repeats] or [route.ids]
+    for count in (edit.shape(value)[0] for value in tokens):
         if sym_quotient(count, ranks) is None:
             raise PlanError(
                 f"the {count} tokens of '{name}' cannot be dealt out evenly to {ranks} ranks",
@@ -79,103 +87,57 @@ def _refuse_misfit(program: PlannedProgram, route: Route, asked: Dispatch, weigh
             )
 
 
-@dataclass
-class _DispatchBody:
-    """The body that replaces a route over so many ranks.
+def _run(route: Route, asked: Dispatch, ranks: int, inputs: list[fx.Node], *values: Tensor) -> Any:
+    given = dict(zip(inputs, values, strict=True))
+    try:
+        rows = _Run(route, given, _Slots.of(given[route.ids], route, asked, ranks)).by_token(route.last)
+    except NotBatchedError:
+        return NotImplemented
+    if not route.repeats:
+        return rows
+    return given[edit.operands(route.end)[0]] + aten.unflatten.int(rows, 0, [-1, route.repeats]).sum(1)
 
-    Attributes:
-        inputs: the values from outside.
-        inside: the steps that run at the experts: the matmuls, those between, and those that take a row per expert.
+
+class _Run(ExpertRun):
+    """The steps on real rows: `tokens` in the order of the tokens, [rows, ..].
+
+    `inside`: the steps that run at the experts: the matmuls, those between, and those that take a row per expert.
     """
 
-    route: Route
-    asked: Dispatch
-    ranks: int
-    inputs: list[fx.Node]
-    inside: set[fx.Node]
-
-    @classmethod
-    def of(cls, route: Route, asked: Dispatch, ranks: int) -> _DispatchBody:
-        own, ahead, inside = {*route.steps, *route.sources}, set(route.calls), set(route.calls)
-        for step in route.steps:
-            if not ahead.isdisjoint(step.all_input_nodes):
-                ahead.add(step)
-                if any(each in route.sources and not route.sources[each].repeats for each in step.all_input_nodes):
-                    inside.add(step)
-        for step in reversed(route.steps):
-            if step in ahead and not inside.isdisjoint(step.users):
-                inside.add(step)
-        inputs = [route.ids, *(source.value for source in route.sources.values())]
-        inputs += [each for step in route.steps for each in edit.operands(step) if each not in own]
-        inputs += edit.operands(route.end)[:1] if route.repeats else []
-        ends = {edit.operands(call)[2] for call in route.calls}
-        return cls(route, asked, ranks, [each for each in dict.fromkeys(inputs) if each not in ends], inside)
-
-    def run(self, *values: Tensor) -> Any:
-        given: dict[fx.Node, Any] = dict(zip(self.inputs, values, strict=True))
-        run = _Run(self, given, _Slots.of(given[self.route.ids], self.route, self.asked, self.ranks))
-        try:
-            rows = run.by_token(self.route.last)
-        except (RuntimeError, KeyError):
-            return NotImplemented  # an op that torch cannot batch, or that takes a size
-        if not self.route.repeats:
-            return rows
-        summed = aten.unflatten.int(rows, 0, [-1, self.route.repeats]).sum(1)
-        return given[edit.operands(self.route.end)[0]] + summed
-
-
-@dataclass
-class _Run:
-    """The steps on real rows: `tokens` in the order of the tokens, [rows, ..], `experts` by rank, [ranks, rows, ..]."""
-
-    body: _DispatchBody
-    given: dict[fx.Node, Any]
-    slots: _Slots
-    tokens: dict[fx.Node, Any] = field(default_factory=dict)
-    experts: dict[fx.Node, Any] = field(default_factory=dict)
+    def __init__(self, route: Route, given: dict[fx.Node, Any], slots: _Slots) -> None:
+        super().__init__(route.rows, given, slots)
+        self.ids, self.slots, self.inside = route.ids, slots, _find_steps_at_experts(route)
+        self.tokens: dict[fx.Node, Any] = {}
 
     def by_token(self, node: fx.Node) -> Any:
         if node not in self.tokens:
-            source = self.body.route.sources.get(node)
-            if node in self.body.inside:
-                self.tokens[node] = self.slots.back(self.by_expert(node))
+            source = self.rows.sources.get(node)
+            if node in self.inside:
+                self.tokens[node] = self.slots.put_back(self.by_expert(node))
             elif source is None:
-                self.tokens[node] = self._step(node, self.by_token)
+                self.tokens[node] = self.run_step(node, self.by_token, lambda one: one)
             elif source.repeats:
                 self.tokens[node] = _repeat(self.given[source.value], source.repeats)
             else:
-                self.tokens[node] = self.given[source.value][self.given[self.body.route.ids]]
+                self.tokens[node] = self.given[source.value][self.given[self.ids]]
         return self.tokens[node]
 
-    def by_expert(self, node: fx.Node) -> Any:
-        if node not in self.experts:
-            source = self.body.route.sources.get(node)
-            if source is not None and source.repeats:
-                self.experts[node] = self.slots.send(self.given[source.value], source.repeats)
-            elif source is not None:
-                self.experts[node] = self.slots.look_up(self.given[source.value])
-            elif node in self.body.route.calls:
-                x, weight, _ = edit.operands(node)
-                rows = self.by_expert(x), self.given[weight]
-                self.experts[node] = BY_BLOCK(*rows, self.slots.ends, str(node.target), self.slots.used)
-            elif node in self.body.inside:
-                self.experts[node] = self._step(node, self.by_expert, batched=True)
-            else:
-                self.experts[node] = self.slots.send(self.by_token(node), 1)
-        return self.experts[node]
+    def compute(self, node: fx.Node) -> Any:
+        is_at_expert = node in self.inside or node in self.rows.sources
+        return super().compute(node) if is_at_expert else self.slots.send(self.by_token(node), 1)
 
-    def _step(self, node: fx.Node, value_of: Any, batched: bool = False) -> Any:
-        """Run an op on rows."""
-        if node.target is operator.getitem:
-            return value_of(node.args[0])[node.args[1]]
-        rows = list(dict.fromkeys(row_operands(node)))
 
-        def one(*values: Tensor) -> Any:
-            known = {**self.given, **dict(zip(rows, values, strict=True))}
-            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), known.__getitem__)
-            return node.target(*args, **kwargs)  # type: ignore[operator]
-
-        return (torch.vmap(one) if batched else one)(*map(value_of, rows))
+def _find_steps_at_experts(route: Route) -> set[fx.Node]:
+    rows, ahead, inside = route.rows, set(route.rows.calls), set(route.rows.calls)
+    for step in rows.steps:
+        if not ahead.isdisjoint(step.all_input_nodes):
+            ahead.add(step)
+            if any(each in rows.sources and not rows.sources[each].repeats for each in step.all_input_nodes):
+                inside.add(step)
+    for step in reversed(rows.steps):
+        if step in ahead and not inside.isdisjoint(step.users):
+            inside.add(step)
+    return inside
 
 
 @dataclass
@@ -218,7 +180,6 @@ class _Slots:
         return cls(asked.axis, ranks, route.chosen / (most * ranks), row, slot, ends, there, order)
 
     def send(self, value: Tensor, repeats: int) -> Tensor:
-        """Return the rows of all tokens at the ranks of their experts; each row of a value serves so many rows."""
         own = aten.unflatten.int(value, 0, [self.ranks, -1])
         rows = pinned(own.gather(1, over(_divided(self.row, repeats), own)), self.axis, 0)
         slots = aten.unflatten.int(rows, 1, [self.ranks, -1])
@@ -226,15 +187,14 @@ class _Slots:
         rows = there.flatten(1, 2)
         return rows.gather(1, over(self.order, rows))
 
-    def back(self, value: Tensor) -> Tensor:
+    def put_back(self, value: Tensor) -> Tensor:
         """Return the rows of the experts in the order of the tokens."""
         inverse = self.order.argsort(1)
         each = aten.unflatten.int(value.gather(1, over(inverse, value)), 1, [self.ranks, -1])
         slots = pinned(each.transpose(0, 1), self.axis, 0).flatten(1, 2)
         return slots.gather(1, over(self.slot, slots)).flatten(0, 1)
 
-    def look_up(self, table: Tensor) -> Tensor:
-        """Return the row of a table for the expert of each row."""
+    def look_up(self, table: Tensor, experts: Tensor | None) -> Tensor:
         own: Tensor = aten.unflatten.int(table, 0, [self.ranks, -1])
         return own.gather(1, over(self.group.clamp(max=own.shape[1] - 1), own))
 
