@@ -129,7 +129,7 @@ def _find_domains(problem: Problem, turn: Turn, before: Mapping[str, Sharding]) 
         growing = sum(map(operator.ne, known, _sizes_of(leaves)))
         if not growing:  # what one program makes of a leaf is a choice of the others
             break
-        found[0].growing = growing if len(problem.programs) > 1 else 0
+        found[0].growing += growing if len(problem.programs) > 1 else 0
     return found
 
 

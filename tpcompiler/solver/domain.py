@@ -41,6 +41,7 @@ from tpcompiler.solver.turn import MOST_CHOICES, Turn
 from tpcompiler.terminal.progress import counted
 
 MOST_PLANNED = 64  # choices of an op, with a plan
+MOST_SWEEPS = 20  # over the ops, until none has a new choice: models of the zoo take up to 3
 
 
 @dataclass(eq=False)
@@ -52,7 +53,7 @@ class Domain:
         weight: of a call of the program among those of others.
         comes_of: value -> the groups of the leaves with a style that its shards come from.
         samples: the values of samples.
-        growing: leaves for which the programs still found new shardings as the search stopped looking.
+        growing: ops and leaves for which new choices were still found as the search stopped looking.
     """
 
     program: PlannedProgram
@@ -103,9 +104,6 @@ def _find_all_strategies(domain: Domain) -> None:
             first = "first", rule, turn.name(base), limits, own, bool(many)
             find = partial(_every_strategy, turn, rule, base, limits, own, bool(many))
             domain.strategies[node] = turn.known.once(first, find)
-    for node in counted([*domain.operands][::-1], "finding choices", "ops"):
-        _make_wanted(domain, node)
-        _take_operands(domain, node)
     _settle_strategies(domain)
 
 
@@ -135,10 +133,6 @@ def _find_planned_strategies(domain: Domain) -> None:
             domain.strategies[node] = turn.known.once(
                 known, partial(Strategies.whole, turn, rule, base, limits, MOST_PLANNED)
             )
-    for node in domain.strategies:
-        _take_operands(domain, node)
-    for node in counted([*domain.operands][::-1], "finding choices", "ops"):
-        _make_wanted(domain, node)
     _settle_strategies(domain)
     _let_leaves_be_whole(domain, touched)
     _move_cuts(domain)
@@ -157,14 +151,26 @@ def _limits_with_plan(
 
 
 def _settle_strategies(domain: Domain) -> None:
-    """Let a leaf be what is written to it, or what its gradient is, and ops follow it."""
-    placeholders = {fqn: domain.leaves[node.name] for node, fqn in domain.program.leaves()}
-    for value, name in domain.program.followers():
-        for sharding in shardings_of(domain, value) if name in placeholders else ():
-            placeholders[name].want(sharding.without_partial, domain.turn)
-    for node in domain.operands:
-        _take_operands(domain, node)
-        _make_wanted(domain, node)
+    """Let ops take what their operands may be and make what their users want, until nothing new is found.
+
+    A leaf may be what is written to it, or what its gradient is.
+    """
+    leaves = {fqn: domain.leaves[node.name] for node, fqn in domain.program.leaves()}
+    for _ in range(MOST_SWEEPS):
+        known, sizes = dict(domain.strategies), [len(leaf.shardings) for leaf in leaves.values()]
+        for node in counted([*domain.operands][::-1], "finding choices", "ops"):
+            _make_wanted(domain, node)
+            _take_operands(domain, node)
+        for value, name in domain.program.followers():
+            for sharding in shardings_of(domain, value) if name in leaves else ():
+                leaves[name].want(sharding.without_partial, domain.turn)
+        for node in domain.operands:
+            _take_operands(domain, node)
+            _make_wanted(domain, node)
+        grown = sum(map(operator.ne, sizes, (len(leaf.shardings) for leaf in leaves.values())))
+        domain.growing = grown + sum(domain.strategies[node] is not own for node, own in known.items())
+        if not domain.growing:
+            break
 
 
 def _read_calls(graph: fx.Graph) -> tuple[dict[fx.Node, list[fx.Node]], dict[fx.Node, Rule | None]]:
@@ -335,8 +341,6 @@ def _move_cuts(domain: Domain) -> None:
         if is_moved:
             _take_operands(domain, node)
     if is_moved:
-        for node in [*domain.operands][::-1]:
-            _make_wanted(domain, node)
         _settle_strategies(domain)
 
 
