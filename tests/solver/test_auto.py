@@ -79,6 +79,19 @@ def test_a_layer_by_hand() -> None:
     assert found.seconds == pytest.approx((up + relu + down) / rates[0] + sent / rates[1] + ties)
 
 
+def test_two_axes_by_hand() -> None:
+    """The sums of docs/search.md: what dp leaves of the sum is half, and so is what it gathers of the result."""
+    objective, matrix, x, h = Objective.of(read_machine()), 64 * 256 * 4, 16 * 64 * 4, 16 * 256 * 4  # bytes
+    rates = objective.machine.memory_bandwidth, objective.machine.links["", 0][0].bandwidth
+    for tp, sent in ((2, [x / 2, x / 2]), (1, [x / 2])):  # a sum over tp, a gather over dp
+        program = apply_plan(canonicalize(mlp()), Plan().with_search(), Mesh.of({"dp": 2, "tp": tp}))
+        found = solve(Task([program], objective), PLACING)
+        assert (found.batch, found.turns) == (("dp",), (("dp", "tp") if tp > 1 else ("dp",),))
+        moved = 2 * (x / 2 + matrix / tp + h / 2 / tp) + 2 * h / 2 / tp
+        ties = TIE * (2 * matrix / tp + moved) / rates[0] + len(sent) * STEP
+        assert found.seconds == pytest.approx(moved / rates[0] + sum(sent) / rates[1] + ties)
+
+
 # A decoder, parallel blocks, experts, an encoder with packed and blocked heads, caches, and one head of keys beside
 # the queries in one matrix; a state space whose one matrix can be cut in more ways than an op may have.
 BETTER = ["llama", "gpt_neox", "qwen3_moe", "bert", "bloom", "gpt2", "llama_cached", "falcon_7b", "mamba2"]
