@@ -15,7 +15,7 @@ from tpcompiler.api.packaging import package_programs
 from tpcompiler.api.programs import Programs
 from tpcompiler.api.verify import verify_programs
 from tpcompiler.artifact.dtensors import as_dtensors, write_dtensors
-from tpcompiler.artifact.program import ArtifactProgram, Layout, stages_by_whole
+from tpcompiler.artifact.program import ArtifactProgram, stages_by_whole
 from tpcompiler.artifact.stored import StoredProgram
 from tpcompiler.checkpoint.cut import TELL, Progress, cut_programs
 from tpcompiler.checkpoint.ranks import Source
@@ -30,7 +30,7 @@ from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.runtime.artifact import is_single, write_artifact
 from tpcompiler.runtime.package import read_package, refuse_other_package
 from tpcompiler.runtime.program_files import ProgramFiles, copy_files, open_programs
-from tpcompiler.runtime.records import Package
+from tpcompiler.runtime.records import Layout, Package
 
 
 class ParallelProgram(Programs["ParallelProgram"]):

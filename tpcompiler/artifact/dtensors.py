@@ -24,7 +24,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import format_placement
 from tpcompiler.ir.shares import cut
 from tpcompiler.runtime.agree import WAIT, agreeing
-from tpcompiler.runtime.artifact import Manifest, is_shared, say_files, weights_file
+from tpcompiler.runtime.artifact import Manifest, say_files, weights_file
 from tpcompiler.runtime.program_files import ProgramFiles
 from tpcompiler.runtime.target import refuse_full_disk
 from tpcompiler.runtime.weights import write_weights
@@ -172,7 +172,7 @@ def _form(value: torch.Tensor) -> str:
 
 def _refuse_misfit(manifest: Manifest, state: Mapping[str, Any], path: Path) -> None:
     """Raise ArtifactError for weights that are not the artifact's, or that its layout cannot take."""
-    if not is_shared(manifest):
+    if manifest.layout == "ranks":
         raise ArtifactError(
             f"{path} has self-contained files, whose weights cannot be replaced",
             help='save it with layout="shared", or reshard it',

@@ -15,7 +15,6 @@ from tpcompiler.checkpoint.leaves import leaves_of, shardings_of
 from tpcompiler.errors import ArtifactError, explaining
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import join_first, refuse_unlike
-from tpcompiler.runtime.artifact import is_shared
 from tpcompiler.runtime.program_files import ProgramFiles, open_programs
 from tpcompiler.runtime.rank_file import map_weights
 from tpcompiler.runtime.target import MANIFEST, SET
@@ -98,12 +97,10 @@ class _Program:
         self.files: list[Path] = []
         self.mapped: dict[int, dict[str, torch.Tensor]] = {}
         for rank in range(manifest.world_size):
-            if is_shared(manifest):
-                with files.open_weights(rank) as file:
-                    self.files.append(file.path)
-            else:
-                path, self.mapped[rank] = map_weights(files, rank)
-                self.files.append(path)
+            path, held = map_weights(files, rank)
+            self.files.append(path)
+            if manifest.layout == "ranks":
+                self.mapped[rank] = held
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         sharding = self.shardings[name]

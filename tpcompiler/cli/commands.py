@@ -49,10 +49,9 @@ from tpcompiler.cli.options import (
 from tpcompiler.cli.weights import IgnoreUnused, return_freed_tensors
 from tpcompiler.errors import TpCompilerWarning, one_line, printable
 from tpcompiler.runtime.hub import refuse_missing_model
-from tpcompiler.runtime.records import Collectives, DeviceType
+from tpcompiler.runtime.records import Collectives, DeviceType, Layout
 from tpcompiler.terminal.printed import mute_logs
 
-Layout = Literal["ranks", "shared"]
 Format = Literal["html", "svg", "png", "dot", "text"]
 
 
