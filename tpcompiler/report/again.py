@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import fx
 
 from tpcompiler.artifact.program import ArtifactProgram
-from tpcompiler.artifact.summary import SearchedPlan, summarize
+from tpcompiler.artifact.summary import SearchedPlan, summarize, summary_parts
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.errors import TpCompilerError
@@ -33,11 +33,13 @@ from tpcompiler.parallel.pipeline import find_placements, make_task, solve_task
 from tpcompiler.passes.place import refuse_misfits
 from tpcompiler.passes.regions.attend_in_turns import ATTENTION, axis_of_turns
 from tpcompiler.plan.plan import Plan
+from tpcompiler.runtime.artifact import families, is_single
 from tpcompiler.solver.estimate import measure_leaves, measure_priced, sends_of
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.task import Task
 from tpcompiler.solver.turn import Memo
 from tpcompiler.solver.what_if import Otherwise, price_otherwise
+from tpcompiler.terminal.tables import Part
 
 
 class Price(NamedTuple):
@@ -179,6 +181,21 @@ def advise(program: ArtifactProgram, machine: str | os.PathLike[str] | None = No
         if (again := _convert_again(program, described)) is not None:
             return again.advice()
     return {}
+
+
+def report_parts(programs: Mapping[str, ArtifactProgram]) -> Iterator[Part]:
+    """Report each program of an artifact, and the plan of the search if theirs leaves much whole."""
+    for at, (name, program) in enumerate(programs.items()):
+        if not is_single(programs):
+            yield from ([""] if at else [])
+            yield name
+        yield from summary_parts(summarize(program.describe()), advise(program))
+        if isinstance(program, ConvertedProgram) and program.searches:
+            yield program.searches
+    # A plan for one of several models says nothing of the others.
+    first, *others = families(programs, lambda program: program.manifest.family)
+    searched = None if others else find_searched_plan(next(iter(first.values())))
+    yield from [searched.text] if searched is not None else []
 
 
 def find_searched_plan(program: ArtifactProgram) -> SearchedPlan | None:
