@@ -115,8 +115,8 @@ def write_dtensors(files: ProgramFiles, state: Mapping[str, Any]) -> None:
     try:
         with _in_agreement():
             refuse_full_disk(new, sum(entry.nbytes for entry in entries))
-            own = {**numbers, **values}
-            hash = write_weights(new, entries, (own[n] if n in own else source.share(n, rank) for n, _, _ in entries))
+            own, names = {**numbers, **values}, [entry.name for entry in entries]
+            hash = write_weights(new, entries, (own[n] if n in own else source.share(n, rank) for n in names))
     except ArtifactError:
         new.unlink(missing_ok=True)
         raise

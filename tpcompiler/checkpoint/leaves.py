@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import Placement
 
-from tpcompiler.checkpoint.conversion import Shape
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import format_placement
 from tpcompiler.ir.sharding import Sharding
@@ -19,21 +17,7 @@ from tpcompiler.runtime.records import TensorRecord
 from tpcompiler.runtime.weights import TensorEntry, dtype_of, lay_out
 
 
-class CheckpointLeaf(NamedTuple):
-    """A tensor of a program; `aliases` are its tied names.
-
-    `is_buffer`: a persistent buffer. `is_optional`: a source may lack it.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: Shape
-    aliases: tuple[str, ...] = ()
-    is_buffer: bool = False
-    is_optional: bool = False
-
-
-def wanted_leaves(manifest: Manifest, values: Collection[str]) -> list[CheckpointLeaf]:
+def wanted_leaves(manifest: Manifest, values: Collection[str]) -> list[TensorEntry]:
     """Return the tensors that a checkpoint must have: those without a value, and persistent buffers.
 
     As in torch, a state dict contains persistent buffers, such as the bias of a router or running statistics, whose
@@ -42,14 +26,14 @@ def wanted_leaves(manifest: Manifest, values: Collection[str]) -> list[Checkpoin
     return [leaf for leaf in leaves_of(manifest) if leaf.name not in values or leaf.is_buffer]
 
 
-def leaves_of(manifest: Manifest) -> list[CheckpointLeaf]:
+def leaves_of(manifest: Manifest) -> list[TensorEntry]:
     """Return the tensors in the files of a program's ranks, except those stored by another program."""
     names: dict[str, list[str]] = {}
     for row in manifest.tensors:
         if row.tied_to is not None:
             names.setdefault(row.tied_to, []).append(row.name)
     return [
-        CheckpointLeaf(
+        TensorEntry(
             row.name,
             dtype_of(row.dtype),
             tuple(row.shape),

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 
-from tpcompiler.checkpoint.files import Checkpoint, Stored, state_of
+from tpcompiler.checkpoint.files import Checkpoint, state_of
 from tpcompiler.checkpoint.leaves import leaves_of, shardings_of
 from tpcompiler.errors import ArtifactError, explaining
 from tpcompiler.ir.mesh import Mesh
@@ -18,13 +18,14 @@ from tpcompiler.ir.shares import join_first, refuse_unlike
 from tpcompiler.runtime.program_files import ProgramFiles, open_programs
 from tpcompiler.runtime.rank_file import map_weights
 from tpcompiler.runtime.target import MANIFEST, SET
+from tpcompiler.runtime.weights import TensorEntry
 
 
 class Source(Protocol):
     """A source of whole tensors, one at a time: a `Checkpoint`, or an artifact's `RankShares`."""
 
     path: Path
-    tensors: dict[str, Stored]
+    tensors: dict[str, TensorEntry]
     config: Mapping[str, Any]
 
     def read(self, name: str) -> torch.Tensor: ...
@@ -56,24 +57,24 @@ class RankShares:
     def __init__(self, *programs: ProgramFiles) -> None:
         folders = [each.folder for each in programs]
         self.path = folders[0] if len(folders) == 1 else folders[0].parent
-        self.tensors: dict[str, Stored] = {}
+        self.tensors: dict[str, TensorEntry] = {}
         self.config: Mapping[str, Any] = {}
         self._programs: dict[str, _Program] = {}
         known = {each.folder: each for each in programs}
         known |= {each.folder: each for own in programs for each in own.beside.values() if each.folder not in known}
-        for folder, files in known.items():
+        for files in known.values():
             program = _Program(files)
             for leaf in leaves_of(files.manifest):
                 self._programs[leaf.name] = program
-                self.tensors[leaf.name] = Stored(folder, leaf.dtype, leaf.shape)
+                self.tensors[leaf.name] = leaf
 
     def read(self, name: str) -> torch.Tensor:
         """Read a whole tensor; one that no axis cuts is mapped."""
-        stored = self.tensors[name]
-        value = self._programs[name].read(name, stored.shape)
-        if value.dtype != stored.dtype:
+        entry, program = self.tensors[name], self._programs[name]
+        value = program.read(name, entry.shape)
+        if value.dtype != entry.dtype:
             raise ArtifactError(
-                f"{stored.file}: {name!r} is {value.dtype}, the manifest says {stored.dtype}",
+                f"{program.files[0].parent}: {name!r} is {value.dtype}, the manifest says {entry.dtype}",
                 help="copy the artifact again",
             )
         return value
