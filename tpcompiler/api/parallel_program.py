@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from tpcompiler.api import elastic
 from tpcompiler.api.packaging import package_programs
 from tpcompiler.api.verify import verify_programs
-from tpcompiler.artifact.budget import Budget
+from tpcompiler.artifact.budget import check_budget, read_budget
 from tpcompiler.artifact.dtensors import as_dtensors, write_dtensors
 from tpcompiler.artifact.program import ArtifactProgram, stages_by_whole
 from tpcompiler.artifact.stored import StoredProgram
@@ -175,9 +175,9 @@ class ParallelProgram(Shown, Mapping[str, "ParallelProgram"]):
         Raises:
             BudgetError: a limit is exceeded, with the place and the amount; or a limit has an unknown form.
         """
-        budget = Budget.read(limits)
+        budget = read_budget(limits)
         for name, program in self._programs.items():
-            budget.check(program.manifest, "the program" if is_single(self) else name)
+            check_budget(budget, program.manifest, "the program" if is_single(self) else name)
 
     def advice(self) -> dict[str, str]:
         """Search for the change of the plan that avoids each fallback; return it by the name of its reshard."""

@@ -256,7 +256,7 @@ def convert(
     with progress("reading the plan", quiet=json) as tell:
         from tpcompiler.api import parallelize
         from tpcompiler.api.parallel_program import open
-        from tpcompiler.artifact.budget import Budget
+        from tpcompiler.artifact.budget import check_budget, read_budget
         from tpcompiler.artifact.summary import ConvertedArtifact, ConvertedPrograms, summarize, summary_parts
         from tpcompiler.checkpoint.cut import refuse_other_checkpoint
         from tpcompiler.cli import printing
@@ -266,7 +266,7 @@ def convert(
         from tpcompiler.runtime.artifact import SINGLE, is_single
         from tpcompiler.runtime.target import free_target
 
-        over, limits = read_mesh(tp, mesh), Budget.read(budget or ())
+        over, limits = read_mesh(tp, mesh), read_budget(budget or ())
         source: Any = str(plan or "auto")
         chosen = source if source in SEARCHES else Plan.of(source, skip_unsupported=skip_unsupported)
         if out is not None and not dry_run:
@@ -291,8 +291,8 @@ def convert(
             degrees=degree,
         )
         alone = is_single(made)
-        for name, program in made.items() if limits != Budget() else ():
-            limits.check(program.manifest(), str(models[0]) if alone else name)
+        for name, program in made.items() if limits else ():
+            check_budget(limits, program.manifest(), str(models[0]) if alone else name)
         if out is not None and not dry_run:
             tell(f"writing {over.world_size} ranks' programs to {out}")
             if checkpoint is not None:
