@@ -20,9 +20,8 @@ from tpcompiler.checkpoint.leaves import entries_of, leaves_of, shardings_of, to
 from tpcompiler.checkpoint.ranks import RankShares
 from tpcompiler.errors import ArtifactError, LaunchError, MeshError, TpCompilerWarning, explaining
 from tpcompiler.ir.local import local_strides
-from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import format_placement
-from tpcompiler.ir.shares import cut
+from tpcompiler.ir.shares import cut, mesh_of
 from tpcompiler.runtime.agree import WAIT, agreeing
 from tpcompiler.runtime.artifact import Manifest, say_files, weights_file
 from tpcompiler.runtime.program_files import ProgramFiles
@@ -41,7 +40,7 @@ def as_dtensors(program: ArtifactProgram, mesh: DeviceMesh) -> dict[str, Any]:
     """
     manifest = program.manifest
     rank = _rank_in(mesh, manifest)
-    shardings, own = shardings_of(manifest), Mesh.of(manifest.mesh, manifest.factors)
+    shardings, own = shardings_of(manifest), mesh_of(manifest)
     stored = {row.name: row for row in manifest.tensors if row.kind != "constant_tensor" and row.persistent}
     state: dict[str, Any] = {}
     whole = []
@@ -80,7 +79,7 @@ def write_dtensors(files: ProgramFiles, state: Mapping[str, Any]) -> None:
         MeshError: the world has another number of ranks than the artifact.
     """
     manifest, path = files.manifest, files.folder
-    mesh, rank = Mesh.of(manifest.mesh, manifest.factors), dist.get_rank()
+    mesh, rank = mesh_of(manifest), dist.get_rank()
     if dist.get_world_size() != mesh.world_size:
         raise MeshError(
             f"the artifact has {mesh.world_size} ranks, this world has {dist.get_world_size()}",

@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 
 from tpcompiler._torch import FakeTensor
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.shares import same_bits
+from tpcompiler.ir.shares import mesh_of, same_bits
 from tpcompiler.ir.symm_mem import expand_collectives
 from tpcompiler.runtime.artifact import Manifest, lacks_weights
 from tpcompiler.runtime.rank_file import Weights
@@ -115,7 +115,7 @@ class ArtifactProgram(ABC):
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh.of(self.manifest.mesh, self.manifest.factors)
+        return mesh_of(self.manifest)
 
     @property
     def world_size(self) -> int:

@@ -11,8 +11,8 @@ from torch.export import ExportedProgram
 from tpcompiler._torch import with_state
 from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir.hosting import Hosts, host_ranks, name_leaves
-from tpcompiler.ir.mesh import Mesh, hosted_group, hosted_groups
-from tpcompiler.ir.shares import row_sharding
+from tpcompiler.ir.mesh import hosted_group, hosted_groups
+from tpcompiler.ir.shares import mesh_of, row_sharding
 from tpcompiler.ir.symm_mem import expand_collectives
 from tpcompiler.runtime.artifact import Manifest, program_file
 from tpcompiler.runtime.program_files import ProgramFiles
@@ -63,7 +63,7 @@ def hosts_of(manifest: Manifest, processes: int) -> Hosts:
     Raises:
         MeshError: as `Hosts`.
     """
-    return Hosts(Mesh.of(manifest.mesh, manifest.factors), processes)
+    return Hosts(mesh_of(manifest), processes)
 
 
 def names_in(manifest: Manifest, processes: int, process: int) -> list[dict[str, str]]:

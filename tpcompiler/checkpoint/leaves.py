@@ -11,7 +11,7 @@ from torch.distributed.tensor import Placement
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import format_placement
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.ir.shares import row_sharding
+from tpcompiler.ir.shares import mesh_of, row_sharding
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.records import TensorRecord
 from tpcompiler.runtime.weights import TensorEntry, dtype_of, lay_out
@@ -51,7 +51,7 @@ def held_per_rank(manifest: Manifest) -> list[int]:
     Raises:
         ArtifactError: a tensor cannot have its sharding.
     """
-    mesh = Mesh.of(manifest.mesh, manifest.factors)
+    mesh = mesh_of(manifest)
     held = [bytes_per_rank(row, mesh) for row in manifest.tensors if row.tied_to is None]
     return [sum(own) for own in zip(*held, strict=True)] if held else [0] * mesh.world_size
 
@@ -69,13 +69,13 @@ def bytes_per_rank(row: TensorRecord, mesh: Mesh) -> list[int]:
 
 def shardings_of(manifest: Manifest) -> dict[str, Sharding]:
     """Return the sharding of each tensor by name."""
-    mesh = Mesh.of(manifest.mesh, manifest.factors)
+    mesh = mesh_of(manifest)
     return {row.name: row_sharding(row, mesh) for row in manifest.tensors}
 
 
 def entries_of(manifest: Manifest, rank: int) -> list[TensorEntry]:
     """Return the entries of a rank's weights file, in order."""
-    shardings, mesh = shardings_of(manifest), Mesh.of(manifest.mesh, manifest.factors)
+    shardings, mesh = shardings_of(manifest), mesh_of(manifest)
     here = mesh.coordinate(rank)
     own = [
         TensorEntry(leaf.name, leaf.dtype, tuple(map(int, shardings[leaf.name].local_shape(leaf.shape, mesh, here))))

@@ -13,8 +13,7 @@ from safetensors import safe_open
 from tpcompiler.checkpoint.files import Checkpoint, state_of
 from tpcompiler.checkpoint.leaves import leaves_of, shardings_of
 from tpcompiler.errors import ArtifactError, explaining
-from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.shares import join_first, refuse_unlike
+from tpcompiler.ir.shares import join_first, mesh_of, refuse_unlike
 from tpcompiler.runtime.program_files import ProgramFiles, open_programs
 from tpcompiler.runtime.rank_file import map_weights
 from tpcompiler.runtime.target import MANIFEST, SET
@@ -94,7 +93,7 @@ class _Program:
 
     def __init__(self, files: ProgramFiles) -> None:
         manifest = files.manifest
-        self.mesh, self.shardings = Mesh.of(manifest.mesh, manifest.factors), shardings_of(manifest)
+        self.mesh, self.shardings = mesh_of(manifest), shardings_of(manifest)
         self.files: list[Path] = []
         self.mapped: dict[int, dict[str, torch.Tensor]] = {}
         for rank in range(manifest.world_size):

@@ -18,9 +18,9 @@ from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.cost.timeline import StepTime
 from tpcompiler.errors import InputsError, option
 from tpcompiler.ir import edit
-from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import fold_names, layer_around, times
 from tpcompiler.ir.node_placement import records_of
+from tpcompiler.ir.shares import mesh_of
 from tpcompiler.report.written import Written
 from tpcompiler.runtime.records import Collective, Record
 from tpcompiler.terminal.printed import format_bytes, format_microseconds
@@ -111,7 +111,7 @@ def costs_of(written: Written, at: Mapping[str, int], machine: Machine) -> CostT
         InputsError: as `count_costs`.
     """
     sizes, meant = _sizes(written, dict(at))
-    mesh = Mesh.of(written.manifest.mesh, written.manifest.factors)
+    mesh = mesh_of(written.manifest)
     values = {sympy.Symbol(size.name): size.value for size in sizes}
     found: dict[tuple[str, str], list[tuple[Expr, int, float]]] = {}
     for node, record in records_of(written.exported.graph, written.manifest).items():
@@ -146,7 +146,7 @@ def _summed(each: list[tuple[Expr, int, float]]) -> tuple[str, int, float]:
 
 def _sizes(written: Written, at: dict[str, int]) -> tuple[list[Size], dict[Expr, Expr]]:
     """The sizes that the user gives, and what each of the program's symbols is in their names."""
-    found, meant, mesh = list[Size](), dict[Expr, Expr](), Mesh.of(written.manifest.mesh, written.manifest.factors)
+    found, meant, mesh = list[Size](), dict[Expr, Expr](), mesh_of(written.manifest)
     ranges = written.manifest.calling.ranges
     for name, value, sharding in written.inputs():
         for dim, size in enumerate(value.shape):

@@ -14,8 +14,8 @@ from tpcompiler.artifact.collective_records import is_exchange, transfer_of
 from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.cost.collective import KIND_OF, wire_bytes
 from tpcompiler.cost.machine_file import machine_of
-from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.node_placement import records_of
+from tpcompiler.ir.shares import mesh_of
 from tpcompiler.report.costs import costs_of, fold_rows, layer_of_record
 from tpcompiler.report.written import Written
 from tpcompiler.runtime.records import Record
@@ -94,7 +94,7 @@ def compare_counts(
     said = {(cost.layer, cost.kind): cost for cost in costs_of(written, sizes, machine).costs}
     records, count, sent = written.manifest.collectives, Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     nodes = list(records_of(written.exported.graph, written.manifest))
-    mesh = Mesh.of(written.manifest.mesh, written.manifest.factors)
+    mesh = mesh_of(written.manifest)
     for at, call in enumerate(calls):
         key = layer_of_record(records[at]) if at < len(records) else "beyond these", call.kind
         count[key] += 1
