@@ -68,9 +68,15 @@ def bytes_per_rank(row: TensorRecord, mesh: Mesh) -> list[int]:
 
 
 def shardings_of(manifest: Manifest) -> dict[str, Sharding]:
-    """Return the sharding of each tensor by name."""
+    """Return the sharding of each parameter, buffer and constant by name."""
     mesh = mesh_of(manifest)
     return {row.name: row_sharding(row, mesh) for row in manifest.tensors}
+
+
+def placed_shardings(manifest: Manifest) -> dict[str, Sharding]:
+    """Return the shardings of inputs, leaves and outputs (`output NAME`) by name."""
+    mesh = mesh_of(manifest)
+    return {name: row_sharding(row, mesh) for name, row in manifest.placed()}
 
 
 def entries_of(manifest: Manifest, rank: int) -> list[TensorEntry]:

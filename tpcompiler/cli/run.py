@@ -162,9 +162,9 @@ def run(
             with contextlib.ExitStack() as stack:
                 if count:
                     from tpcompiler.artifact.stored import StoredProgram
-                    from tpcompiler.report.measured import compare_counts, counts_table, watched_collectives
+                    from tpcompiler.report.measured import WatchedCollectives, compare_counts, counts_table
 
-                    calls = stack.enter_context(watched_collectives())
+                    calls = stack.enter_context(WatchedCollectives()).calls
                 shares = cut_inputs(given, manifest, dist.get_rank(), str(inputs), dist.get_world_size())
                 named = run_file(module, manifest, inputs, shares)
             named = join_outputs(named, manifest)

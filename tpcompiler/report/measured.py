@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,10 +45,12 @@ class CountedCollectives(Record, frozen=True):
         return (self.count, self.wire_bytes) == (self.called, self.called_bytes)
 
 
-class _Watch(TorchDispatchMode):
-    def __init__(self, calls: list[Call]) -> None:
+class WatchedCollectives(TorchDispatchMode):
+    """Notes the `calls` of collectives in the block, in order. What runs as machine code shows none."""
+
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls = calls
+        self.calls = list[Call]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -58,14 +59,6 @@ class _Watch(TorchDispatchMode):
             value: torch.Tensor = result if KIND_OF[name] == "all_gather" else args[0]
             self.calls.append(Call(KIND_OF[name], value.numel() * value.element_size(), str(args[-1])))
         return result
-
-
-@contextmanager
-def watched_collectives() -> Iterator[list[Call]]:
-    """The collectives that programs call meanwhile, in order. What runs as machine code shows none."""
-    calls: list[Call] = []
-    with _Watch(calls):
-        yield calls
 
 
 def counts_table(rows: Sequence[CountedCollectives]) -> Table:
