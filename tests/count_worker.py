@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
 import tpcompiler
-from tpcompiler.artifact.stored import StoredProgram
 from tpcompiler.report.measured import WatchedCollectives, compare_counts
 
 directory, shape = sys.argv[1], [int(size) for size in sys.argv[2].split(",")]
@@ -22,6 +21,6 @@ told = {str(op).rpartition(".")[2]: count for op, count in theirs.get_comm_count
 ours = Counter(call.kind for call in watched.calls)
 assert told == {"all_reduce": ours["all_reduce"], "all_gather_into_tensor": ours["all_gather"]}, (told, ours)
 if dist.get_rank() == 0:
-    rows = compare_counts(StoredProgram.open(directory), watched.calls, {"x": x, "other": torch.ones(2, 5, 8)})
+    rows = compare_counts(tpcompiler.open(directory).only, watched.calls, {"x": x, "other": torch.ones(2, 5, 8)})
     print([(row.layer, row.kind, row.called, row.called_bytes, row.agrees) for row in rows])
 dist.destroy_process_group()

@@ -18,7 +18,7 @@ from tpcompiler.checkpoint.ranks import RankShares
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir.symm_mem import expand_collectives
 from tpcompiler.runtime.artifact import MODEL, VALUES, WHOLE, Manifest, lacks_weights
-from tpcompiler.runtime.program_files import ProgramFiles, open_program
+from tpcompiler.runtime.program_files import ProgramFiles
 from tpcompiler.runtime.rank_file import (
     Weights,
     put_state,
@@ -40,15 +40,6 @@ class StoredProgram(ArtifactProgram):
         self.files = files
         self.name = files.name
         self.title = os.fspath(files.folder)
-
-    @classmethod
-    def open(cls, directory: str | os.PathLike[str], *, trust: bool = False) -> StoredProgram:
-        """Open the artifact of a single program, or the folder of one of several.
-
-        Raises:
-            ArtifactError: as `read_manifest`.
-        """
-        return cls(open_program(directory, trust=trust))
 
     @property
     def manifest(self) -> Manifest:
