@@ -38,6 +38,7 @@ from tpcompiler.report.handover import HandoverTable, price_handover
 from tpcompiler.report.html import artifact_html
 from tpcompiler.report.table import artifact_text
 from tpcompiler.report.tensor import draw_sharding
+from tpcompiler.report.written import Written
 from tpcompiler.runtime.artifact import Manifest, families, is_single, world_of, write_artifact
 from tpcompiler.runtime.package import read_package, refuse_other_package
 from tpcompiler.runtime.program_files import ProgramFiles, copy_files, open_programs
@@ -228,7 +229,7 @@ class ParallelProgram(Shown, Mapping[str, "ParallelProgram"]):
             InputsError: a name of no size, or a value that it cannot have.
             MachineError: the description of the machine cannot be read.
         """
-        return count_costs(self.only, at, machine)
+        return count_costs(Written.of(self.only), at, machine)
 
     def diff(self, other: ParallelProgram, *, machine: str | os.PathLike[str] | None = None) -> ArtifactDifference:
         """Compare placements, collectives and bytes with another artifact of the same model. Weights are not compared.
@@ -347,11 +348,7 @@ class ParallelProgram(Shown, Mapping[str, "ParallelProgram"]):
         write_artifact(directory, writers, force=force, inspect=finish, compiled=package)
 
     def inspect(self, directory: Path) -> None:
-        """Check files that were just written of programs in memory (`check`).
-
-        Raises:
-            InternalError: they are not sound.
-        """
+        """Check files that were just written of programs in memory; raise InternalError if they are not sound."""
         made = {name: each.original() for name, each in self._programs.items() if isinstance(each, ConvertedProgram)}
         if made and not (report := open(directory, trust=True)._check(made)).ok:
             raise InternalError(

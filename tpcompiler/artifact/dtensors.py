@@ -73,10 +73,7 @@ def write_dtensors(files: ProgramFiles, state: Mapping[str, Any]) -> None:
     """Write weights back into a program's files, each rank its own (`ParallelProgram.load_state_dict`).
 
     Raises:
-        ArtifactError: names, shapes or dtypes differ from the artifact's, the layout is not shared, placements or
-            replicated values differ between ranks, tied names have different values, or a file cannot be
-            written. All ranks raise, and the artifact stays unchanged.
-        MeshError: the world has another number of ranks than the artifact.
+        ArtifactError, MeshError: as `ParallelProgram.load_state_dict`, on all ranks; the artifact stays unchanged.
     """
     manifest, path = files.manifest, files.folder
     mesh, rank = mesh_of(manifest), dist.get_rank()

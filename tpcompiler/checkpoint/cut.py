@@ -44,9 +44,6 @@ def cut_programs(
 ) -> None:
     """Write the weights files of programs that were converted without weights (`ParallelProgram.cut`).
 
-    Every tensor of the checkpoint is mapped, cut for all ranks and released before the next one; two small ones may be
-    held at once. A repeated call continues an interrupted cut, after comparing its files with the checkpoint.
-
     Raises:
         ArtifactError: a program has its weights, the checkpoint does not fit (all faults at once), an interrupted cut
             of another checkpoint exists, or a file cannot be written.

@@ -167,14 +167,7 @@ class Explanation(Record, Shown, frozen=True, kw_only=True):
 
 @collector_rests()
 def explain(program: ArtifactProgram, name: str, machine: str | os.PathLike[str] | None = None) -> Explanation:
-    """Explain the placement of a value, a parameter or a collective, and price its alternatives.
-
-    Facts are read from the program. Prices come from the search, repeated from the single-device program with every
-    choice of this op or parameter in turn, and everything else free to follow. Pins of a plan hold, except on the layer
-    whose weights are asked about (directly or by their op). A price is the least total with that choice minus the least
-    of those listed; the artifact's own is above 0 if a plan, another machine, a memory limit or the goal of fewest
-    bytes decided. Every axis of a mesh has its own choices, in the order of solving: axes before it keep their
-    solution, axes after it follow.
+    """Explain the placement of a value, a parameter or a collective, and price it (`ParallelProgram.explain`).
 
     Raises:
         ArtifactError: a file is damaged or, without trust, could run code; or nothing has this name.

@@ -12,10 +12,9 @@ from tpcompiler._torch import TorchDispatchMode
 from tpcompiler.artifact.collective_records import is_exchange, transfer_of
 from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.cost.collective import KIND_OF, wire_bytes
-from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.ir.node_placement import records_of
 from tpcompiler.ir.shares import mesh_of
-from tpcompiler.report.costs import costs_of, fold_rows, layer_of_record
+from tpcompiler.report.costs import count_costs, fold_rows, layer_of_record
 from tpcompiler.report.written import Written
 from tpcompiler.runtime.records import Record
 from tpcompiler.terminal.printed import format_unequal_bytes
@@ -82,9 +81,8 @@ def compare_counts(
         ArtifactError: a file is damaged or, without trust, could run code.
     """
     written = Written.of(program)
-    machine = machine_of(written.manifest.asked)
-    sizes = {each.name: inputs[each.input].shape[each.dim] for each in costs_of(written, {}, machine).sizes}
-    said = {(cost.layer, cost.kind): cost for cost in costs_of(written, sizes, machine).costs}
+    sizes = {each.name: inputs[each.input].shape[each.dim] for each in count_costs(written).sizes}
+    said = {(cost.layer, cost.kind): cost for cost in count_costs(written, sizes).costs}
     records, count, sent = written.manifest.collectives, Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     nodes = list(records_of(written.exported.graph, written.manifest))
     mesh = mesh_of(written.manifest)
