@@ -310,8 +310,7 @@ def convert(
             tell("looking for changes of the plan that avoid fallbacks")
             advice = {name: program.advice() for name, program in made.items()}
         tell("looking for a plan that holds less")
-        first, *others = made.families()  # a plan for one of several models says nothing of the others
-        searched = None if others else find_searched_plan(next(iter(first.values())))
+        searched = find_searched_plan({name: program.only for name, program in made.items()})
         if searched is not None:
             more = ("--plan", "auto", *(("--optimize", "memory") if searched.optimize == "memory" else ()))
             if out is not None:

@@ -192,18 +192,21 @@ def report_parts(programs: Mapping[str, ArtifactProgram]) -> Iterator[Part]:
         yield from summary_parts(summarize(program.describe()), advise(program))
         if isinstance(program, ConvertedProgram) and program.searches:
             yield program.searches
-    # A plan for one of several models says nothing of the others.
-    first, *others = families(programs, lambda program: program.manifest.family)
-    searched = None if others else find_searched_plan(next(iter(first.values())))
+    searched = find_searched_plan(programs)
     yield from [searched.text] if searched is not None else []
 
 
-def find_searched_plan(program: ArtifactProgram) -> SearchedPlan | None:
-    """Search for a plan for a program and those that share its weights, if theirs leaves much whole without naming it.
+def find_searched_plan(programs: Mapping[str, ArtifactProgram]) -> SearchedPlan | None:
+    """Search for a plan for the programs of one model, if theirs leaves much whole without naming it.
+
+    None for several models: a plan for one says nothing of the others.
 
     Raises:
         MachineError: the description of the machine cannot be read.
     """
+    program, *others = (next(iter(own.values())) for own in families(programs, lambda each: each.manifest.family))
+    if others:
+        return None
     if isinstance(program, ConvertedProgram):
         return program.searched_plan()
     summaries = [summarize(each.manifest) for each in program.together()]
