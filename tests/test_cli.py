@@ -381,12 +381,14 @@ def test_the_rows_of_a_program_as_json(out: Path) -> None:
 @pytest.fixture
 def views(monkeypatch: pytest.MonkeyPatch) -> None:
     """The views have tests of their own: here only what the command does with them."""
-    import tpcompiler.api.programs
+    import tpcompiler.api.parallel_program
 
     graph = graphviz.Digraph()
     graph.node("a")
-    monkeypatch.setattr(tpcompiler.api.programs, "artifact_dot", lambda program, rank: graph)
-    monkeypatch.setattr(tpcompiler.api.programs, "artifact_text", lambda program, rank: f"text of rank {rank}\n")
+    monkeypatch.setattr(tpcompiler.api.parallel_program, "artifact_dot", lambda program, rank: graph)
+    monkeypatch.setattr(
+        tpcompiler.api.parallel_program, "artifact_text", lambda program, rank: f"text of rank {rank}\n"
+    )
 
 
 DOT = "digraph {\n\ta\n}\n"

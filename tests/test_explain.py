@@ -19,7 +19,6 @@ from tests.runtime.commands import right
 from tests.runtime.models import export_mlp
 from tests.solver.test_auto import mlp
 from tpcompiler import Mesh, Plan
-from tpcompiler.artifact.stored import StoredProgram
 from tpcompiler.cost.machine_file import read_machine
 from tpcompiler.cost.objective import Objective
 from tpcompiler.errors import ShardingError
@@ -102,7 +101,7 @@ def test_prices_are_the_least_of_all_assignments() -> None:
 def test_what_the_search_found_is_the_cheapest(tmp_path: Path, program: ExportedProgram, mesh: Any) -> None:
     """Of every value and parameter, and no other choice is the artifact's."""
     tpcompiler.parallelize(program, mesh, "auto").save(tmp_path / "out")
-    names = Written.of(StoredProgram.open(tmp_path / "out")).names()
+    names = Written.of(tpcompiler.open(tmp_path / "out").only).names()
     assert {"x", "linear", "relu", "linear_1"} <= set(names)
     for name in names:
         alternatives = tpcompiler.open(tmp_path / "out").explain(name).alternatives

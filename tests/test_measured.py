@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import tpcompiler
 from tests.launch import fork_ranks
 from tests.runtime.commands import refused
 from tests.test_costs import DIMS, exported, saved
-from tpcompiler.artifact.stored import StoredProgram
 from tpcompiler.report.measured import Call, compare_counts
 from tpcompiler.runtime.artifact import read_manifest
 
@@ -24,11 +24,11 @@ def test_other_calls_do_not_agree(out: Path) -> None:
     """One less, one more, and one of other bytes."""
     calls = [Call(row.kind, row.payload_bytes, "tp=2:tp") for row in read_manifest(out).collectives]
     inputs = {"x": torch.ones(4, 6, 8), "other": torch.ones(2, 5, 8)}
-    assert all(row.agrees for row in compare_counts(StoredProgram.open(out), calls, inputs))
+    assert all(row.agrees for row in compare_counts(tpcompiler.open(out).only, calls, inputs))
     for wrong in (calls[:-1], [*calls, calls[0]], [calls[0]._replace(payload_bytes=4), *calls[1:]]):
-        assert [row.agrees for row in compare_counts(StoredProgram.open(out), wrong, inputs)].count(False) == 1
+        assert [row.agrees for row in compare_counts(tpcompiler.open(out).only, wrong, inputs)].count(False) == 1
     assert not all(
-        row.agrees for row in compare_counts(StoredProgram.open(out), calls, {**inputs, "x": torch.ones(2, 6, 8)})
+        row.agrees for row in compare_counts(tpcompiler.open(out).only, calls, {**inputs, "x": torch.ones(2, 6, 8)})
     )
 
 

@@ -18,8 +18,8 @@ from tests.passes.stages import Call
 from tests.state.models import PLAN, WIDTH, Llama, call
 from tests.zoo.case import randomise
 from tpcompiler import InputsError, ParallelProgram, PlanError, ProgramError
+from tpcompiler.checkpoint.leaves import placed_shardings
 from tpcompiler.cost.collective import wire_bytes
-from tpcompiler.parallel.program_subject import shardings_of
 
 PROMPT, *STEPS = call(2, 0, 4), call(2, 4, 1), call(2, 5, 1)
 CALLS = [("prefill", *PROMPT), *(("decode", *step) for step in STEPS)]
@@ -58,7 +58,7 @@ def test_the_step_reads_what_the_prompt_wrote(world: int) -> None:
             by_one = 3 * wire_bytes("all_reduce", 2 * tokens * WIDTH * 4, world)
             assert sum(c.wire_bytes for c in sums) < by_one, name
             assert logits.kind == "all_gather"
-    prefill, decode = (shardings_of(program.only) for program in programs.values())
+    prefill, decode = (placed_shardings(program.only.manifest) for program in programs.values())
     leaves = [fqn for _, fqn in programs["prefill"].converted.resharded.leaves()]
     assert [decode[fqn] for fqn in leaves] == [prefill[fqn] for fqn in leaves]
 
@@ -110,10 +110,13 @@ def test_a_free_leaf_that_two_programs_want_otherwise_is_placed_alike() -> None:
     models = {name: randomise(Call(forward, **parts)) for name, forward in (("one", looks), ("two", adds))}
     plan = {"up": "colwise", "down": "rowwise"}
     programs = {name: export(model, (x,)) for name, model in models.items()}
-    alone = [shardings_of(tpcompiler.parallelize(program, 2, plan).only)["scale"] for program in programs.values()]
+    alone = [
+        placed_shardings(tpcompiler.parallelize(program, 2, plan).only.manifest)["scale"]
+        for program in programs.values()
+    ]
     assert alone[0] != alone[1]
     together = tpcompiler.parallelize(programs, 2, plan)
-    assert len({shardings_of(program.only)["scale"] for program in together.values()}) == 1
+    assert len({placed_shardings(program.only.manifest)["scale"] for program in together.values()}) == 1
     assert together.verify([("one", (x,)), ("two", (x,))]).ok
 
 

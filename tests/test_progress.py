@@ -24,7 +24,7 @@ def test_a_bar_has_the_rate_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -
     ops, weights = reporting("running the ranks", "ops"), reporting("cutting the weights", "bytes")
     with bars.progress("waiting") as steps:
         now = 10.0
-        steps.update("reading [/b]")
+        steps("reading [/b]")
         for done in range(4):
             now = 10.0 + done
             ops(250 * done, 25_000)
@@ -57,7 +57,7 @@ def test_a_step_that_lasts_has_a_line_in_a_pipe(monkeypatch: pytest.MonkeyPatch)
     ops, weights = reporting("trying choices", "ops"), reporting("cutting the weights", "bytes")
     with bars.progress("reading \x1b[/b]") as steps:
         wait_for("reading \\x1b[/b]\n")
-        steps.update("searching")
+        steps("searching")
         for _ in range(3):
             ops(0, 25_000)
             ops(1_000, 25_000)
@@ -78,6 +78,6 @@ def test_a_step_that_lasts_has_a_line_in_a_pipe(monkeypatch: pytest.MonkeyPatch)
     ]
     assert set(lines) - set(named) <= {"  1,000 of 25,000 ops", "  2 MB of 20 MB"}
     with bars.progress("silent", quiet=True) as nothing:
-        nothing.update("as well")
+        nothing("as well")
         time.sleep(0.2)
     assert len(shown.getvalue().splitlines()) == len(lines)

@@ -13,15 +13,16 @@ in FILE, and an interrupted run goes on. Rows of `rules` and `whole` count for t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import multiprocessing
 import os
 import re
-import signal
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -100,84 +101,71 @@ class Cache:
 
 
 class Job:
-    """One op in a forked process. It writes rows; when it dies it is started again behind the call that killed it."""
+    """One op in a forked process, which sends rows; when it dies it is started again behind the call that killed it."""
 
     def __init__(self, part: str, op: Any, args: argparse.Namespace, seen: set[str]) -> None:
         self.part, self.op, self.args, self.seen = part, op, args, seen
-        self.begun: set[str] = set()
-        self.rows: list[Row] = []
+        self.begun, self.rows, self.failed = set[str](), list[Row](), list[str]()
         self.ends = time.monotonic() + args.limit
-        self.failed: list[str] = []
         self._start()
 
     def _start(self) -> None:
-        handle, self.path = tempfile.mkstemp()
-        os.close(handle)
-        self.pid = os.fork()
-        if self.pid == 0:
-            status = 1
-            try:
-                status = self._run()
-            finally:
-                os._exit(status)
+        fork = multiprocessing.get_context("fork")
+        self.link, there = fork.Pipe(duplex=False)
+        self.process = fork.Process(target=self._run, args=(there,))
+        self.process.start()
+        there.close()  # so that the end of the process is seen here
+        self.last: str | None = ""  # what had begun last, or None where the process came to its end
 
-    def _run(self) -> int:
+    def _run(self, link: Connection) -> None:
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, 1)
         os.dup2(devnull, 2)
-        file = Path(self.path).open("w", buffering=1)  # noqa: SIM115  (closed by the end of the process)
         known = self.seen | self.begun
 
         def begin(what: str) -> bool:
             if what in known:
                 return False
             known.add(what)
-            print(json.dumps({"begin": what}), file=file)
+            link.send({"begin": what})
             return True
 
         try:
             for row in PARTS[self.part](self.op, begin, self.args.samples):
-                print(json.dumps(row), file=file)
+                link.send(row)
         except Exception as error:
-            print(json.dumps({"failed": f"{type(error).__name__}: {str(error)[:200]}"}), file=file)
-        print(json.dumps({"end": True}), file=file)
-        return 0
+            link.send({"failed": f"{type(error).__name__}: {str(error)[:200]}"})
+        link.send({"end": True})
 
     def poll(self) -> bool:
-        """Whether the op is done."""
-        pid, _ = os.waitpid(self.pid, os.WNOHANG)
+        """Take what the process has sent; return True if the op is done."""
         late = time.monotonic() > self.ends
-        if not pid and not late:
-            return False
-        if not pid:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-        last = self._read()
+        with contextlib.suppress(EOFError, OSError):  # the process has ended
+            while self.link.poll():
+                self._take(self.link.recv())
+            if not late:
+                return False
+        self.process.kill()
+        self.process.join()
         if late:
-            self.failed.append(f"ran past {self.args.limit} s, in {last}")
-        elif last is not None:
-            self.failed.append(f"the process died in {last}")
-            if last:
+            self.failed.append(f"ran past {self.args.limit} s, in {self.last}")
+        elif self.last is not None:
+            self.failed.append(f"the process died in {self.last}")
+            if self.last:
                 self._start()
                 return False
         return True
 
-    def _read(self) -> str | None:
-        """Take the rows; what had begun last, or None where the process came to its end."""
-        last: str | None = ""
-        for line in Path(self.path).read_text().splitlines():
-            row = json.loads(line)
-            if "begin" in row:
-                last = row["begin"]
-                self.begun.add(row["begin"])
-            elif "failed" in row:
-                self.failed.append(row["failed"])
-            elif "end" in row:
-                last = None
-            else:
-                self.rows.append(row)
-        os.unlink(self.path)
-        return last
+    def _take(self, row: Row) -> None:
+        if "begin" in row:
+            self.last = row["begin"]
+            self.begun.add(row["begin"])
+        elif "failed" in row:
+            self.failed.append(row["failed"])
+        elif "end" in row:
+            self.last = None
+        else:
+            self.rows.append(row)
 
 
 def measure(part: str, args: argparse.Namespace) -> None:

@@ -19,8 +19,9 @@ import tpcompiler
 from tests.bad_input.models import PLAN, Net, X, exported, refusal
 from tests.compared import compare
 from tests.opaque import opaque
+from tpcompiler.checkpoint.leaves import placed_shardings
 from tpcompiler.errors import ProgramError, ShardingError
-from tpcompiler.parallel.program_subject import layout_of, shardings_of
+from tpcompiler.parallel.program_subject import layout_of
 
 
 @torch.library.custom_op("toy::add_one", mutates_args={"x"})
@@ -231,7 +232,9 @@ class Int8(nn.Module):
 def test_int8_weights_are_cut_with_their_scales() -> None:
     net = Net(up=Int8(16, 8), down=Int8(8, 16))
     made = tpcompiler.parallelize(exported(net, X), 2, PLAN)
-    placed = {name: sharding.text(made.mesh) for name, sharding in shardings_of(made.only).items() if "." in name}
+    placed = {
+        name: sharding.text(made.mesh) for name, sharding in placed_shardings(made.only.manifest).items() if "." in name
+    }
     assert placed == {
         "up.weight": "S(0)",
         "up.scale": "S(0)",

@@ -15,8 +15,9 @@ from tests.checkpoint.models import write_checkpoint
 from tpcompiler import ArtifactError
 from tpcompiler.checkpoint.conversion import recipes_of
 from tpcompiler.checkpoint.files import INDEX, Checkpoint
-from tpcompiler.checkpoint.sources import CheckpointLeaf, find_sources
+from tpcompiler.checkpoint.sources import find_sources
 from tpcompiler.runtime.weightless import lazy_zeros
+from tpcompiler.runtime.weights import TensorEntry
 
 F32 = torch.float32
 
@@ -42,7 +43,7 @@ def directory(
 )
 def test_a_prefix_more_or_less(names: list[str], there: list[str], tmp_path: Path) -> None:
     checkpoint = directory(tmp_path, {name: torch.full((2,), float(i)) for i, name in enumerate(there)})
-    found = find_sources([CheckpointLeaf(name, F32, (2,)) for name in names], checkpoint)
+    found = find_sources([TensorEntry(name, F32, (2,)) for name in names], checkpoint)
     assert [found[name].names() for name in names] == [[name] for name in there]
     assert [float(found[name].make(checkpoint.read)[0]) for name in names] == [0, 1]
 
@@ -55,7 +56,7 @@ def test_a_base_models_prefix_is_declared(names: list[str], there: list[str], tm
     """`head` is outside of it. Without the declaration `a.up` may be another tensor."""
     pytest.importorskip("transformers")
     tensors = {name: torch.full((2,), float(i)) for i, name in enumerate(there)}
-    leaves = [CheckpointLeaf(name, F32, (2,)) for name in names]
+    leaves = [TensorEntry(name, F32, (2,)) for name in names]
     found = find_sources(leaves, directory(tmp_path, tensors, "llama", architecture="LlamaForCausalLM"))
     assert [found[name].names() for name in names] == [[name] for name in there]
     with pytest.raises(ArtifactError, match=rf"it has no '{names[0]}' \(it has '{there[0]}'\)"):
@@ -79,13 +80,13 @@ def test_a_tensor_is_not_filled_from_another(
 ) -> None:
     checkpoint = directory(tmp_path, {name: torch.ones(2) for name in there}, architecture=architecture)
     with pytest.raises(ArtifactError, match=r"it has no '[a-z.]+' \(it has '[a-z.]*up'\)"):
-        find_sources([CheckpointLeaf(name, F32, (2,)) for name in names], checkpoint, partial=True)
+        find_sources([TensorEntry(name, F32, (2,)) for name in names], checkpoint, partial=True)
 
 
 def test_the_names_of_a_tied_tensor_have_one_value(tmp_path: Path) -> None:
     """NaN is a value, and so are the two zeros."""
     ones, odd = torch.ones(2), torch.tensor([float("nan"), 0.0])
-    leaves = [CheckpointLeaf("head", F32, (2,), ("model.embed",))]
+    leaves = [TensorEntry("head", F32, (2,), ("model.embed",))]
     for kept, other, fits in ((odd, odd.clone(), True), (ones, ones + 1, False), (odd, odd * -1, False)):
         checkpoint = directory(tmp_path, {"head": kept, "model.embed": other})
         if fits:
@@ -119,7 +120,7 @@ def test_experts_that_are_missing(
     checkpoint = directory(tmp_path, {f"{inside}{name}.weight": value for name, value in held.items()}, "mixtral")
     count = sum(name.endswith("w1") for name in held)
     with pytest.raises(ArtifactError, match=said):
-        find_sources([CheckpointLeaf("model.layers.0.mlp.experts.gate_up_proj", F32, (count, 6, 4))], checkpoint)
+        find_sources([TensorEntry("model.layers.0.mlp.experts.gate_up_proj", F32, (count, 6, 4))], checkpoint)
 
 
 def test_two_tensors_under_one_name(tmp_path: Path) -> None:
@@ -127,26 +128,26 @@ def test_two_tensors_under_one_name(tmp_path: Path) -> None:
     inside = "model.layers.0.{}.gate.weight"
     checkpoint = directory(tmp_path, {inside.format(n): torch.ones(2) for n in ("mlp", "block_sparse_moe")}, "mixtral")
     with pytest.raises(ArtifactError, match=r"are both 'model\.layers\.0\.mlp\.gate\.weight'"):
-        find_sources([CheckpointLeaf("other", F32, (2,))], checkpoint)
+        find_sources([TensorEntry("other", F32, (2,))], checkpoint)
 
 
 def test_a_tied_tensor_has_one_of_its_names(tmp_path: Path) -> None:
     checkpoint = directory(tmp_path, {"model.embed": torch.ones(2)})
-    assert find_sources([CheckpointLeaf("head", F32, (2,), ("model.embed",))], checkpoint)["head"].names() == [
+    assert find_sources([TensorEntry("head", F32, (2,), ("model.embed",))], checkpoint)["head"].names() == [
         "model.embed"
     ]
     shutil.rmtree(tmp_path)
     tmp_path.mkdir()
     both = directory(tmp_path, {"model.embed": torch.ones(2), "head": torch.ones(2)})
-    assert find_sources([CheckpointLeaf("head", F32, (2,), ("model.embed",))], both)["head"].names() == ["head"]
+    assert find_sources([TensorEntry("head", F32, (2,), ("model.embed",))], both)["head"].names() == ["head"]
 
 
 def test_all_that_is_wrong_at_once(tmp_path: Path) -> None:
     tensors = {"up.weigth": torch.ones(2), "down": torch.ones(3), "half": torch.ones(2).half(), "more": torch.ones(1)}
     leaves = [
-        CheckpointLeaf("up.weight", F32, (2,)),
-        CheckpointLeaf("down", F32, (2,)),
-        CheckpointLeaf("half", F32, (2,)),
+        TensorEntry("up.weight", F32, (2,)),
+        TensorEntry("down", F32, (2,)),
+        TensorEntry("half", F32, (2,)),
     ]
     with pytest.raises(ArtifactError) as error:
         find_sources(leaves, directory(tmp_path, tensors))
@@ -161,8 +162,8 @@ def test_all_that_is_wrong_at_once(tmp_path: Path) -> None:
 def test_more_than_the_program_takes(tmp_path: Path) -> None:
     checkpoint = directory(tmp_path, {"up": torch.ones(2), "more": torch.ones(1)})
     with pytest.raises(ArtifactError, match=r"it has 'more', which the program does not take\n  help: .*partial=True"):
-        find_sources([CheckpointLeaf("up", F32, (2,))], checkpoint)
-    assert list(find_sources([CheckpointLeaf("up", F32, (2,))], checkpoint, partial=True)) == ["up"]
+        find_sources([TensorEntry("up", F32, (2,))], checkpoint)
+    assert list(find_sources([TensorEntry("up", F32, (2,))], checkpoint, partial=True)) == ["up"]
 
 
 def test_experts_are_stacked_as_transformers_says(tmp_path: Path) -> None:
@@ -178,9 +179,9 @@ def test_experts_are_stacked_as_transformers_says(tmp_path: Path) -> None:
     checkpoint = directory(tmp_path, tensors, "mixtral")
     inside = "model.layers.0.mlp."
     leaves = [
-        CheckpointLeaf(f"{inside}experts.gate_up_proj", F32, (count, 6, 4)),
-        CheckpointLeaf(f"{inside}experts.down_proj", F32, (count, 4, 3)),
-        CheckpointLeaf(f"{inside}gate.weight", F32, (count, 4)),
+        TensorEntry(f"{inside}experts.gate_up_proj", F32, (count, 6, 4)),
+        TensorEntry(f"{inside}experts.down_proj", F32, (count, 4, 3)),
+        TensorEntry(f"{inside}gate.weight", F32, (count, 4)),
     ]
     found = find_sources(leaves, checkpoint)
     one = {

@@ -11,9 +11,9 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from tests.promises.models import NAMES, converted, inputs_of, ranks
+from tpcompiler.checkpoint.leaves import placed_shardings
 from tpcompiler.ir.node_placement import read_claim
 from tpcompiler.judge.compare.simulate import simulate
-from tpcompiler.parallel.program_subject import shardings_of
 
 
 def replicas(programs: Sequence[ExportedProgram], name: str) -> dict[str, list[torch.Tensor]]:
@@ -27,7 +27,7 @@ def replicas(programs: Sequence[ExportedProgram], name: str) -> dict[str, list[t
     results = simulate(programs, inputs_of(name, len(programs)), seen=keep)
     program = converted(name, len(programs))
     for position, output in enumerate(program.converted.resharded.output_names()):
-        if shardings_of(program.only)[f"output {output}"].is_replicated:
+        if placed_shardings(program.only.manifest)[f"output {output}"].is_replicated:
             found[f"output {output}"] = [result.outputs[position] for result in results]
     return found
 

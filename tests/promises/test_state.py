@@ -15,8 +15,8 @@ import tpcompiler
 from tests.promises.models import CACHE, NAMES, Counting, exported, functional, ranks
 from tests.zoo.case import randomise
 from tests.zoo.decoders import LLAMA
+from tpcompiler.checkpoint.leaves import placed_shardings
 from tpcompiler.judge.compare.simulate import simulate
-from tpcompiler.parallel.program_subject import shardings_of
 
 
 def kinds(signature: ExportGraphSignature) -> list[tuple[object, ...]]:
@@ -56,7 +56,7 @@ def test_a_buffer_keeps_its_shard_from_call_to_call() -> None:
     """Three calls: each rank's columns of the cache, and the count, are those of the single device after three calls."""
     model = randomise(Counting())
     program = tpcompiler.parallelize(torch.export.export(copy.deepcopy(model), (torch.randn(3, 4),)), 2, CACHE)
-    assert shardings_of(program.only)["seen"].text(program.mesh) == "S(1)"
+    assert placed_shardings(program.only.manifest)["seen"].text(program.mesh) == "S(1)"
     programs = [program.rank_program(rank) for rank in range(2)]
     for call in range(1, 4):
         x = torch.randn(3, 4)

@@ -16,10 +16,10 @@ from torch.export import Dim, export
 import tpcompiler
 from tests.passes.stages import Call, placed, planned
 from tests.zoo.case import randomise
+from tpcompiler.checkpoint.leaves import placed_shardings
 from tpcompiler.errors import PlanError
 from tpcompiler.ir.program import Program
 from tpcompiler.ir.text import program_text
-from tpcompiler.parallel.program_subject import shardings_of
 
 X = torch.randn(2, 3, 8)
 PLAN = {"up": "colwise", "down": "rowwise"}
@@ -256,5 +256,5 @@ def test_a_planned_cut_is_not_given_up_for_fewer_bytes(second: str) -> None:
     module = randomise(nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8)))
     x = torch.randn(3, 8)
     made = tpcompiler.parallelize(torch.export.export(module, (x,)), 2, {"0": "colwise", "2": second, "2.bias": "S(0)"})
-    assert shardings_of(made.only)["0.weight"].text(made.mesh) == "S(0)"
+    assert placed_shardings(made.only.manifest)["0.weight"].text(made.mesh) == "S(0)"
     assert made.verify((x,)).ok

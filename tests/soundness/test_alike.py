@@ -16,7 +16,6 @@ from torch.export import Dim, ExportedProgram, export
 import tpcompiler
 from tests.runtime.written import write_artifact
 from tests.trust.damage import Artifact, claim, inserted
-from tpcompiler.artifact.stored import StoredProgram
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir import edit
 from tpcompiler.judge.compare.simulate import simulate
@@ -236,4 +235,4 @@ def test_a_name_that_stands_for_two_tensors(tmp_path: Path) -> None:
         tmp_path / "out", artifact.manifest, lambda rank, path: torch.export.save(artifact.ranks[rank], path)
     )
     with pytest.raises(ArtifactError, match="'k' is in the state and in the constants"):
-        StoredProgram.open(tmp_path / "out").rank_program(len(artifact.ranks) - 1)
+        tpcompiler.open(tmp_path / "out").only.rank_program(len(artifact.ranks) - 1)

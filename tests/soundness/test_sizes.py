@@ -16,7 +16,7 @@ from tests.trust import collectives
 from tests.trust.damage import Artifact, damaged
 from tests.zoo.case import randomise
 from tpcompiler.ir import edit
-from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.shares import mesh_of
 from tpcompiler.judge.sound.changes import change_shape
 from tpcompiler.judge.sound.check import check_programs
 from tpcompiler.judge.sound.drawn import LEAST, MULTIPLE, DrawnSizes
@@ -34,7 +34,7 @@ def test_a_change_is_small_where_nothing_happens(placement: str, shape: list[int
     artifact = Artifact.of(tpcompiler.parallelize(exported, 2, {"0": "rowwise"}, outputs=[placement]))
     report = check_programs(artifact.written(), artifact.manifest)
     assert (report.ok, report.findings) == (True, [])
-    made = folded(artifact.ranks[0], artifact.manifest, Mesh.of(artifact.manifest.mesh, artifact.manifest.factors), {})
+    made = folded(artifact.ranks[0], artifact.manifest, mesh_of(artifact.manifest), {})
     region = next(each for each in made.regions.values() if any(map(edit.is_collective, each.nodes)))
     assert change_shape(made, region.nodes, region) == shape
 

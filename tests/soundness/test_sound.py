@@ -17,7 +17,6 @@ from tests.devices import exported as on_devices
 from tests.passes.test_shared_heads import converted as few_heads
 from tests.runtime.poisons import entries_of
 from tests.trust.subjects import subject
-from tpcompiler.artifact.stored import StoredProgram
 from tpcompiler.judge.sound.check import CheckReport, check_programs
 from tpcompiler.judge.sound.written import read_ranks
 from tpcompiler.runtime.artifact import rank_file, sha256
@@ -104,7 +103,7 @@ def attend(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_a_graph_is_read_once(attend: Path) -> None:
     """Ranks that read other numbers have one graph."""
-    first, second = read_ranks(StoredProgram.open(attend))
+    first, second = read_ranks(tpcompiler.open(attend).only)
     read = torch.export.load(attend / rank_file(1))
     assert first.program is second.program
     assert str(second.program.graph) == str(read.graph)

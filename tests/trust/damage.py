@@ -15,6 +15,7 @@ import tpcompiler
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.node_placement import CLAIM, read_claim
+from tpcompiler.ir.shares import mesh_of
 from tpcompiler.judge.sound.written import WrittenRank, written
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.records import TensorRecord
@@ -46,7 +47,7 @@ class Artifact:
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh.of(self.manifest.mesh, self.manifest.factors)
+        return mesh_of(self.manifest)
 
     @property
     def last(self) -> ExportedProgram:

@@ -25,7 +25,7 @@ from torch.utils._pytree import (
 from torch.utils._sympy.functions import FloorDiv, Max, Min
 
 from tpcompiler._torch.decompose import decomposed, decomposing, keeping_whole, quiet_torch, stays_whole
-from tpcompiler._torch.files import archive_stream, build_program, is_registered_class, read_layout, save_program
+from tpcompiler._torch.files import archive_stream, build_program, build_tensor, is_registered_class, save_program
 from tpcompiler._torch.groups import (
     default_store,
     fake_group,

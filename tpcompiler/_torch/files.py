@@ -6,7 +6,7 @@ import contextlib
 import io
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, cast
 
 import torch
 from torch.export import ExportedProgram
@@ -68,31 +68,25 @@ def save_program(program: ExportedProgram, file: Any, *, text: bytes = b"", **mo
         torch.export.save(program, file, **more)
 
 
-class Layout(NamedTuple):
-    """A stored tensor's place in its memory, and its kind."""
-
-    sizes: list[int]
-    strides: list[int]
-    offset: int
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-
-def read_layout(data: dict[str, Any]) -> Layout:
-    """Read the layout of a stored tensor from a .pt2's JSON.
+def build_tensor(name: str, data: dict[str, Any], storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return a stored tensor over its memory, as a .pt2's JSON describes it.
 
     Raises:
-        LookupError, TypeError: it is not one.
+        LookupError, TypeError, ValueError, RuntimeError: it is not a description, or the memory does not fit it.
     """
     from torch._export.serde import serialize
 
-    sizes, strides = ([each["as_int"] for each in data[name]] for name in ("sizes", "strides"))
+    sizes, strides = ([each["as_int"] for each in data[part]] for part in ("sizes", "strides"))
     dtype: torch.dtype = vars(serialize)["_SERIALIZE_TO_TORCH_DTYPE"][data["dtype"]]
     kind, index = data["device"]["type"], data["device"]["index"]
     device = torch.device(kind) if index is None else torch.device(kind, index)
-    offset = data["storage_offset"]["as_int"]
-    return Layout(sizes, strides, offset, dtype, device, data["requires_grad"])
+    offset, held = data["storage_offset"]["as_int"], storage.nbytes()
+    if held % dtype.itemsize or (not held and 0 not in sizes):
+        raise ValueError(f"{name!r} is {sizes} of {dtype}, but it holds {held:,} bytes")
+    value = torch.empty(sizes if not held else 0, dtype=dtype)
+    if held:
+        value = value.set_(cast(Any, storage), offset, sizes, strides)
+    return value.to(device).requires_grad_(data["requires_grad"])
 
 
 def build_program(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from tpcompiler.checkpoint.leaves import held_per_rank
@@ -38,45 +37,40 @@ class Limit(NamedTuple):
         return self.kind in (record.kind, "collectives") or (self.kind, record.why) == ("fallbacks", "fallback")
 
 
-@dataclass(frozen=True)
-class Budget:
-    """Limits on a program's collectives in one call, and on the bytes that a rank sends and holds.
+def read_budget(limits: Sequence[str]) -> list[Limit]:
+    """Read limits such as `2 all_reduce/layer`, `0 fallbacks`, `1MB sent` and `24GB held`, or YAML lists of them.
+
+    Raises:
+        BudgetError: a text that is not a limit, a file that cannot be read, or a limit below 0.
+    """
+    read: list[Limit] = []
+    for text in limits:
+        read += _read_file(text) if text.endswith(FILES) else [_read_limit(text)]
+    return read
+
+
+def check_budget(limits: Sequence[Limit], manifest: Manifest, title: str) -> None:
+    """Raise BudgetError if a program exceeds a limit: which one, where, and by how much.
 
     `held` counts parameters, buffers (caches too) and constants, not activations.
     """
+    if excesses := [*_excesses(limits, manifest)]:
+        raise BudgetError(
+            f"{title} is over its budget: {'; '.join(excesses)}",
+            help="change the plan (tpcompiler explain gives the reason for each), or allow as much",
+        )
 
-    limits: tuple[Limit, ...] = ()
 
-    @classmethod
-    def read(cls, limits: Sequence[str] = ()) -> Budget:
-        """Read limits such as `2 all_reduce/layer`, `0 fallbacks`, `1MB sent` and `24GB held`, or YAML lists of them.
-
-        Raises:
-            BudgetError: a text that is not a limit, a file that cannot be read, or a limit below 0.
-        """
-        read: list[Limit] = []
-        for text in limits:
-            read += _read_file(text) if text.endswith(FILES) else [_read_limit(text)]
-        return cls(tuple(read))
-
-    def check(self, manifest: Manifest, title: str = "the program") -> None:
-        """Raise BudgetError if a program exceeds a limit: which one, where, and by how much."""
-        if excesses := [*self._excesses(manifest)]:
-            raise BudgetError(
-                f"{title} is over its budget: {'; '.join(excesses)}",
-                help="change the plan (tpcompiler explain gives the reason for each), or allow as much",
-            )
-
-    def _excesses(self, manifest: Manifest) -> Iterator[str]:
-        for limit in self.limits:
-            if limit.kind in BYTES:
-                yield from (_sent if limit.kind == "sent" else _held)(limit.most, manifest)
-                continue
-            found = [record for record in manifest.collectives if limit.counts(record)]
-            if limit.by_layer:
-                yield from _by_layer(limit, found)
-            elif len(found) > limit.most:
-                yield f"{len(found)} {limit.kind}, {len(found) - limit.most} more than {limit} ({_named(found)})"
+def _excesses(limits: Sequence[Limit], manifest: Manifest) -> Iterator[str]:
+    for limit in limits:
+        if limit.kind in BYTES:
+            yield from (_sent if limit.kind == "sent" else _held)(limit.most, manifest)
+            continue
+        found = [record for record in manifest.collectives if limit.counts(record)]
+        if limit.by_layer:
+            yield from _by_layer(limit, found)
+        elif len(found) > limit.most:
+            yield f"{len(found)} {limit.kind}, {len(found) - limit.most} more than {limit} ({_named(found)})"
 
 
 def _sent(most: int, manifest: Manifest) -> Iterator[str]:

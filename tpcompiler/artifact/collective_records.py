@@ -18,6 +18,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.node_placement import records_of, reshard_of
 from tpcompiler.ir.program import LocalProgram
+from tpcompiler.ir.shares import mesh_of
 from tpcompiler.ir.text import op_name
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.records import Collective, Transfer
@@ -95,7 +96,7 @@ def predict_call(graph: fx.Graph, manifest: Manifest, machine: Machine) -> Times
     Raises:
         ArtifactError: it calls other collectives than the manifest records.
     """
-    mesh = Mesh.of(manifest.mesh, manifest.factors)
+    mesh = mesh_of(manifest)
     records = records_of(graph, manifest)
     sent = {node.name: record_seconds(row, row.wire_bytes, machine, mesh) for node, row in records.items()}
     return predict_times(graph, sent, machine, mesh)

@@ -20,11 +20,10 @@ from tpcompiler.checkpoint.leaves import entries_of, leaves_of, shardings_of, to
 from tpcompiler.checkpoint.ranks import RankShares
 from tpcompiler.errors import ArtifactError, LaunchError, MeshError, TpCompilerWarning, explaining
 from tpcompiler.ir.local import local_strides
-from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import format_placement
-from tpcompiler.ir.shares import cut
+from tpcompiler.ir.shares import cut, mesh_of
 from tpcompiler.runtime.agree import WAIT, agreeing
-from tpcompiler.runtime.artifact import Manifest, is_shared, say_files, weights_file
+from tpcompiler.runtime.artifact import Manifest, say_files, weights_file
 from tpcompiler.runtime.program_files import ProgramFiles
 from tpcompiler.runtime.target import refuse_full_disk
 from tpcompiler.runtime.weights import write_weights
@@ -41,7 +40,7 @@ def as_dtensors(program: ArtifactProgram, mesh: DeviceMesh) -> dict[str, Any]:
     """
     manifest = program.manifest
     rank = _rank_in(mesh, manifest)
-    shardings, own = shardings_of(manifest), Mesh.of(manifest.mesh, manifest.factors)
+    shardings, own = shardings_of(manifest), mesh_of(manifest)
     stored = {row.name: row for row in manifest.tensors if row.kind != "constant_tensor" and row.persistent}
     state: dict[str, Any] = {}
     whole = []
@@ -74,13 +73,10 @@ def write_dtensors(files: ProgramFiles, state: Mapping[str, Any]) -> None:
     """Write weights back into a program's files, each rank its own (`ParallelProgram.load_state_dict`).
 
     Raises:
-        ArtifactError: names, shapes or dtypes differ from the artifact's, the layout is not shared, placements or
-            replicated values differ between ranks, tied names have different values, or a file cannot be
-            written. All ranks raise, and the artifact stays unchanged.
-        MeshError: the world has another number of ranks than the artifact.
+        ArtifactError, MeshError: as `ParallelProgram.load_state_dict`, on all ranks; the artifact stays unchanged.
     """
     manifest, path = files.manifest, files.folder
-    mesh, rank = Mesh.of(manifest.mesh, manifest.factors), dist.get_rank()
+    mesh, rank = mesh_of(manifest), dist.get_rank()
     if dist.get_world_size() != mesh.world_size:
         raise MeshError(
             f"the artifact has {mesh.world_size} ranks, this world has {dist.get_world_size()}",
@@ -115,8 +111,8 @@ def write_dtensors(files: ProgramFiles, state: Mapping[str, Any]) -> None:
     try:
         with _in_agreement():
             refuse_full_disk(new, sum(entry.nbytes for entry in entries))
-            own = {**numbers, **values}
-            hash = write_weights(new, entries, (own[n] if n in own else source.share(n, rank) for n, _, _ in entries))
+            own, names = {**numbers, **values}, [entry.name for entry in entries]
+            hash = write_weights(new, entries, (own[n] if n in own else source.share(n, rank) for n in names))
     except ArtifactError:
         new.unlink(missing_ok=True)
         raise
@@ -172,7 +168,7 @@ def _form(value: torch.Tensor) -> str:
 
 def _refuse_misfit(manifest: Manifest, state: Mapping[str, Any], path: Path) -> None:
     """Raise ArtifactError for weights that are not the artifact's, or that its layout cannot take."""
-    if not is_shared(manifest):
+    if manifest.layout == "ranks":
         raise ArtifactError(
             f"{path} has self-contained files, whose weights cannot be replaced",
             help='save it with layout="shared", or reshard it',

@@ -7,20 +7,19 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import FakeTensor
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.shares import same_bits
+from tpcompiler.ir.shares import mesh_of, same_bits
 from tpcompiler.ir.symm_mem import expand_collectives
 from tpcompiler.runtime.artifact import Manifest, lacks_weights
 from tpcompiler.runtime.rank_file import Weights
-from tpcompiler.runtime.records import TensorRecord
+from tpcompiler.runtime.records import Layout, TensorRecord
 
-Layout = Literal["ranks", "shared"]  # a self-contained file per rank, or shared programs and separate weights
 Stored = Mapping[str, str]  # leaf -> the program whose files have it
 
 
@@ -116,7 +115,7 @@ class ArtifactProgram(ABC):
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh.of(self.manifest.mesh, self.manifest.factors)
+        return mesh_of(self.manifest)
 
     @property
     def world_size(self) -> int:

@@ -12,13 +12,13 @@ import torch
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import all_tensors
-from tpcompiler.artifact.program import ArtifactProgram, Layout, Stored
+from tpcompiler.artifact.program import ArtifactProgram, Stored
 from tpcompiler.checkpoint.fill import with_weights
 from tpcompiler.checkpoint.ranks import RankShares
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir.symm_mem import expand_collectives
-from tpcompiler.runtime.artifact import MODEL, VALUES, WHOLE, Manifest, is_shared, lacks_weights
-from tpcompiler.runtime.program_files import ProgramFiles, open_program
+from tpcompiler.runtime.artifact import MODEL, VALUES, WHOLE, Manifest, lacks_weights
+from tpcompiler.runtime.program_files import ProgramFiles
 from tpcompiler.runtime.rank_file import (
     Weights,
     put_state,
@@ -28,6 +28,7 @@ from tpcompiler.runtime.rank_file import (
     read_state,
     taken_by,
 )
+from tpcompiler.runtime.records import Layout
 from tpcompiler.runtime.weights import laid_out
 from tpcompiler.terminal.progress import counted
 
@@ -39,15 +40,6 @@ class StoredProgram(ArtifactProgram):
         self.files = files
         self.name = files.name
         self.title = os.fspath(files.folder)
-
-    @classmethod
-    def open(cls, directory: str | os.PathLike[str], *, trust: bool = False) -> StoredProgram:
-        """Open the artifact of a single program, or the folder of one of several.
-
-        Raises:
-            ArtifactError: as `read_manifest`.
-        """
-        return cls(open_program(directory, trust=trust))
 
     @property
     def manifest(self) -> Manifest:
@@ -99,11 +91,10 @@ class StoredProgram(ArtifactProgram):
     def writer(
         self, *, keep_output_types: bool = False, layout: Layout | None = None, elsewhere: Stored
     ) -> Callable[[Path], None]:
-        own: Layout = "shared" if is_shared(self.manifest) else "ranks"
         stored = {row.name: row.stored_in for row in self.manifest.tensors if row.stored_in is not None}
-        if layout not in (None, own):
+        if layout not in (None, self.manifest.layout):
             raise ArtifactError(
-                f"{self.title} has the layout {own!r}, and its files are copied",
+                f"{self.title} has the layout {self.manifest.layout!r}, and its files are copied",
                 help="leave the layout out, or convert the model again",
             )
         if lacking := stored.keys() - elsewhere.keys():

@@ -12,10 +12,11 @@ from typing import Any, Literal, TypeVar
 
 from msgspec import structs
 
+from tpcompiler.artifact.collective_records import counted_kinds
 from tpcompiler.checkpoint.leaves import bytes_per_rank, held_per_rank
 from tpcompiler.cost.amounts import STATE_BYTES
 from tpcompiler.errors import option
-from tpcompiler.ir.mesh import Mesh
+from tpcompiler.ir.shares import mesh_of
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.records import BoundaryRecord, Collective, Note, Record, TensorRecord, mesh_text
 from tpcompiler.runtime.weights import dtype_of
@@ -179,7 +180,7 @@ class ConvertedPrograms(Record, frozen=True, kw_only=True):
 
 def summarize(manifest: Manifest) -> ArtifactSummary:
     """Return mesh, bytes per rank, tensors, boundary, collectives by kind and cause, notes, versions of an artifact."""
-    mesh = Mesh.of(manifest.mesh, manifest.factors)
+    mesh = mesh_of(manifest)
     tensors = [
         HeldTensor(
             **structs.asdict(row),
@@ -204,6 +205,16 @@ def summarize(manifest: Manifest) -> ArtifactSummary:
         notes=manifest.notes,
         plan=manifest.plan,
         versions=manifest.versions,
+    )
+
+
+def describe(manifest: Manifest) -> str:
+    """Return mesh, bytes and collectives of an artifact in a line."""
+    whole, per_rank, sent = summarize(manifest).bytes, held_per_rank(manifest), manifest.collectives
+    return (
+        f"mesh {mesh_of(manifest)} on {manifest.device_type}: {format_bytes(max(per_rank))} of "
+        f"{format_bytes(whole)} of weights on a rank; {counted_kinds(each.kind for each in sent)}, "
+        f"{format_bytes(sum(each.wire_bytes for each in sent))} sent per rank and call"
     )
 
 

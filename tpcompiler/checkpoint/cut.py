@@ -19,8 +19,7 @@ from tpcompiler.checkpoint.leaves import entries_of, leaves_of, shardings_of, wa
 from tpcompiler.checkpoint.ranks import Source, open_source
 from tpcompiler.checkpoint.sources import find_sources
 from tpcompiler.errors import ArtifactError, explaining, option, reason
-from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.shares import cut
+from tpcompiler.ir.shares import cut, mesh_of
 from tpcompiler.runtime.artifact import VALUES, Manifest, say_files, weights_file
 from tpcompiler.runtime.program_files import ProgramFiles
 from tpcompiler.runtime.rank_file import read_values, taken_by, with_tied
@@ -44,9 +43,6 @@ def cut_programs(
     progress: Progress = TELL,
 ) -> None:
     """Write the weights files of programs that were converted without weights (`ParallelProgram.cut`).
-
-    Every tensor of the checkpoint is mapped, cut for all ranks and released before the next one; two small ones may be
-    held at once. A repeated call continues an interrupted cut, after comparing its files with the checkpoint.
 
     Raises:
         ArtifactError: a program has its weights, the checkpoint does not fit (all faults at once), an interrupted cut
@@ -101,7 +97,7 @@ class _Work:
             )
         self.values = read_values(files)
         self.leaves = leaves_of(self.manifest)
-        self.mesh = Mesh.of(self.manifest.mesh, self.manifest.factors)
+        self.mesh = mesh_of(self.manifest)
         self.shardings = shardings_of(self.manifest)
         self.entries = {rank: entries_of(self.manifest, rank) for rank in self.ranks}
         self.size = sum(entry.nbytes for entries in self.entries.values() for entry in entries)
@@ -211,7 +207,7 @@ def read_shares(
     Raises:
         ArtifactError: as `cut_programs`.
     """
-    leaves, mesh, source = leaves_of(manifest), Mesh.of(manifest.mesh, manifest.factors), open_source(checkpoint)
+    leaves, mesh, source = leaves_of(manifest), mesh_of(manifest), open_source(checkpoint)
     recipes = find_sources(wanted_leaves(manifest, values), source, partial=True)
     shardings, taken, shares = shardings_of(manifest), taken_by(program), {}
     for leaf in leaves:

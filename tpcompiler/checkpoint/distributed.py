@@ -21,7 +21,7 @@ from tpcompiler.errors import ArtifactError
 from tpcompiler.ir.local import local_strides
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.ir.shares import row_sharding
+from tpcompiler.ir.shares import mesh_of, row_sharding
 from tpcompiler.runtime.agree import WAIT, agreeing, digest_of
 from tpcompiler.runtime.records import Manifest, TensorRecord
 from tpcompiler.runtime.world import own_rank
@@ -109,7 +109,7 @@ class DistributedState:
                 yield name, self._distributed(rows[names[value]], each) if is_share else each
 
     def _distributed(self, row: TensorRecord, local: torch.Tensor) -> torch.Tensor:
-        mesh = Mesh.of(self.manifest.mesh, self.manifest.factors)
+        mesh = mesh_of(self.manifest)
         sharding, shape = row_sharding(row, mesh), torch.Size(row.shape)
         if sharding.partial:
             raise ArtifactError(

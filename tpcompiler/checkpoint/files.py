@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,11 @@ from safetensors import SafetensorError, safe_open
 from tpcompiler.errors import ArtifactError, explaining
 from tpcompiler.runtime.hub import DOWNLOAD, refuse_missing_checkpoint
 from tpcompiler.runtime.opened import Opened, read_object
-from tpcompiler.runtime.weights import NAMES
+from tpcompiler.runtime.weights import NAMES, TensorEntry
 
 INDEX = "model.safetensors.index.json"
 AGAIN = "copy the file again"
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
-
-
-@dataclass(frozen=True)
-class Stored:
-    """The place, dtype and shape of a tensor in a checkpoint."""
-
-    file: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
 
 
 class Checkpoint:
@@ -44,24 +34,25 @@ class Checkpoint:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.tensors: dict[str, Stored] = {}
-        self.places: Mapping[str, str] = {}
+        self.tensors: dict[str, TensorEntry] = {}
+        self.places: dict[str, Path] = {}
+        self.index: Mapping[str, str] = {}
         self.files = [self.path] if os.path.isfile(self.path) else self._listed()
         for file in self.files:
-            for name, stored in _read_header(file).items():
+            for name, entry in _read_header(file).items():
                 if name in self.tensors:
-                    both = f"{self.tensors[name].file.name} and {file.name}"
+                    both = f"{self.places[name].name} and {file.name}"
                     raise ArtifactError(f"{self.path}: {name!r} is in both {both}", help="give one checkpoint")
-                self.tensors[name] = stored
-        for name, place in self.places.items():
-            if name in self.tensors and (actual := self.tensors[name].file.name) != place:
+                self.tensors[name], self.places[name] = entry, file
+        for name, place in self.index.items():
+            if name in self.tensors and (actual := self.places[name].name) != place:
                 raise ArtifactError(f"{self.path}: {name!r} is in {actual}, {INDEX} says {place}", help=DOWNLOAD)
         config = (self.path if os.path.isdir(self.path) else self.path.parent) / "config.json"
         self.config: Mapping[str, Any] = _read_json(config) if config.is_file() else {}
 
     def read(self, name: str) -> torch.Tensor:
         """Map a tensor: unused parts are never read, and its pages are freed with it."""
-        path = self.tensors[name].file
+        path = self.places[name]
         # it may have changed since its header was read
         with explaining(f"{path} cannot be read", AGAIN, SafetensorError, OSError), safe_open(path, "pt") as file:
             value: torch.Tensor = file.get_tensor(name)
@@ -89,7 +80,7 @@ class Checkpoint:
             raise ArtifactError(
                 f"{self.path} lacks {len(missing)} of its {len(names)} files, such as {missing[0]}", help=DOWNLOAD
             )
-        self.places = dict(index or {})
+        self.index = dict(index or {})
         return [self.path / name for name in sorted(names)]
 
 
@@ -99,8 +90,8 @@ def state_of(file: Path) -> list[int]:
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
-def _read_header(file: Path) -> dict[str, Stored]:
-    found = dict[str, Stored]()
+def _read_header(file: Path) -> dict[str, TensorEntry]:
+    found = dict[str, TensorEntry]()
     with explaining(f"{file} cannot be read", AGAIN, SafetensorError, OSError, ValueError):
         Opened(file).close()  # reject pipes
         with safe_open(file, "pt") as opened:
@@ -108,7 +99,7 @@ def _read_header(file: Path) -> dict[str, Stored]:
                 part = opened.get_slice(name)
                 if part.get_dtype() not in DTYPES:
                     raise ArtifactError(f"{file}: {name!r} is of {part.get_dtype()}, which torch lacks", help=AGAIN)
-                found[name] = Stored(file, DTYPES[part.get_dtype()], tuple(part.get_shape()))
+                found[name] = TensorEntry(name, DTYPES[part.get_dtype()], tuple(part.get_shape()))
     return found
 
 

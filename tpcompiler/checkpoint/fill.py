@@ -10,7 +10,6 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import with_state
-from tpcompiler.checkpoint.leaves import CheckpointLeaf
 from tpcompiler.checkpoint.ranks import RankShares, Source, open_source
 from tpcompiler.checkpoint.sources import find_sources
 from tpcompiler.errors import ArtifactError, option
@@ -18,7 +17,7 @@ from tpcompiler.runtime.artifact import lacks_weights
 from tpcompiler.runtime.program_files import ProgramFiles
 from tpcompiler.runtime.rank_file import read_values, taken_by
 from tpcompiler.runtime.weightless import weightless_names
-from tpcompiler.runtime.weights import laid_out
+from tpcompiler.runtime.weights import TensorEntry, laid_out
 
 Keep = Callable[[str, torch.Tensor], torch.Tensor]
 
@@ -85,7 +84,7 @@ def fill_weights(
         names.setdefault(id(tensors[name]), []).append(name)
     taken = taken_by(program)
     leaves = [
-        CheckpointLeaf(
+        TensorEntry(
             first, tensors[first].dtype, tuple(tensors[first].shape), tuple(rest), is_optional=first not in lacking
         )
         for first, *rest in names.values()

@@ -9,10 +9,11 @@ from msgspec import structs
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import with_state
+from tpcompiler.checkpoint.leaves import placed_shardings, shardings_of
 from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir.hosting import Hosts, host_ranks, name_leaves
-from tpcompiler.ir.mesh import Mesh, hosted_group, hosted_groups
-from tpcompiler.ir.shares import row_sharding
+from tpcompiler.ir.mesh import hosted_group, hosted_groups
+from tpcompiler.ir.shares import mesh_of
 from tpcompiler.ir.symm_mem import expand_collectives
 from tpcompiler.runtime.artifact import Manifest, program_file
 from tpcompiler.runtime.program_files import ProgramFiles
@@ -53,8 +54,7 @@ def read_process(
         program = fill(with_state(alike, state, constants, alike.module_call_graph, None), rank)
         program = expand_collectives(program)
         ranks.append((program, {**program.constants, **program.state_dict}))
-    shardings = {name: row_sharding(row, hosts.mesh) for name, row in manifest.placed()}
-    return host_ranks(ranks, hosts, process, shardings)
+    return host_ranks(ranks, hosts, process, placed_shardings(manifest))
 
 
 def hosts_of(manifest: Manifest, processes: int) -> Hosts:
@@ -63,13 +63,13 @@ def hosts_of(manifest: Manifest, processes: int) -> Hosts:
     Raises:
         MeshError: as `Hosts`.
     """
-    return Hosts(Mesh.of(manifest.mesh, manifest.factors), processes)
+    return Hosts(mesh_of(manifest), processes)
 
 
 def names_in(manifest: Manifest, processes: int, process: int) -> list[dict[str, str]]:
     """Return the name of each tensor of each rank of a process (`name_leaves`)."""
     hosts = hosts_of(manifest, processes)
-    shardings = {row.name: row_sharding(row, hosts.mesh) for row in manifest.tensors}
+    shardings = shardings_of(manifest)
     return name_leaves(hosts, process, [*shardings, *manifest.rank_numbers], shardings)
 
 

@@ -4,36 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import Placement
 
-from tpcompiler.checkpoint.conversion import Shape
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import format_placement
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.ir.shares import row_sharding
+from tpcompiler.ir.shares import mesh_of, row_sharding
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.records import TensorRecord
 from tpcompiler.runtime.weights import TensorEntry, dtype_of, lay_out
 
 
-class CheckpointLeaf(NamedTuple):
-    """A tensor of a program; `aliases` are its tied names.
-
-    `is_buffer`: a persistent buffer. `is_optional`: a source may lack it.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: Shape
-    aliases: tuple[str, ...] = ()
-    is_buffer: bool = False
-    is_optional: bool = False
-
-
-def wanted_leaves(manifest: Manifest, values: Collection[str]) -> list[CheckpointLeaf]:
+def wanted_leaves(manifest: Manifest, values: Collection[str]) -> list[TensorEntry]:
     """Return the tensors that a checkpoint must have: those without a value, and persistent buffers.
 
     As in torch, a state dict contains persistent buffers, such as the bias of a router or running statistics, whose
@@ -42,14 +26,14 @@ def wanted_leaves(manifest: Manifest, values: Collection[str]) -> list[Checkpoin
     return [leaf for leaf in leaves_of(manifest) if leaf.name not in values or leaf.is_buffer]
 
 
-def leaves_of(manifest: Manifest) -> list[CheckpointLeaf]:
+def leaves_of(manifest: Manifest) -> list[TensorEntry]:
     """Return the tensors in the files of a program's ranks, except those stored by another program."""
     names: dict[str, list[str]] = {}
     for row in manifest.tensors:
         if row.tied_to is not None:
             names.setdefault(row.tied_to, []).append(row.name)
     return [
-        CheckpointLeaf(
+        TensorEntry(
             row.name,
             dtype_of(row.dtype),
             tuple(row.shape),
@@ -67,7 +51,7 @@ def held_per_rank(manifest: Manifest) -> list[int]:
     Raises:
         ArtifactError: a tensor cannot have its sharding.
     """
-    mesh = Mesh.of(manifest.mesh, manifest.factors)
+    mesh = mesh_of(manifest)
     held = [bytes_per_rank(row, mesh) for row in manifest.tensors if row.tied_to is None]
     return [sum(own) for own in zip(*held, strict=True)] if held else [0] * mesh.world_size
 
@@ -84,14 +68,20 @@ def bytes_per_rank(row: TensorRecord, mesh: Mesh) -> list[int]:
 
 
 def shardings_of(manifest: Manifest) -> dict[str, Sharding]:
-    """Return the sharding of each tensor by name."""
-    mesh = Mesh.of(manifest.mesh, manifest.factors)
+    """Return the sharding of each parameter, buffer and constant by name."""
+    mesh = mesh_of(manifest)
     return {row.name: row_sharding(row, mesh) for row in manifest.tensors}
+
+
+def placed_shardings(manifest: Manifest) -> dict[str, Sharding]:
+    """Return the shardings of inputs, leaves and outputs (`output NAME`) by name."""
+    mesh = mesh_of(manifest)
+    return {name: row_sharding(row, mesh) for name, row in manifest.placed()}
 
 
 def entries_of(manifest: Manifest, rank: int) -> list[TensorEntry]:
     """Return the entries of a rank's weights file, in order."""
-    shardings, mesh = shardings_of(manifest), Mesh.of(manifest.mesh, manifest.factors)
+    shardings, mesh = shardings_of(manifest), mesh_of(manifest)
     here = mesh.coordinate(rank)
     own = [
         TensorEntry(leaf.name, leaf.dtype, tuple(map(int, shardings[leaf.name].local_shape(leaf.shape, mesh, here))))

@@ -206,10 +206,7 @@ class Loading(NamedTuple):
     same_bits: bool
 
 
-class _RankProgram(NamedTuple):
-    program: ExportedProgram
-    manifest: Manifest
-    leaf_names: list[dict[str, str]]
+RankProgram = tuple[ExportedProgram, Manifest, list[dict[str, str]]]  # with the names of leaves (`names_in`)
 
 
 def load_programs(
@@ -238,7 +235,7 @@ def load_programs(
     with agreeing(timeout) as mine:
         package = package_to_run(directory, compiled, trust, dist.get_world_size() if same_bits else 0)
         mine["the package"] = f"SHA-256 {package.files.get(COMPILED, '')[:12]}.." if package else "not run"
-    read: dict[str, _RankProgram] = {}  # without those of other stages
+    read: dict[str, RankProgram] = {}  # without those of other stages
     for family in families(files, lambda each: each.manifest.family):
         stored: dict[str, torch.Tensor] = {}
         for name, each in family.items():
@@ -250,21 +247,22 @@ def load_programs(
                 directory,
                 package,
                 name,
-                own_rank(read[name].manifest),
-                read[name].program,
-                _renamed(package, name, files[name].manifest, read[name].leaf_names) if same_bits else {},
+                own_rank(manifest),
+                program,
+                _renamed(package, name, files[name].manifest, leaf_names) if same_bits else {},
             )
             if package
-            else write_in_place(read[name].program.module())
+            else write_in_place(program.module())
             for name in files
             if name in read
+            for program, manifest, leaf_names in [read[name]]
         }
-    for name, own in read.items():
+    for name, (program, manifest, leaf_names) in read.items():
         module: Any = modules[name]
-        module.forward = _guarded(module, own, arguments)
-        module.register_forward_pre_hook(structure_check(own.program), prepend=True, with_kwargs=True)
-        module.exported_program, module.leaf_names = own.program, own.leaf_names
-        module.group_names = [*groups_here(own.manifest)]
+        module.forward = _guarded(module, program, manifest, arguments)
+        module.register_forward_pre_hook(structure_check(program), prepend=True, with_kwargs=True)
+        module.exported_program, module.leaf_names = program, leaf_names
+        module.group_names = [*groups_here(manifest)]
         if package is None:
             module.train = module.eval = refuse_mode
     made: dict[str, Any] = {name: each for name, each in modules.items() if not manifests[name].stage}
@@ -318,7 +316,7 @@ def _read(
     device: torch.device,
     stored: dict[str, torch.Tensor],
     arguments: Loading,
-) -> _RankProgram | None:
+) -> RankProgram | None:
     """Read this rank's program onto its device; take missing tensors from `stored`, and add its own there.
 
     Of a stage that other ranks run, only make the groups: all ranks must make them all.
@@ -356,7 +354,7 @@ def _read(
     for row in manifest.tensors:
         fqn = row.name
         stored[fqn] = exported.state_dict[fqn] if fqn in exported.state_dict else exported.constants[fqn]
-    return _RankProgram(exported, manifest, leaf_names)
+    return exported, manifest, leaf_names
 
 
 def _refuse_unlike(
@@ -379,20 +377,22 @@ def _refuse_unlike(
             )
 
 
-def _guarded(module: fx.GraphModule, read: _RankProgram, arguments: Loading) -> Callable[..., Any]:
+def _guarded(
+    module: fx.GraphModule, program: ExportedProgram, manifest: Manifest, arguments: Loading
+) -> Callable[..., Any]:
     """Return a forward that also checks inputs, on the first call across all ranks that run the program together."""
     unchecked = arguments.check_inputs
-    indices = [row.name for row in read.manifest.inputs if row.values is not None]
-    groups = groups_here(read.manifest)
+    indices = [row.name for row in manifest.inputs if row.values is not None]
+    groups = groups_here(manifest)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal unchecked
         if unchecked:
-            with agreeing(arguments.timeout, ranks_of_copy(read.manifest)) as mine:  # copies may get other inputs
-                mine.update(input_facts(named_inputs(read.program, args, kwargs), read.manifest))
+            with agreeing(arguments.timeout, ranks_of_copy(manifest)) as mine:  # copies may get other inputs
+                mine.update(input_facts(named_inputs(program, args, kwargs), manifest))
             unchecked = False
         if indices and not torch.compiler.is_compiling():
-            check_values(named_inputs(read.program, args, kwargs), read.manifest.inputs)
+            check_values(named_inputs(program, args, kwargs), manifest.inputs)
         # A backward would run and give wrong gradients: it would add up the loss of all ranks, which is the same on
         # each, and leave other parts without a sum. Without a record of the forward it raises.
         with torch.no_grad(), named_failures(groups):
@@ -400,7 +400,7 @@ def _guarded(module: fx.GraphModule, read: _RankProgram, arguments: Loading) -> 
                 return type(module).forward(module, *args, **kwargs)
             except (AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
                 if not torch.compiler.is_compiling():  # if the inputs are wrong, raise our error
-                    flatten_inputs(read.program, args, kwargs)
+                    flatten_inputs(program, args, kwargs)
                     refuse_excluded(read_failed_guard(error))
                 raise
 

@@ -5,32 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import safe_open
 
-from tpcompiler.checkpoint.files import Checkpoint, Stored, state_of
+from tpcompiler.checkpoint.files import Checkpoint, state_of
 from tpcompiler.checkpoint.leaves import leaves_of, shardings_of
 from tpcompiler.errors import ArtifactError, explaining
-from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.shares import join_first, refuse_unlike
-from tpcompiler.runtime.artifact import is_shared
+from tpcompiler.ir.shares import join_first, mesh_of, refuse_unlike
 from tpcompiler.runtime.program_files import ProgramFiles, open_programs
 from tpcompiler.runtime.rank_file import map_weights
 from tpcompiler.runtime.target import MANIFEST, SET
-
-
-class Source(Protocol):
-    """A source of whole tensors, one at a time: a `Checkpoint`, or an artifact's `RankShares`."""
-
-    path: Path
-    tensors: dict[str, Stored]
-    config: Mapping[str, Any]
-
-    def read(self, name: str) -> torch.Tensor: ...
-
-    def fingerprint(self) -> dict[str, list[int]]: ...
+from tpcompiler.runtime.weights import TensorEntry
 
 
 def open_source(path: str | os.PathLike[str] | Source) -> Source:
@@ -50,6 +37,9 @@ class RankShares:
 
     The files' hashes are compared once, here.
 
+    Attributes:
+        tensors, config: as of a `Checkpoint`.
+
     Raises:
         ArtifactError: the artifact is missing, damaged, or without weights.
     """
@@ -57,64 +47,41 @@ class RankShares:
     def __init__(self, *programs: ProgramFiles) -> None:
         folders = [each.folder for each in programs]
         self.path = folders[0] if len(folders) == 1 else folders[0].parent
-        self.tensors: dict[str, Stored] = {}
+        self.tensors: dict[str, TensorEntry] = {}
         self.config: Mapping[str, Any] = {}
-        self._programs: dict[str, _Program] = {}
+        self._placed: dict[str, Any] = {}  # (sharding, mesh, the file of each rank with its tensors), by tensor
         known = {each.folder: each for each in programs}
         known |= {each.folder: each for own in programs for each in own.beside.values() if each.folder not in known}
-        for folder, files in known.items():
-            program = _Program(files)
+        for files in known.values():
+            shardings, mesh = shardings_of(files.manifest), mesh_of(files.manifest)
+            ranks = [map_weights(files, rank) for rank in range(mesh.world_size)]
             for leaf in leaves_of(files.manifest):
-                self._programs[leaf.name] = program
-                self.tensors[leaf.name] = Stored(folder, leaf.dtype, leaf.shape)
+                self.tensors[leaf.name], self._placed[leaf.name] = leaf, (shardings[leaf.name], mesh, ranks)
 
     def read(self, name: str) -> torch.Tensor:
         """Read a whole tensor; one that no axis cuts is mapped."""
-        stored = self.tensors[name]
-        value = self._programs[name].read(name, stored.shape)
-        if value.dtype != stored.dtype:
-            raise ArtifactError(
-                f"{stored.file}: {name!r} is {value.dtype}, the manifest says {stored.dtype}",
-                help="copy the artifact again",
-            )
+        entry, (sharding, mesh, ranks) = self.tensors[name], self._placed[name]
+        folder, again = ranks[0][0].parent, "copy the artifact again"
+        with explaining(f"{folder}: {name!r} cannot be put together", again, ValueError, LookupError):
+            refuse_unlike(lambda rank: self.share(name, rank), sharding, mesh, entry.shape)
+            value = join_first(lambda rank: self.share(name, rank), sharding, mesh, entry.shape)
+        if value.dtype != entry.dtype:
+            raise ArtifactError(f"{folder}: {name!r} is {value.dtype}, the manifest says {entry.dtype}", help=again)
         return value
 
     def share(self, name: str, rank: int) -> torch.Tensor:
         """Map one rank's share of a tensor."""
-        return self._programs[name].share(name, rank)
+        *_, ranks = self._placed[name]
+        path, held = ranks[rank]
+        if path.suffix == ".safetensors":  # opened every time: its pages are freed with the tensor
+            with safe_open(path, "pt") as file:
+                return file.get_tensor(name)  # type: ignore[no-any-return]
+        return held[name]  # type: ignore[no-any-return]
 
     def fingerprint(self) -> dict[str, list[int]]:
         """Return the size and times of every file, to detect a change."""
-        files = {path for program in set(self._programs.values()) for path in program.files}
+        files = {path for *_, ranks in self._placed.values() for path, _ in ranks}
         return {str(file): state_of(file) for file in sorted(files)}
 
 
-class _Program:
-    """The files of one program's ranks."""
-
-    def __init__(self, files: ProgramFiles) -> None:
-        manifest = files.manifest
-        self.mesh, self.shardings = Mesh.of(manifest.mesh, manifest.factors), shardings_of(manifest)
-        self.files: list[Path] = []
-        self.mapped: dict[int, dict[str, torch.Tensor]] = {}
-        for rank in range(manifest.world_size):
-            if is_shared(manifest):
-                with files.open_weights(rank) as file:
-                    self.files.append(file.path)
-            else:
-                path, self.mapped[rank] = map_weights(files, rank)
-                self.files.append(path)
-
-    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        sharding = self.shardings[name]
-        problem = f"{self.files[0].parent}: {name!r} cannot be put together"
-        with explaining(problem, "copy the artifact again", ValueError, LookupError):
-            refuse_unlike(lambda rank: self.share(name, rank), sharding, self.mesh, shape)
-            return join_first(lambda rank: self.share(name, rank), sharding, self.mesh, shape)
-
-    def share(self, name: str, rank: int) -> torch.Tensor:
-        if rank in self.mapped:
-            return self.mapped[rank][name]
-        with safe_open(self.files[rank], "pt") as file:  # opened every time: its pages are freed with the tensor
-            value: torch.Tensor = file.get_tensor(name)
-        return value
+Source = Checkpoint | RankShares  # of whole tensors, one at a time

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tpcompiler.checkpoint.load import MODE, TWO, refuse_mode
 from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.shares import row_sharding
+from tpcompiler.ir.shares import mesh_of, row_sharding
 from tpcompiler.runtime.records import Manifest
 
 # Their step of an element depends on other elements: ranks that hold shares would step in other ways.
@@ -86,7 +86,7 @@ def _refuse_copy(*_: Any) -> Any:
 
 def forbid_on_shares(module: torch.nn.Module, manifest: Manifest) -> None:
     """Let torch's optimizers that need whole parameters raise in a step with one of which this rank has a share."""
-    mesh = Mesh.of(manifest.mesh, manifest.factors)
+    mesh = mesh_of(manifest)
     cut = {row.name for row in manifest.tensors if _is_cut(row, mesh)}
     shares = {id(value): name for name, value in module.named_parameters() if name in cut}
     if shares:

@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from tpcompiler.checkpoint.conversion import Recipe, base_prefix, recipes_of
-from tpcompiler.checkpoint.leaves import CheckpointLeaf
 from tpcompiler.checkpoint.ranks import Source
 from tpcompiler.errors import ArtifactError, explaining, option
+from tpcompiler.runtime.weights import TensorEntry
 
 SHOWN = 6
 SAME = "give the checkpoint of the same model"
 Rename = Callable[[str], str]  # a name in the program -> the name in the checkpoint
 
 
-def find_sources(leaves: Sequence[CheckpointLeaf], checkpoint: Source, *, partial: bool = False) -> dict[str, Recipe]:
+def find_sources(leaves: Sequence[TensorEntry], checkpoint: Source, *, partial: bool = False) -> dict[str, Recipe]:
     """Return a recipe for every leaf: by its name, by its name with another prefix, or by transformers' conversions.
 
     An optional leaf has no recipe if the checkpoint has nothing for it. `partial`: ignore tensors that no leaf uses.
@@ -73,11 +73,11 @@ def find_sources(leaves: Sequence[CheckpointLeaf], checkpoint: Source, *, partia
     return chosen
 
 
-def _names(leaf: CheckpointLeaf, rename: Rename) -> list[str]:
+def _names(leaf: TensorEntry, rename: Rename) -> list[str]:
     return list(dict.fromkeys(map(rename, (leaf.name, *leaf.aliases))))
 
 
-def _misfit(name: str, recipe: Recipe, leaf: CheckpointLeaf, checkpoint: Source) -> str:
+def _misfit(name: str, recipe: Recipe, leaf: TensorEntry, checkpoint: Source) -> str:
     """Return the reason why a tensor of the checkpoint cannot be the leaf; empty if it can."""
     dtypes = {checkpoint.tensors[part].dtype for part in recipe.names()}
     try:
@@ -96,9 +96,7 @@ def _are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (a, b)))
 
 
-def _find_renaming(
-    leaves: Sequence[CheckpointLeaf], stored: Mapping[str, object], config: Mapping[str, object]
-) -> Rename:
+def _find_renaming(leaves: Sequence[TensorEntry], stored: Mapping[str, object], config: Mapping[str, object]) -> Rename:
     """Find the prefix that the checkpoint's names have and the program's lack, or the reverse.
 
     Either all names of the program differ by it, or transformers declares it for the model's base. A prefix that fits
@@ -135,9 +133,7 @@ def _is_of_others(drop: str, own: Iterable[str], stored: Iterable[str]) -> bool:
     return bool(drop) and _has_prefix(stored, drop) and not _has_prefix(own, drop + drop)
 
 
-def _prefixes(
-    leaf: CheckpointLeaf, stored: Mapping[str, object], ends: Mapping[str, list[str]]
-) -> set[tuple[str, str]]:
+def _prefixes(leaf: TensorEntry, stored: Mapping[str, object], ends: Mapping[str, list[str]]) -> set[tuple[str, str]]:
     """Return the prefixes (to drop, to add) that turn one of a leaf's names into one of the checkpoint's."""
     names = (leaf.name, *leaf.aliases)
     less = {(name[: -len(rest)], "") for name in names for rest in _ends(name) if rest in stored}

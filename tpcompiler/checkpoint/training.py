@@ -24,8 +24,7 @@ from tpcompiler.checkpoint.restrictions import Structure, forbid_copies_and_mode
 from tpcompiler.checkpoint.unsummed import Unsummed, groups_of_sums
 from tpcompiler.errors import ArtifactError, InputsError, UnsupportedError
 from tpcompiler.ir import edit
-from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.shares import holders_of, row_sharding
+from tpcompiler.ir.shares import holders_of, mesh_of, row_sharding
 from tpcompiler.runtime.agree import named_failures
 from tpcompiler.runtime.inputs import named_inputs
 from tpcompiler.runtime.records import Manifest
@@ -282,7 +281,7 @@ class _Blocks:
     """
 
     def __init__(self, manifest: Manifest, rank: int, names: Mapping[str, str]) -> None:
-        self.mesh, self.rank, self.names = Mesh.of(manifest.mesh, manifest.factors), rank, names
+        self.mesh, self.rank, self.names = mesh_of(manifest), rank, names
         self.rows = {row.name: row for row in manifest.tensors}
         self.known: dict[str, list[_Block]] = {}
 

@@ -12,8 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tpcompiler._torch import c10d_functional
 from tpcompiler.ir.buckets import BUCKET
-from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.shares import row_sharding
+from tpcompiler.ir.shares import mesh_of, row_sharding
 from tpcompiler.runtime.agree import named_failures
 from tpcompiler.runtime.records import Manifest
 from tpcompiler.runtime.turns import taking_turns
@@ -91,7 +90,7 @@ def _before_step(
 
 def groups_of_sums(last_sums: Mapping[str, str], manifest: Manifest) -> dict[str, Group]:
     """Return the groups over which gradients can be summed later: those whose ranks hold the same of the parameter."""
-    mesh, rank = Mesh.of(manifest.mesh, manifest.factors), own_rank(manifest)
+    mesh, rank = mesh_of(manifest), own_rank(manifest)
     rows = {row.name: row for row in manifest.tensors}
 
     def share(name: str, rank: int) -> list[Any]:

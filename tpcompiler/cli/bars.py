@@ -6,9 +6,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Protocol
 
 from rich.console import Console
 from rich.progress import (
@@ -28,14 +27,9 @@ from tpcompiler.errors import one_line
 from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.terminal.progress import listening
 
+Tell = Callable[[str], None]  # shows the name of the current step
 # Seconds until the first line of a step, and between its lines. Tests that compare standard error want none.
 PATIENCE, AGAIN = float(os.environ.get("TPCOMPILER_PATIENCE", "2")), 30.0
-
-
-class Status(Protocol):
-    """A display of the current step."""
-
-    def update(self, text: str) -> None: ...
 
 
 class _Amount(ProgressColumn):
@@ -125,16 +119,14 @@ class Lines:
                         print(line, file=sys.__stderr__, flush=True)
 
 
-class _Nothing:
-    def update(self, text: str) -> None:
-        pass
-
-
 @contextmanager
-def progress(text: str, *, quiet: bool = False) -> Iterator[Status]:
-    """Show steps on standard error in the block: bars on a terminal, elsewhere lines. `quiet` shows nothing."""
+def progress(text: str, *, quiet: bool = False) -> Iterator[Tell]:
+    """Show steps on standard error in the block: bars on a terminal, elsewhere lines. `quiet` shows nothing.
+
+    Yields a function that shows the name of the next step.
+    """
     if quiet:
-        yield _Nothing()
+        yield lambda text: None
         return
     # The terminal itself: the filter on sys.stderr escapes control characters. No markup: a path may have brackets.
     console = Console(file=sys.__stderr__)
@@ -143,11 +135,11 @@ def progress(text: str, *, quiet: bool = False) -> Iterator[Status]:
         lines = Lines(text)
         try:
             with listening(lines.show):
-                yield lines
+                yield lines.update
         finally:
             lines.stop()
         return
     with Progress(*columns, _Time(), console=console, transient=True, redirect_stdout=False) as bars:
         steps = Steps(bars, text)
         with listening(steps.show):
-            yield steps
+            yield steps.update

@@ -49,10 +49,9 @@ from tpcompiler.cli.options import (
 from tpcompiler.cli.weights import IgnoreUnused, return_freed_tensors
 from tpcompiler.errors import TpCompilerWarning, one_line, printable
 from tpcompiler.runtime.hub import refuse_missing_model
-from tpcompiler.runtime.records import Collectives, DeviceType
+from tpcompiler.runtime.records import Collectives, DeviceType, Layout
 from tpcompiler.terminal.printed import mute_logs
 
-Layout = Literal["ranks", "shared"]
 Format = Literal["html", "svg", "png", "dot", "text"]
 
 
@@ -166,14 +165,14 @@ def inspect(
         if json:
             printing.print_json(artifact_rows(artifact.only, rank or 0))
             return
-        picture = printing.picture(artifact, kind, out, rank or 0, tensor, machine)
-    if picture.note:
-        typer.echo(picture.note, err=True)
-    if picture.file is None:
-        typer.echo(picture.content, nl=not str(picture.content).endswith("\n"))
+        content, file, note = printing.picture(artifact, kind, out, rank or 0, tensor, machine)
+    if note:
+        typer.echo(note, err=True)
+    if file is None:
+        typer.echo(content, nl=not str(content).endswith("\n"))
     else:
-        printing.write_content(picture.file, picture.content)
-        typer.echo(f"wrote {picture.file}", err=True)
+        printing.write_content(file, content)
+        typer.echo(f"wrote {file}", err=True)
 
 
 @app.command()
@@ -254,10 +253,10 @@ def convert(
         raise typer.BadParameter("give the directory to write with -o, or --dry-run", param_hint="-o")
     if plan is None:
         typer.echo("no --plan is given: the search finds one, as with --plan auto", err=True)
-    with progress("reading the plan", quiet=json) as status:
+    with progress("reading the plan", quiet=json) as tell:
         from tpcompiler.api import parallelize
         from tpcompiler.api.parallel_program import open
-        from tpcompiler.artifact.budget import Budget
+        from tpcompiler.artifact.budget import check_budget, read_budget
         from tpcompiler.artifact.summary import ConvertedArtifact, ConvertedPrograms, summarize, summary_parts
         from tpcompiler.checkpoint.cut import refuse_other_checkpoint
         from tpcompiler.cli import printing
@@ -267,13 +266,13 @@ def convert(
         from tpcompiler.runtime.artifact import SINGLE, is_single
         from tpcompiler.runtime.target import free_target
 
-        over, limits = read_mesh(tp, mesh), Budget.read(budget or ())
+        over, limits = read_mesh(tp, mesh), read_budget(budget or ())
         source: Any = str(plan or "auto")
         chosen = source if source in SEARCHES else Plan.of(source, skip_unsupported=skip_unsupported)
         if out is not None and not dry_run:
             free_target(out, force=force)  # before the minutes that follow
-        given = read_programs(models, trust, status)
-        status.update("placing and sharding")
+        given = read_programs(models, trust, tell)
+        tell("placing and sharding")
         made = parallelize(
             given.programs,
             over,
@@ -292,10 +291,10 @@ def convert(
             degrees=degree,
         )
         alone = is_single(made)
-        for name, program in made.items() if limits != Budget() else ():
-            limits.check(program.manifest(), str(models[0]) if alone else name)
+        for name, program in made.items() if limits else ():
+            check_budget(limits, program.manifest(), str(models[0]) if alone else name)
         if out is not None and not dry_run:
-            status.update(f"writing {over.world_size} ranks' programs to {out}")
+            tell(f"writing {over.world_size} ranks' programs to {out}")
             if checkpoint is not None:
                 described = [(one.manifest(), one.only.original()) for one in made.values()]
                 refuse_other_checkpoint(described, checkpoint, ignore_unused)
@@ -308,11 +307,10 @@ def convert(
             written = made
         summaries = {name: summarize(program.manifest()) for name, program in written.items()}
         if not json:
-            status.update("looking for changes of the plan that avoid fallbacks")
+            tell("looking for changes of the plan that avoid fallbacks")
             advice = {name: program.advice() for name, program in made.items()}
-        status.update("looking for a plan that holds less")
-        first, *others = made.families()  # a plan for one of several models says nothing of the others
-        searched = None if others else find_searched_plan(next(iter(first.values())))
+        tell("looking for a plan that holds less")
+        searched = find_searched_plan({name: program.only for name, program in made.items()})
         if searched is not None:
             more = ("--plan", "auto", *(("--optimize", "memory") if searched.optimize == "memory" else ()))
             if out is not None:

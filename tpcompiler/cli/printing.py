@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -98,34 +98,29 @@ def _number(value: float | str | None) -> str:
     return "-" if value is None else value if isinstance(value, str) else f"{value:.6g}"
 
 
-class Picture(NamedTuple):
-    """A drawing, its file, and a note if it has another format than requested."""
-
-    content: str | bytes
-    file: Path | None
-    note: str = ""
-
-
 def picture(
     artifact: ParallelProgram, format: str, file: Path | None, rank: int, tensor: str | None, machine: str | None
-) -> Picture:
-    """Draw a tensor or a rank's program. Without Graphviz's `dot`, svg and png of a program become dot, with a note."""
+) -> tuple[str | bytes, Path | None, str]:
+    """Draw a tensor or a rank's program; return the drawing, its file, and a note if it has another format.
+
+    Without Graphviz's `dot`, svg and png of a program become dot.
+    """
     if tensor is not None or format in ("text", "html", "dot"):
         kind: Any = format if tensor is None or format == "svg" else "text"
-        return Picture(artifact.show(tensor, rank=rank, format=kind, machine=machine), file)
+        return artifact.show(tensor, rank=rank, format=kind, machine=machine), file, ""
     import graphviz
 
     graph = graphviz.Source(artifact.show(rank=rank, format="dot"))
     try:
         drawn = graph.pipe(format=format, quiet=True)
-        return Picture(drawn if format == "png" else drawn.decode(), file)
+        return drawn if format == "png" else drawn.decode(), file, ""
     except graphviz.ExecutableNotFound:
         target, source = ((file or Path("out")).with_suffix(suffix) for suffix in (f".{format}", ".dot"))
         note = (
             f"Graphviz's program dot is not installed, so this is its source text, not {format.upper()}\n"
             f"  help: install graphviz, then: dot -T{format} {source} -o {target}"
         )
-        return Picture(str(graph.source), file and source, note)
+        return str(graph.source), file and source, note
     except (graphviz.CalledProcessError, OSError) as error:  # OSError: dot ended early
         message = getattr(error, "stderr", b"").decode(errors="replace").strip() or str(error)
         raise ArtifactError(

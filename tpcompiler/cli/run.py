@@ -43,12 +43,12 @@ def package_artifact(
       tpcompiler package out
       torchrun --nproc-per-node 2 --no-python tpcompiler run out --compiled --inputs in.safetensors
     """
-    with progress(f"reading {directory}", quiet=json) as status:
+    with progress(f"reading {directory}", quiet=json) as tell:
         from tpcompiler.api.parallel_program import open
         from tpcompiler.cli import printing
         from tpcompiler.cli.answers import WrittenPackage
 
-        status.update("compiling and checking")
+        tell("compiling and checking")
         made, comparison = open(directory, trust).package(
             threads=threads, check=not no_check, checkpoint=checkpoint, processes=processes
         )
@@ -121,7 +121,7 @@ def run(
     if count and tokens is not None:
         raise typer.BadParameter("it is for one call: leave --tokens out", param_hint="--count")
     others = os.environ.get("RANK", "0") != "0"  # one of the ranks shows progress
-    with progress(f"reading {directory}", quiet=json or others) as status:
+    with progress(f"reading {directory}", quiet=json or others) as tell:
         import torch
         import torch.distributed as dist
 
@@ -151,9 +151,9 @@ def run(
             raise ArtifactError(f"cannot write {outputs}: {outputs.parent} is not a directory", help="make it first")
         compiled = False if count else compiled
         given = read_tensors(inputs)  # before the minutes that follow
-        status.update(f"loading {directory}")
+        tell(f"loading {directory}")
         module: Any = load(directory, trust=trust, compiled=compiled, backend=backend, same_bits=same_bits)
-        status.update("running")
+        tell("running")
         if tokens is not None:
             named = {"tokens": torch.stack(list(generate(module, given, tokens, str(inputs))), 1).cpu()}
         elif is_cut:
@@ -162,9 +162,9 @@ def run(
             with contextlib.ExitStack() as stack:
                 if count:
                     from tpcompiler.artifact.stored import StoredProgram
-                    from tpcompiler.report.measured import compare_counts, counts_table, watched_collectives
+                    from tpcompiler.report.measured import WatchedCollectives, compare_counts, counts_table
 
-                    calls = stack.enter_context(watched_collectives())
+                    calls = stack.enter_context(WatchedCollectives()).calls
                 shares = cut_inputs(given, manifest, dist.get_rank(), str(inputs), dist.get_world_size())
                 named = run_file(module, manifest, inputs, shares)
             named = join_outputs(named, manifest)

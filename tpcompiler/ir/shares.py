@@ -15,7 +15,7 @@ from tpcompiler.ir.local import local_strides
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import parse_placement
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.runtime.records import PlacedRecord
+from tpcompiler.runtime.records import Manifest, PlacedRecord
 
 REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": lambda stacked: stacked.sum(0, dtype=stacked.dtype),
@@ -297,6 +297,10 @@ def read_sharding(text: str, mesh: Mesh, ndim: int) -> Sharding:
     for axis, _ in mesh.factors:
         sharding = sharding.split_axis(axis, mesh.parts_of(axis)) if axis in apart.names else sharding
     return sharding
+
+
+def mesh_of(manifest: Manifest) -> Mesh:
+    return Mesh.of(manifest.mesh, manifest.factors)
 
 
 def row_sharding(row: PlacedRecord, mesh: Mesh) -> Sharding:

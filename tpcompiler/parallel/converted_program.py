@@ -15,7 +15,7 @@ from msgspec import structs
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import all_tensors, sym_hint, with_state
-from tpcompiler.artifact.program import ArtifactProgram, Layout, Stored
+from tpcompiler.artifact.program import ArtifactProgram, Stored
 from tpcompiler.artifact.summary import SearchedPlan
 from tpcompiler.checkpoint.fill import fill_weights, refuse_needless
 from tpcompiler.checkpoint.ranks import open_source
@@ -31,10 +31,11 @@ from tpcompiler.parallel.advice import Adviser, find_searched_plan
 from tpcompiler.parallel.conversion import Conversion
 from tpcompiler.parallel.partition import Partition
 from tpcompiler.parallel.pipeline import find_placements, objective_of, partition_program, place_programs, plan_programs
-from tpcompiler.parallel.writing import manifest_of, writer_of
+from tpcompiler.parallel.writing import ProgramWriter, manifest_of
 from tpcompiler.plan.plan import Plan
-from tpcompiler.runtime.artifact import SINGLE, Manifest, write_program
+from tpcompiler.runtime.artifact import SINGLE, Manifest
 from tpcompiler.runtime.rank_file import Weights, put_state
+from tpcompiler.runtime.records import Layout
 from tpcompiler.runtime.weightless import weightless_names
 from tpcompiler.solver.report import Remarks, count_searches
 from tpcompiler.solver.solution import Solution
@@ -240,7 +241,7 @@ class ConvertedProgram(ArtifactProgram):
     def writer(
         self, *, keep_output_types: bool = False, layout: Layout | None = None, elsewhere: Stored
     ) -> Callable[[Path], None]:
-        writer = writer_of(
+        return ProgramWriter(
             self._original,
             self.partition,
             self.describe(),
@@ -248,5 +249,4 @@ class ConvertedProgram(ArtifactProgram):
             elsewhere=elsewhere,
             layout=layout,
             whole=self.whole if self.stage is not None and self.stage.index == 0 else None,
-        )
-        return partial(write_program, writer=writer)
+        ).write

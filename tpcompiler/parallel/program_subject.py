@@ -12,14 +12,13 @@ from torch.export import ExportedProgram
 
 from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.checkpoint.cut import read_shares
+from tpcompiler.checkpoint.leaves import placed_shardings
 from tpcompiler.errors import ArtifactError
 from tpcompiler.frontend.plain_weights import with_plain_weights
 from tpcompiler.ir import edit
 from tpcompiler.ir.devices import device_types
 from tpcompiler.ir.mesh import groups_named
 from tpcompiler.ir.program import Program
-from tpcompiler.ir.sharding import Sharding
-from tpcompiler.ir.shares import row_sharding
 from tpcompiler.ir.symm_mem import expand_collectives
 from tpcompiler.judge.compare.compare import Call, VerifyReport, compare_calls
 from tpcompiler.judge.compare.judge import Layout
@@ -39,14 +38,9 @@ def on_cpu(program: ExportedProgram) -> ExportedProgram:
     return expand_collectives(move_device(program, "cpu"))
 
 
-def shardings_of(program: ArtifactProgram) -> dict[str, Sharding]:
-    """Return the shardings of inputs, leaves and outputs (`output NAME`) by name."""
-    return {name: row_sharding(row, program.mesh) for name, row in program.manifest.placed()}
-
-
 def layout_of(program: ArtifactProgram) -> Layout:
     """Return the layout of tensors at the boundary."""
-    return Layout(program.mesh, shardings_of(program))
+    return Layout(program.mesh, placed_shardings(program.manifest))
 
 
 def compared_calls(

@@ -13,6 +13,7 @@ from tpcompiler._torch import user_inputs, with_state
 from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.artifact.stored import StoredProgram
 from tpcompiler.checkpoint.fill import computed_values, fill_weights
+from tpcompiler.checkpoint.leaves import placed_shardings
 from tpcompiler.checkpoint.ranks import RankShares, open_source
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir import edit
@@ -20,7 +21,7 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.judge.compare.judge import Layout
 from tpcompiler.judge.compare.simulate import RankResult, simulate
 from tpcompiler.judge.compare.subject import Subject
-from tpcompiler.parallel.program_subject import shardings_of, subject_of
+from tpcompiler.parallel.program_subject import subject_of
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.runtime.place import memory_of
 from tpcompiler.runtime.weightless import weightless_names
@@ -73,7 +74,7 @@ def subject_of_stages(
         return [RankResult([own[name] for name in record.returns], written[rank]) for rank, own in enumerate(results)]
 
     shardings = {node.name: Sharding.replicated(edit.fake(node).ndim) for node in canonical.user_inputs()}  # if unused
-    shardings |= {name: sharding for program in stages for name, sharding in shardings_of(program).items()}
+    shardings |= {name: sharding for program in stages for name, sharding in placed_shardings(program.manifest).items()}
     indices = [row for program in stages for row in program.manifest.inputs if row.name in record.inputs]
     return Subject(
         whole,

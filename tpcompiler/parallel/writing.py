@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import platform
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from msgspec import structs
@@ -18,7 +17,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from tpcompiler._torch import all_tensors, forget_index, guards_of, guards_on, save_program, set_guards, with_state
-from tpcompiler.artifact.program import Layout, Stored
+from tpcompiler.artifact.program import Stored
 from tpcompiler.errors import TpCompilerWarning, UnsupportedError, option
 from tpcompiler.frontend.refused import refuse_hollow, refuse_unwritable
 from tpcompiler.ir import edit
@@ -34,15 +33,29 @@ from tpcompiler.ir.text import dtype_name
 from tpcompiler.parallel.partition import Partition
 from tpcompiler.plan.plan import Plan
 from tpcompiler.rules.index_range import door_ranges
-from tpcompiler.runtime.artifact import FORMAT, VERSION, Manifest, Writer, program_file, rank_file, weights_file
+from tpcompiler.runtime.artifact import (
+    FORMAT,
+    MODEL,
+    VALUES,
+    VERSION,
+    WHOLE,
+    Manifest,
+    program_file,
+    sha256,
+    weights_file,
+    write_record,
+)
 from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.place import leave_out, memory_of, place_state
-from tpcompiler.runtime.pt2 import MODEL, Pt2, has_pickled_examples, why_not_read
-from tpcompiler.runtime.records import Asked, BoundaryRecord, TensorRecord
-from tpcompiler.runtime.target import refuse_full_disk
+from tpcompiler.runtime.pt2 import MODEL as JSON
+from tpcompiler.runtime.pt2 import Pt2, has_pickled_examples, why_not_read
+from tpcompiler.runtime.records import Asked, BoundaryRecord, Layout, TensorRecord
+from tpcompiler.runtime.target import MANIFEST, refuse_full_disk
 from tpcompiler.runtime.weightless import hollow_like, save_marked, weightless_names
 from tpcompiler.runtime.weights import TensorEntry, lay_out, write_weights
+from tpcompiler.terminal.progress import counted
 
+Write = Callable[[int, Path], str | None]  # of a rank; gives the file's SHA-256 if it is known
 FEW, MOST_PLACES = 64, 1 << 20  # elements of a literal; of one that holds positions in a dim
 NODE_BYTES, FILE_BYTES = 4_000, 1 << 16  # upper bounds of a node's text, and of an archive without nodes
 
@@ -115,67 +128,140 @@ def _described(value: torch.Tensor, sharding: Sharding, mesh: Mesh) -> dict[str,
     }
 
 
-class _WriterInput(NamedTuple):
-    """The arguments of `writer_of`, and facts derived from them."""
+class ProgramWriter:
+    """Writes the files of one program into a folder."""
 
-    original: ExportedProgram
-    partition: Partition
-    manifest: Manifest
-    own: list[str]  # the tensors stored in these files, once each
-    elsewhere: Stored
-    plain: bool  # True if an output class becomes a dict
+    def __init__(
+        self,
+        original: ExportedProgram,
+        partition: Partition,
+        manifest: Manifest,
+        *,
+        keep_output_types: bool = False,
+        elsewhere: Stored,
+        layout: Layout | None = None,
+        whole: ExportedProgram | None = None,
+    ) -> None:
+        """Complete the manifest, and refuse programs that files cannot hold.
 
+        Args:
+            manifest: the description of the program in memory.
+            elsewhere: leaf -> the program that stores it; in these files it has a shape but no values.
+            whole: the program that was cut into stages, to be written next to the first.
+            layout: by default "shared" if the model was exported without weights, else "ranks".
 
-def writer_of(
-    original: ExportedProgram,
-    partition: Partition,
-    manifest: Manifest,
-    *,
-    keep_output_types: bool = False,
-    elsewhere: Stored,
-    layout: Layout | None = None,
-    whole: ExportedProgram | None = None,
-) -> Writer:
-    """Return the manifest and the functions that write the files.
+        Raises:
+            UnsupportedError, ProgramError: torch's file format, or this layout, cannot store the program.
+        """
+        self.original, self.partition, self.elsewhere, self.whole = original, partition, elsewhere, whole
+        self.hollow = weightless_names(original)
+        if layout == "ranks":
+            refuse_hollow(original, "written in self-contained files")
+        self.layout: Layout = layout or ("shared" if self.hollow else "ranks")
+        _refuse_unwritable(original, partition)
+        spec = original.call_spec.out_spec
+        replaced = plain_outputs(spec)[1] if not keep_output_types and spec is not None else None
+        self.plain = replaced is not None  # an output class becomes a dict
+        tensors = [structs.replace(row, stored_in=elsewhere.get(row.name)) for row in manifest.tensors]
+        calling = manifest.calling
+        if manifest.stage is not None:
+            calling = structs.replace(calling, asserted=guards_on(calling.asserted, calling.names))
+        if replaced is not None and spec is not None:
+            calling = structs.replace(calling, returns=tree_text(plain_outputs(spec)[0]))
+        count = len(partition.classes)
+        names = [f"program_{i}.pt2" if count > 1 else "program.pt2" for i in range(count)]
+        programs = dict(zip(names, map(list, partition.classes), strict=True))
+        self.manifest = structs.replace(
+            manifest, output_type=replaced, tensors=tensors, calling=calling, programs=programs
+        )
+        self.own = [row.name for row in tensors if row.is_own]  # the tensors stored in these files, once each
 
-    Args:
-        manifest: the description of the program in memory.
-        elsewhere: leaf -> the program that stores it; in these files it has a shape but no values.
-        whole: the program that was cut into stages, to be written next to the first.
-        layout: by default "shared" if the model was exported without weights, else "ranks".
+    def write(self, directory: Path) -> None:
+        """Write all files, the manifest last.
 
-    Raises:
-        UnsupportedError, ProgramError: torch's file format, or this layout, cannot store the program.
-    """
-    hollow = weightless_names(original)
-    if layout == "ranks":
-        refuse_hollow(original, "written in self-contained files")
-    layout = layout or ("shared" if hollow else "ranks")
-    _refuse_unwritable(original, partition)
-    spec = original.call_spec.out_spec
-    replaced = plain_outputs(spec)[1] if not keep_output_types and spec is not None else None
-    tensors = [structs.replace(row, stored_in=elsewhere.get(row.name)) for row in manifest.tensors]
-    calling = manifest.calling
-    if manifest.stage is not None:
-        calling = structs.replace(calling, asserted=guards_on(calling.asserted, calling.names))
-    if replaced is not None and spec is not None:
-        calling = structs.replace(calling, returns=tree_text(plain_outputs(spec)[0]))
-    manifest = structs.replace(manifest, output_type=replaced, tensors=tensors, calling=calling)
-    own = [row.name for row in tensors if row.is_own]
-    written = _WriterInput(original, partition, manifest, own, elsewhere, replaced is not None)
-    count = len(partition.classes)
-    names = [f"program_{i}.pt2" if count > 1 else "program.pt2" for i in range(count)]
-    manifest = structs.replace(manifest, programs=dict(zip(names, map(list, partition.classes), strict=True)))
-    written = written._replace(manifest=manifest)
-    return Writer(
-        manifest,
-        partial(_write_program, written),
-        partial(_write_rank if layout == "ranks" else _write_weights, written),
-        rank_file if layout == "ranks" else weights_file,
-        _model_writer(written),
-        partial(_write_values, written, hollow) if hollow else None,
-        whole and partial(_write_whole, whole),
-    )
+        Raises:
+            OSError: a file cannot be written.
+        """
+        programs = self.manifest.programs.items()
+        work: list[tuple[str, Write, int]] = [(name, self._write_program, ranks[0]) for name, ranks in programs]
+        write_rank: Write = self._write_rank if self.layout == "ranks" else self._write_weights
+        if not self.hollow:
+            work += [(weights_file(rank, self.layout), write_rank, rank) for rank in range(self.manifest.world_size)]
+        files = {
+            name: write(rank, directory / name) or sha256(directory / name)
+            for name, write, rank in counted(work, "writing files", "files")
+        }
+        if self.hollow:
+            files[VALUES] = self._write_values(directory / VALUES)
+        self._write_model(directory / MODEL)
+        files[MODEL] = sha256(directory / MODEL)
+        if self.whole is not None:
+            _write_whole(self.whole, directory / WHOLE)
+            files[WHOLE] = sha256(directory / WHOLE)
+        write_record(directory / MANIFEST, structs.replace(self.manifest, files=files))
+
+    def _write_program(self, rank: int, path: Path) -> None:
+        """Write the program of a rank, which others run too, without weights."""
+        program = self._program_of(rank, path, is_whole=False)
+        held = all_tensors(program)
+        _save_marked(program, path, [name for name, value in held.items() if _has_room(value)])
+        if rank == 0 and (reason := why_not_read(path)):
+            warnings.warn(
+                f"these files are only read with {option('--trust', 'trust=True')}: {reason}",
+                TpCompilerWarning,
+                stacklevel=2,
+            )
+
+    def _write_rank(self, rank: int, path: Path) -> None:
+        """Write the program of a rank with its weights, next to that of its class, which has the same graph."""
+        program = self._program_of(rank, path, is_whole=True)
+        with Opened(path.with_name(program_file(self.manifest, rank))) as file:
+            text = Pt2(file).text(JSON)
+        _save(lambda: save_program(program, path, text=text))
+
+    def _program_of(self, rank: int, path: Path, *, is_whole: bool) -> ExportedProgram:
+        """Return the program of a rank as a file has it, with its weights or without."""
+        program = self.partition.rank_program(rank)
+        room = [name for name, value in all_tensors(program).items() if _has_room(value)]
+        for fqn in (*self.elsewhere, *self.manifest.symm_mem) if is_whole else room:
+            leave_out(program, fqn)
+        place_state(program, "cpu")  # every rank would load a file with cuda:0 onto cuda:0
+        graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
+        for _, value in (pair for graph in graphs for pair in values(graph)):
+            forget_index(value)
+        if self.manifest.stage is not None:
+            set_guards(program, guards_on(guards_of(program), self.manifest.calling.names))
+        if self.plain:
+            signature = program.module_call_graph[0].signature
+            assert signature is not None
+            signature.out_spec = plain_outputs(signature.out_spec)[0]
+        if has_pickled_examples(program):
+            program.example_inputs = None  # makes the file readable without trust
+        refuse_full_disk(path, _bytes_in_file(program))
+        return program
+
+    def _write_weights(self, rank: int, path: Path) -> str:
+        state = self.partition.share(rank).local_state
+        return _write_tensors(path, {name: state[name] for name in (*self.own, *self.manifest.rank_numbers)})
+
+    def _write_values(self, path: Path) -> str:
+        """Write the tensors that do have values in a model without weights, whole."""
+        state = self.partition.program.state
+        return _write_tensors(path, {name: state(name) for name in self.own if name not in self.hollow})
+
+    def _write_model(self, path: Path) -> None:
+        """Write the single-device program without its weights, for conversion to other ranks."""
+        held = all_tensors(self.original)
+        tied = {row.name: row.holder for row in self.manifest.tensors}
+        # torch keeps a tied weight under all its names, even those that no input takes.
+        first = {memory_of(held[name]): taken for name, taken in tied.items()}
+        tied |= {name: first[at] for name, v in held.items() if _has_room(v) and (at := memory_of(v)) in first}
+        # Small literals are not weights, and a trace may read them.
+        literals = {row.name for row in self.manifest.tensors if row.kind == "constant_tensor"}
+        kept = {name for name in literals if held[name].numel() <= (MOST_PLACES if _has_places(held[name]) else FEW)}
+        hollow = {name: tied[name] for name in tied.keys() - kept if _has_room(held.get(name))}
+        state = {name: value for name, value in self.original.state_dict.items() if name in tied}
+        _write_hollow(self.original, path, state, hollow, plain=self.plain)
 
 
 def _refuse_unwritable(original: ExportedProgram, partition: Partition) -> None:
@@ -194,119 +280,44 @@ def _refuse_unwritable(original: ExportedProgram, partition: Partition) -> None:
             )
 
 
-def _write_program(written: _WriterInput, rank: int, path: Path) -> None:
-    """Write the program of a rank, which others run too, without weights."""
-    program = _program_of(written, rank, path, is_whole=False)
-    held = all_tensors(program)
-    _save_without_weights(program, path, [name for name, value in held.items() if _has_room(value)], held)
-    if rank == 0 and (reason := why_not_read(path)):
-        warnings.warn(
-            f"these files are only read with {option('--trust', 'trust=True')}: {reason}",
-            TpCompilerWarning,
-            stacklevel=2,
-        )
-
-
-def _write_rank(written: _WriterInput, rank: int, path: Path) -> None:
-    """Write the program of a rank with its weights, next to that of its class, which has the same graph."""
-    program = _program_of(written, rank, path, is_whole=True)
-    with Opened(path.with_name(program_file(written.manifest, rank))) as file:
-        text = Pt2(file).text(MODEL)
-    _save(lambda: save_program(program, path, text=text))
-
-
-def _program_of(written: _WriterInput, rank: int, path: Path, *, is_whole: bool) -> ExportedProgram:
-    """Return the program of a rank as a file has it, with its weights or without."""
-    program = written.partition.rank_program(rank)
-    room = [name for name, value in all_tensors(program).items() if _has_room(value)]
-    for fqn in (*written.elsewhere, *written.manifest.symm_mem) if is_whole else room:
-        leave_out(program, fqn)
-    place_state(program, "cpu")  # every rank would load a file with cuda:0 onto cuda:0
-    graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
-    for _, value in (pair for graph in graphs for pair in values(graph)):
-        forget_index(value)
-    if written.manifest.stage is not None:
-        set_guards(program, guards_on(guards_of(program), written.manifest.calling.names))
-    if written.plain:
-        signature = program.module_call_graph[0].signature
-        assert signature is not None
-        signature.out_spec = plain_outputs(signature.out_spec)[0]
-    if has_pickled_examples(program):
-        program.example_inputs = None  # makes the file readable without trust
-    refuse_full_disk(path, _bytes_in_file(program))
-    return program
-
-
-def _write_weights(written: _WriterInput, rank: int, path: Path) -> str:
-    state = written.partition.share(rank).local_state
-    names = (*written.own, *written.manifest.rank_numbers)
-    entries = lay_out(TensorEntry(name, state[name].dtype, tuple(state[name].shape)) for name in names)
+def _write_tensors(path: Path, state: Mapping[str, torch.Tensor]) -> str:
+    entries = lay_out(TensorEntry(name, value.dtype, tuple(value.shape)) for name, value in state.items())
     refuse_full_disk(path, sum(entry.nbytes for entry in entries))
     return write_weights(path, entries, (state[entry.name] for entry in entries))
 
 
-def _write_values(written: _WriterInput, hollow: set[str], path: Path) -> str:
-    kept = {name: written.partition.program.state(name) for name in written.own if name not in hollow}
-    entries = lay_out(TensorEntry(name, value.dtype, tuple(value.shape)) for name, value in kept.items())
-    return write_weights(path, entries, (kept[entry.name] for entry in entries))
-
-
-def _model_writer(written: _WriterInput) -> Callable[[Path], None]:
-    """Return a function that writes the single-device program without its weights, for conversion to other ranks."""
-
-    def write(path: Path) -> None:
-        original = written.original
-        held = all_tensors(original)
-        tied = {row.name: row.holder for row in written.manifest.tensors}
-        # torch keeps a tied weight under all its names, even those that no input takes.
-        first = {memory_of(held[name]): taken for name, taken in tied.items()}
-        tied |= {name: first[at] for name, v in held.items() if _has_room(v) and (at := memory_of(v)) in first}
-        # Small literals are not weights, and a trace may read them.
-        literals = {row.name for row in written.manifest.tensors if row.kind == "constant_tensor"}
-        kept = {name for name in literals if held[name].numel() <= (MOST_PLACES if _has_places(held[name]) else FEW)}
-        names = {name for name, value in held.items() if name in tied.keys() - kept and _has_room(value)}
-        made = {first: hollow_like(held[first]) for first in {tied[name] for name in names}}
-        graph = original.module_call_graph
-        if written.plain:
-            signature = copy.copy(graph[0].signature)
-            assert signature is not None
-            signature.out_spec = plain_outputs(signature.out_spec)[0]
-            graph = [replace(graph[0], signature=signature), *graph[1:]]
-        program = with_state(
-            original,
-            {name: made[tied[name]] if name in names else v for name, v in original.state_dict.items() if name in tied},
-            {name: made[tied[name]] if name in names else v for name, v in original.constants.items()},
-            graph,
-            None if has_pickled_examples(original) else original.example_inputs,
-        )
-        _save_without_weights(program, path, names, all_tensors(program))
-
-    return write
-
-
 def _write_whole(whole: ExportedProgram, path: Path) -> None:
-    """Write a program without its weights; small constants stay."""
-    specs = {spec.target: spec for spec in whole.graph_signature.input_specs}
-    held = all_tensors(whole)
-    literals = {name for name in held if name in specs and specs[name].kind is InputKind.CONSTANT_TENSOR}
-    names = {name for name, v in held.items() if _has_room(v) and not (name in literals and v.numel() <= FEW)}
-    made = {memory_of(held[name]): hollow_like(held[name]) for name in names}
+    """Write the program that was cut into stages without its weights; small constants stay."""
+    held, first = all_tensors(whole), dict[object, str]()
+    literals = {spec.target for spec in whole.graph_signature.input_specs if spec.kind is InputKind.CONSTANT_TENSOR}
+    names = [name for name, v in held.items() if _has_room(v) and not (name in literals and v.numel() <= FEW)]
+    hollow = {name: first.setdefault(memory_of(held[name]), name) for name in names}
+    _write_hollow(whole, path, whole.state_dict, hollow, plain=True)
+
+
+def _write_hollow(
+    program: ExportedProgram, path: Path, state: Mapping[str, Any], hollow: Mapping[str, str], *, plain: bool
+) -> None:
+    """Write a single-device program in which some tensors have no values: name -> the tensor that it is tied to."""
+    held = all_tensors(program)
+    made = {first: hollow_like(held[first]) for first in {*hollow.values()}}
     state, constants = (
-        {name: made[memory_of(v)] if name in names else v for name, v in own.items()}
-        for own in (whole.state_dict, whole.constants)
+        {name: made[hollow[name]] if name in hollow else value for name, value in own.items()}
+        for own in (state, program.constants)
     )
-    graph = whole.module_call_graph
-    signature = copy.copy(graph[0].signature)
-    assert signature is not None
-    signature.out_spec = plain_outputs(signature.out_spec)[0]
-    graph = [replace(graph[0], signature=signature), *graph[1:]]
-    program = with_state(whole, state, constants, graph, None if has_pickled_examples(whole) else whole.example_inputs)
-    _save_without_weights(program, path, names, all_tensors(program))
+    graph = program.module_call_graph
+    if plain:
+        signature = copy.copy(graph[0].signature)
+        assert signature is not None
+        signature.out_spec = plain_outputs(signature.out_spec)[0]
+        graph = [replace(graph[0], signature=signature), *graph[1:]]
+    examples = None if has_pickled_examples(program) else program.example_inputs
+    _save_marked(with_state(program, dict(state), constants, graph, examples), path, hollow)
 
 
 @collector_rests()  # not if it holds weights: other ranks' programs are garbage by then
-def _save_without_weights(program: ExportedProgram, path: Path, names: Collection[str], held: dict[str, Any]) -> None:
-    _save(lambda: save_marked(program, path, names, held))
+def _save_marked(program: ExportedProgram, path: Path, names: Collection[str]) -> None:
+    _save(lambda: save_marked(program, path, names, all_tensors(program)))
 
 
 def _save(save: Callable[[], None]) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import fx
 
 from tpcompiler.artifact.program import ArtifactProgram
-from tpcompiler.artifact.summary import SearchedPlan, summarize
+from tpcompiler.artifact.summary import SearchedPlan, summarize, summary_parts
 from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.errors import TpCompilerError
@@ -33,11 +33,13 @@ from tpcompiler.parallel.pipeline import find_placements, make_task, solve_task
 from tpcompiler.passes.place import refuse_misfits
 from tpcompiler.passes.regions.attend_in_turns import ATTENTION, axis_of_turns
 from tpcompiler.plan.plan import Plan
+from tpcompiler.runtime.artifact import families, is_single
 from tpcompiler.solver.estimate import measure_leaves, measure_priced, sends_of
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.task import Task
 from tpcompiler.solver.turn import Memo
 from tpcompiler.solver.what_if import Otherwise, price_otherwise
+from tpcompiler.terminal.tables import Part
 
 
 class Price(NamedTuple):
@@ -181,12 +183,30 @@ def advise(program: ArtifactProgram, machine: str | os.PathLike[str] | None = No
     return {}
 
 
-def find_searched_plan(program: ArtifactProgram) -> SearchedPlan | None:
-    """Search for a plan for a program and those that share its weights, if theirs leaves much whole without naming it.
+def report_parts(programs: Mapping[str, ArtifactProgram]) -> Iterator[Part]:
+    """Report each program of an artifact, and the plan of the search if theirs leaves much whole."""
+    for at, (name, program) in enumerate(programs.items()):
+        if not is_single(programs):
+            yield from ([""] if at else [])
+            yield name
+        yield from summary_parts(summarize(program.describe()), advise(program))
+        if isinstance(program, ConvertedProgram) and program.searches:
+            yield program.searches
+    searched = find_searched_plan(programs)
+    yield from [searched.text] if searched is not None else []
+
+
+def find_searched_plan(programs: Mapping[str, ArtifactProgram]) -> SearchedPlan | None:
+    """Search for a plan for the programs of one model, if theirs leaves much whole without naming it.
+
+    None for several models: a plan for one says nothing of the others.
 
     Raises:
         MachineError: the description of the machine cannot be read.
     """
+    program, *others = (next(iter(own.values())) for own in families(programs, lambda each: each.manifest.family))
+    if others:
+        return None
     if isinstance(program, ConvertedProgram):
         return program.searched_plan()
     summaries = [summarize(each.manifest) for each in program.together()]

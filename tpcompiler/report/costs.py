@@ -11,16 +11,14 @@ import sympy  # type: ignore[import-untyped]  # it ships no types
 
 from tpcompiler._torch import sym_expr, sym_hint
 from tpcompiler.artifact.collective_records import is_exchange, predict_call, record_seconds, sent_values, transfer_of
-from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.cost.collective import wire_bytes
-from tpcompiler.cost.machine import Machine
 from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.cost.timeline import StepTime
 from tpcompiler.errors import InputsError, option
 from tpcompiler.ir import edit
-from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import fold_names, layer_around, times
 from tpcompiler.ir.node_placement import records_of
+from tpcompiler.ir.shares import mesh_of
 from tpcompiler.report.written import Written
 from tpcompiler.runtime.records import Collective, Record
 from tpcompiler.terminal.printed import format_bytes, format_microseconds
@@ -91,27 +89,17 @@ class CostTable(Record, Shown, frozen=True):
 
 
 def count_costs(
-    program: ArtifactProgram, at: Mapping[str, int] | None = None, machine: str | os.PathLike[str] | None = None
+    written: Written, at: Mapping[str, int] | None = None, machine: str | os.PathLike[str] | None = None
 ) -> CostTable:
     """Count the bytes that a rank sends, as formulas in the dynamic sizes and as numbers (`ParallelProgram.cost`).
 
     Raises:
-        ArtifactError: a file is damaged or, without trust, could run code.
         InputsError: a name of no size, or a value that it cannot have.
         MachineError: the description of the machine cannot be read.
     """
-    written = Written.of(program)
-    return costs_of(written, at or {}, machine_of(written.manifest.asked, machine))
-
-
-def costs_of(written: Written, at: Mapping[str, int], machine: Machine) -> CostTable:
-    """Return the costs of a program that was read, as `count_costs`.
-
-    Raises:
-        InputsError: as `count_costs`.
-    """
-    sizes, meant = _sizes(written, dict(at))
-    mesh = Mesh.of(written.manifest.mesh, written.manifest.factors)
+    described = machine_of(written.manifest.asked, machine)
+    sizes, meant = _sizes(written, dict(at or {}))
+    mesh = mesh_of(written.manifest)
     values = {sympy.Symbol(size.name): size.value for size in sizes}
     found: dict[tuple[str, str], list[tuple[Expr, int, float]]] = {}
     for node, record in records_of(written.exported.graph, written.manifest).items():
@@ -126,12 +114,12 @@ def costs_of(written: Written, at: Mapping[str, int], machine: Machine) -> CostT
             if own := transfer_of(node, mesh).payload_bytes:
                 share = payload * sympy.Rational(record.wire_bytes, own)
             sent = int(share.xreplace(values)) if is_known else record.wire_bytes
-        seconds = record_seconds(record, sent, machine, mesh)
+        seconds = record_seconds(record, sent, described, mesh)
         found.setdefault((layer_of_record(record), record.kind), []).append((share, sent, seconds))
     costs = [Cost(layer, kind, len(each), *_summed(each)) for (layer, kind), each in found.items()]
     summed = _summed([one for each in found.values() for one in each])
-    step = predict_call(written.exported.graph, written.manifest, machine).total
-    return CostTable(machine.name, sizes, costs, *summed, step)
+    step = predict_call(written.exported.graph, written.manifest, described).total
+    return CostTable(described.name, sizes, costs, *summed, step)
 
 
 def layer_of_record(record: Collective) -> str:
@@ -146,7 +134,7 @@ def _summed(each: list[tuple[Expr, int, float]]) -> tuple[str, int, float]:
 
 def _sizes(written: Written, at: dict[str, int]) -> tuple[list[Size], dict[Expr, Expr]]:
     """The sizes that the user gives, and what each of the program's symbols is in their names."""
-    found, meant, mesh = list[Size](), dict[Expr, Expr](), Mesh.of(written.manifest.mesh, written.manifest.factors)
+    found, meant, mesh = list[Size](), dict[Expr, Expr](), mesh_of(written.manifest)
     ranges = written.manifest.calling.ranges
     for name, value, sharding in written.inputs():
         for dim, size in enumerate(value.shape):

@@ -17,8 +17,8 @@ from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.cost.timeline import StepTime, duration
 from tpcompiler.errors import ArtifactError
 from tpcompiler.ir import edit
-from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import fold_names, times
+from tpcompiler.ir.shares import mesh_of
 from tpcompiler.ir.text import op_name
 from tpcompiler.report.outline import wire
 from tpcompiler.report.written import Written
@@ -148,8 +148,8 @@ def find_differences(
         wire_bytes=wire_bytes,
         held_bytes=held_bytes,
         sent_seconds=(
-            sent_seconds(a.collectives, here, Mesh.of(a.mesh, a.factors)),
-            sent_seconds(b.collectives, there, Mesh.of(b.mesh, b.factors)),
+            sent_seconds(a.collectives, here, mesh_of(a)),
+            sent_seconds(b.collectives, there, mesh_of(b)),
         ),
         steps=(_step(first, here), _step(second, there)),
     )

@@ -23,6 +23,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import layer_of, weight_of
 from tpcompiler.ir.placements import describe_sharding
 from tpcompiler.ir.sharding import Sharding
+from tpcompiler.ir.shares import mesh_of
 from tpcompiler.ir.text import op_name, value_text
 from tpcompiler.plan.plan import Plan
 from tpcompiler.report.again import Again, Price, count_kinds, search_again
@@ -166,14 +167,7 @@ class Explanation(Record, Shown, frozen=True, kw_only=True):
 
 @collector_rests()
 def explain(program: ArtifactProgram, name: str, machine: str | os.PathLike[str] | None = None) -> Explanation:
-    """Explain the placement of a value, a parameter or a collective, and price its alternatives.
-
-    Facts are read from the program. Prices come from the search, repeated from the single-device program with every
-    choice of this op or parameter in turn, and everything else free to follow. Pins of a plan hold, except on the layer
-    whose weights are asked about (directly or by their op). A price is the least total with that choice minus the least
-    of those listed; the artifact's own is above 0 if a plan, another machine, a memory limit or the goal of fewest
-    bytes decided. Every axis of a mesh has its own choices, in the order of solving: axes before it keep their
-    solution, axes after it follow.
+    """Explain the placement of a value, a parameter or a collective, and price it (`ParallelProgram.explain`).
 
     Raises:
         ArtifactError: a file is damaged or, without trust, could run code; or nothing has this name.
@@ -204,7 +198,7 @@ def _of_collective(written: Written, again: Again, record: Any) -> Explanation:
     changed = written.change(record)
     node, leaves = _node(again, changed.name), dict(again.program.leaves())
     found = _of_leaf(written, again, node, leaves[node]) if node in leaves else _of_value(written, again, changed.name)
-    mesh, value = Mesh.of(written.manifest.mesh, written.manifest.factors), edit.fake(node)
+    mesh, value = mesh_of(written.manifest), edit.fake(node)
     return replace(
         found,
         name=record.node,
@@ -234,7 +228,7 @@ def _other_dims(again: Again, value: fx.Node) -> Iterator[OtherDim]:
 
 
 def _of_value(written: Written, again: Again, name: str) -> Explanation:
-    mesh, node = Mesh.of(written.manifest.mesh, written.manifest.factors), _node(again, name)
+    mesh, node = mesh_of(written.manifest), _node(again, name)
     is_input = node.op == "placeholder"
     rows = [row.sharding for row in written.manifest.inputs if row.name == name]
     shardings, reason = (rows, "an input") if is_input else written.placed(name)
@@ -277,7 +271,7 @@ def _of_value(written: Written, again: Again, name: str) -> Explanation:
 
 
 def _of_leaf(written: Written, again: Again, node: fx.Node, name: str) -> Explanation:
-    mesh, value = Mesh.of(written.manifest.mesh, written.manifest.factors), edit.fake(node)
+    mesh, value = mesh_of(written.manifest), edit.fake(node)
     row = next(row for row in written.manifest.tensors if row.name == name)
     placed, users = read_claimed(row.sharding, mesh, value), written.users(name)
     sent = {record.node: record for user in users for record in written.sent(user)}

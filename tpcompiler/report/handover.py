@@ -18,7 +18,7 @@ from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.cost.machine_file import machine_of
 from tpcompiler.errors import ArtifactError, InternalError, UnsupportedError, explaining
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.shares import row_sharding
+from tpcompiler.ir.shares import mesh_of, row_sharding
 from tpcompiler.runtime.handover import HandedTensor, Handover, Move
 from tpcompiler.runtime.records import Record, TensorRecord
 from tpcompiler.runtime.target import replacing
@@ -325,7 +325,7 @@ def _mesh(programs: Programs) -> Mesh:
             f"the programs of {_title(programs)} run over different ranks",
             help="hand over between artifacts whose programs all run over all ranks",
         )
-    return Mesh.of(first.mesh, first.factors)
+    return mesh_of(first)
 
 
 def _title(programs: Programs) -> str:

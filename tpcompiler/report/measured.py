@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +12,9 @@ from tpcompiler._torch import TorchDispatchMode
 from tpcompiler.artifact.collective_records import is_exchange, transfer_of
 from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.cost.collective import KIND_OF, wire_bytes
-from tpcompiler.cost.machine_file import machine_of
-from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.node_placement import records_of
-from tpcompiler.report.costs import costs_of, fold_rows, layer_of_record
+from tpcompiler.ir.shares import mesh_of
+from tpcompiler.report.costs import count_costs, fold_rows, layer_of_record
 from tpcompiler.report.written import Written
 from tpcompiler.runtime.records import Record
 from tpcompiler.terminal.printed import format_unequal_bytes
@@ -46,10 +44,12 @@ class CountedCollectives(Record, frozen=True):
         return (self.count, self.wire_bytes) == (self.called, self.called_bytes)
 
 
-class _Watch(TorchDispatchMode):
-    def __init__(self, calls: list[Call]) -> None:
+class WatchedCollectives(TorchDispatchMode):
+    """Notes the `calls` of collectives in the block, in order. What runs as machine code shows none."""
+
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls = calls
+        self.calls = list[Call]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -58,14 +58,6 @@ class _Watch(TorchDispatchMode):
             value: torch.Tensor = result if KIND_OF[name] == "all_gather" else args[0]
             self.calls.append(Call(KIND_OF[name], value.numel() * value.element_size(), str(args[-1])))
         return result
-
-
-@contextmanager
-def watched_collectives() -> Iterator[list[Call]]:
-    """The collectives that programs call meanwhile, in order. What runs as machine code shows none."""
-    calls: list[Call] = []
-    with _Watch(calls):
-        yield calls
 
 
 def counts_table(rows: Sequence[CountedCollectives]) -> Table:
@@ -89,12 +81,11 @@ def compare_counts(
         ArtifactError: a file is damaged or, without trust, could run code.
     """
     written = Written.of(program)
-    machine = machine_of(written.manifest.asked)
-    sizes = {each.name: inputs[each.input].shape[each.dim] for each in costs_of(written, {}, machine).sizes}
-    said = {(cost.layer, cost.kind): cost for cost in costs_of(written, sizes, machine).costs}
+    sizes = {each.name: inputs[each.input].shape[each.dim] for each in count_costs(written).sizes}
+    said = {(cost.layer, cost.kind): cost for cost in count_costs(written, sizes).costs}
     records, count, sent = written.manifest.collectives, Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     nodes = list(records_of(written.exported.graph, written.manifest))
-    mesh = Mesh.of(written.manifest.mesh, written.manifest.factors)
+    mesh = mesh_of(written.manifest)
     for at, call in enumerate(calls):
         key = layer_of_record(records[at]) if at < len(records) else "beyond these", call.kind
         count[key] += 1

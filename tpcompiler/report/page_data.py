@@ -23,7 +23,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import fold_layers, layer_around
 from tpcompiler.ir.placements import describe_sharding
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.ir.shares import read_sharding, row_sharding
+from tpcompiler.ir.shares import mesh_of, read_sharding, row_sharding
 from tpcompiler.report.items import Item, color_of, numbered, seen_from
 from tpcompiler.report.outline import Group, Outline, counted, legend_of, outline_of, sent, wire
 from tpcompiler.report.slices import Slices, slices_of
@@ -56,7 +56,7 @@ def page_data(
     """
     outline = outline_of(program, rank, first=first)
     described = machine_of(outline.manifest.asked, machine)
-    manifest, mesh = outline.manifest, Mesh.of(outline.manifest.mesh, outline.manifest.factors)
+    manifest, mesh = outline.manifest, mesh_of(outline.manifest)
     names = [item.name for item in outline.items if item.record is not None]
     times = predict_call(outline.program.graph, manifest, described)
     classes = program.classes()

@@ -12,7 +12,7 @@ from typing import Any
 from tpcompiler.errors import ArtifactError, one_line
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import leaf_of_module
-from tpcompiler.ir.shares import row_sharding
+from tpcompiler.ir.shares import mesh_of, row_sharding
 from tpcompiler.report.slices import DimPiece, Holder, Slices, pieces_of, slices_of
 from tpcompiler.runtime.artifact import Manifest
 from tpcompiler.runtime.records import PlacedRecord
@@ -59,7 +59,7 @@ def draw_sharding(manifest: Manifest, name: str | None, where: str, *, is_svg: b
     Raises:
         ArtifactError: there is no tensor of that name.
     """
-    mesh, alike = Mesh.of(manifest.mesh, manifest.factors), dict[Any, list[str]]()
+    mesh, alike = mesh_of(manifest), dict[Any, list[str]]()
     rows = dict(manifest.placed())
     if name is not None and name not in rows:
         name = leaf_of_module(name, [row.name for row in manifest.tensors]) or name

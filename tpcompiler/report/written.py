@@ -21,7 +21,7 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import leaf_of_module
 from tpcompiler.ir.node_placement import NO_CLAIM, Claim, claims_of, records_of
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.ir.shares import read_sharding
+from tpcompiler.ir.shares import mesh_of, read_sharding
 from tpcompiler.ir.symm_mem import expand_collectives
 from tpcompiler.ir.text import value_text
 from tpcompiler.runtime.artifact import Manifest
@@ -69,7 +69,7 @@ class Written:
         Raises:
             ArtifactError: as `read_claimed`.
         """
-        rows, mesh = {row.name: row for row in self.manifest.inputs}, Mesh.of(self.manifest.mesh, self.manifest.factors)
+        rows, mesh = {row.name: row for row in self.manifest.inputs}, mesh_of(self.manifest)
         for node in self.exported.graph.nodes:
             if node.op == "placeholder" and node.name in rows:
                 yield node.name, edit.fake(node), read_claimed(rows[node.name].sharding, mesh, edit.fake(node))

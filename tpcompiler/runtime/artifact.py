@@ -12,17 +12,16 @@ import os
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
 from tpcompiler.errors import ArtifactError, reason
 from tpcompiler.runtime.hub import refuse_hub_directory, refuse_missing_artifact
 from tpcompiler.runtime.opened import Opened, read_text
+from tpcompiler.runtime.records import Layout, Package, ProgramList, Record, StageRecord, plain_data, read_record
 from tpcompiler.runtime.records import Manifest as Manifest
-from tpcompiler.runtime.records import Package, ProgramList, Record, StageRecord, plain_data, read_record
 from tpcompiler.runtime.target import CUT, MANIFEST, PARTS, SET, free_target, in_place_of, replacing
-from tpcompiler.terminal.progress import counted
 
 VERSION = "0.1.0"
 FORMAT = 2
@@ -41,19 +40,15 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank}.pt2"
 
 
-def weights_file(rank: int) -> str:
-    return f"rank_{rank}.safetensors"
-
-
-def is_shared(manifest: Manifest) -> bool:
-    """Return True if the weights are apart from the programs."""
-    return rank_file(0) not in manifest.files
+def weights_file(rank: int, layout: Layout = "shared") -> str:
+    """Return the file that has, or will have, a rank's weights: in the shared layout without a program."""
+    return f"rank_{rank}{'.pt2' if layout == 'ranks' else '.safetensors'}"
 
 
 def lacks_weights(manifest: Manifest) -> list[int]:
     """Return the ranks whose weights must still be cut from a checkpoint."""
-    ranks = range(manifest.world_size) if manifest.files and is_shared(manifest) else ()
-    return [rank for rank in ranks if weights_file(rank) not in manifest.files]
+    ranks = range(manifest.world_size) if manifest.files else ()
+    return [rank for rank in ranks if weights_file(rank, manifest.layout) not in manifest.files]
 
 
 def program_file(manifest: Manifest, rank: int) -> str:
@@ -63,24 +58,6 @@ def program_file(manifest: Manifest, rank: int) -> str:
 
 Inspect = Callable[[Path], None]
 Listing = TypeVar("Listing", Manifest, ProgramList)
-Write = Callable[[int, Path], str | None]  # of a rank; gives the file's SHA-256 if it is known
-
-
-class Writer(NamedTuple):
-    """The functions that write an artifact's files.
-
-    `program` writes the program of ranks with equal graphs, `rank` the weights of one rank. `values`: for a model
-    without weights, writes the tensors that do have values, whole, instead of `rank`. `model`: writes the program that
-    was converted; `whole`: the one that was cut into stages.
-    """
-
-    manifest: Manifest
-    program: Write
-    rank: Write
-    name_of: Callable[[int], str]  # the name of a rank's file
-    model: Callable[[Path], None]
-    values: Callable[[Path], str] | None = None
-    whole: Callable[[Path], None] | None = None
 
 
 def write_artifact(
@@ -111,25 +88,6 @@ def write_artifact(
                 write(temporary / name)
             write_record(temporary / SET, ProgramList(format=FORMAT, programs=list(programs), compiled=compiled))
         inspect(temporary)
-
-
-def write_program(directory: Path, writer: Writer) -> None:
-    """Write the files of one program into a folder, the manifest last."""
-    manifest, write_program, write_rank, name_of, write_model, write_values, write_whole = writer
-    work = [(name, write_program, ranks[0]) for name, ranks in manifest.programs.items()]
-    if write_values is None:
-        work += [(name_of(rank), write_rank, rank) for rank in range(manifest.world_size)]
-    files = {
-        name: write(rank, directory / name) or sha256(directory / name)
-        for name, write, rank in counted(work, "writing files", "files")
-    }
-    if write_values is not None:
-        files[VALUES] = write_values(directory / VALUES)
-    for name, write_one in ((MODEL, write_model), (WHOLE, write_whole)):
-        if write_one is not None:
-            write_one(directory / name)
-            files[name] = sha256(directory / name)
-    write_record(directory / MANIFEST, replace(manifest, files=files))
 
 
 def say_files(directory: Path, manifest: Manifest, files: Mapping[str, str]) -> None:
@@ -168,10 +126,9 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         if os.path.isdir(directory):
             state = f"is not an artifact: it has no {MANIFEST}"
         raise ArtifactError(f"{directory} {state}", help="make one with tpcompiler convert") from error
-    name_of = weights_file if is_shared(manifest) else rank_file
-    every = {*manifest.programs, *map(name_of, range(manifest.world_size))}
+    every = {*manifest.programs, *(weights_file(rank, manifest.layout) for rank in range(manifest.world_size))}
     there = set(manifest.files) - {MODEL, WHOLE}
-    is_filled = is_shared(manifest) and {*manifest.programs, VALUES} <= there <= {*every, VALUES}
+    is_filled = manifest.layout == "shared" and {*manifest.programs, VALUES} <= there <= {*every, VALUES}
     if not manifest.programs or not (there == every or is_filled):
         raise ArtifactError(
             f"{path} names files {sorted(manifest.files)} for {manifest.world_size} ranks",

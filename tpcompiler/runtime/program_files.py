@@ -13,12 +13,10 @@ from tpcompiler.runtime.artifact import (
     SINGLE,
     Manifest,
     inside,
-    is_shared,
     lacks_weights,
     open_known,
     program_file,
     programs_in,
-    rank_file,
     read_manifest,
     weights_file,
 )
@@ -71,7 +69,7 @@ class ProgramFiles:
                 help=f"cut them: tpcompiler cut {whole} --checkpoint DIR"
                 + option("", ", or pass checkpoint=DIR to load"),
             )
-        return self.open((weights_file if is_shared(self.manifest) else rank_file)(rank))
+        return self.open(weights_file(rank, self.manifest.layout))
 
     @cached_property
     def beside(self) -> dict[str, ProgramFiles]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.pt2_archive.constants import ARCHIVE_VERSION_VALUE
 
-from tpcompiler._torch import build_program, quick_files, read_layout
+from tpcompiler._torch import build_program, build_tensor, quick_files
 from tpcompiler.errors import ArtifactError, explaining, option
 from tpcompiler.runtime.opened import Opened
 from tpcompiler.runtime.pt2_check import Unsafe, check_program, forget_origins
@@ -154,21 +154,14 @@ class Pt2:
         made, storages = dict[str, Tensor](), dict[str, torch.UntypedStorage]()
         folder = CONFIGS[kind].rpartition("/")[0]
         for name, row in self.json(CONFIGS[kind])["config"].items():
-            layout = read_layout(row["tensor_meta"])
             entry = f"{folder}/{row['path_name']}"
             if entry not in self._entries:
                 raise ValueError(f"it has no entry {entry}")
             if entry not in storages:
                 storages[entry] = self._mapped(entry) if mapped else self._storage(entry)
-            held = storages[entry].nbytes()
-            if held % layout.dtype.itemsize or (not held and 0 not in layout.sizes):
-                raise ValueError(f"{name!r} is {layout.sizes} of {layout.dtype}, but it holds {held:,} bytes")
-            value = torch.empty(layout.sizes if not held else 0, dtype=layout.dtype)
-            if held:
-                value = value.set_(cast(Any, storages[entry]), layout.offset, layout.sizes, layout.strides)
-            value = value.to(layout.device).requires_grad_(layout.requires_grad)
+            value = build_tensor(name, row["tensor_meta"], storages[entry])
             is_parameter = kind == "weight" and row["is_param"]
-            made[name] = nn.Parameter(value, layout.requires_grad) if is_parameter else value
+            made[name] = nn.Parameter(value, value.requires_grad) if is_parameter else value
         return made
 
     def json(self, name: str) -> Any:

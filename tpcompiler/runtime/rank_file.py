@@ -14,7 +14,7 @@ from torch.export.graph_signature import InputKind, TensorArgument
 
 from tpcompiler._torch import RETURNED_KINDS, tree_flatten, tree_names
 from tpcompiler.errors import ArtifactError
-from tpcompiler.runtime.artifact import VALUES, Manifest, is_shared, lacks_weights, program_file
+from tpcompiler.runtime.artifact import VALUES, Manifest, lacks_weights, program_file
 from tpcompiler.runtime.model_file import check_pt2, load_program
 from tpcompiler.runtime.place import memory_of
 from tpcompiler.runtime.program_files import ProgramFiles
@@ -120,7 +120,7 @@ def read_state(files: ProgramFiles, rank: int, program: ExportedProgram) -> dict
     wanted = {name: value for name in (*here, *manifest.rank_numbers) if (value := taken.get(name)) is not None}
     path, state = map_weights(files, rank)
     refuse_unlike(path, state, wanted)
-    if is_shared(manifest):
+    if manifest.layout == "shared":  # the file has no strides
         state = {name: laid_out(value, wanted[name]) for name, value in state.items()}
     return with_tied(state, manifest)
 
@@ -133,7 +133,7 @@ def map_weights(files: ProgramFiles, rank: int) -> tuple[Path, dict[str, torch.T
     """
     manifest = files.manifest
     with files.open_weights(rank) as file:
-        if is_shared(manifest):
+        if manifest.layout == "shared":
             return file.path, read_all(file)
         with files.open_program(rank) as other, check_pt2(file, trust=files.trust, known=Pt2(other)) as whole:
             tensors = whole.state()

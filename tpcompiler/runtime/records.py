@@ -51,6 +51,7 @@ Rows = list[list[Count]]
 DeviceType = Literal["cpu", "cuda"]
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 Goal = Literal["latency", "memory"]
+Layout = Literal["ranks", "shared"]  # a self-contained file per rank, or shared programs and separate weights
 Optimizer = Literal["adamw", "sgd", "none"]  # whose state the ranks hold next to parameters with gradients
 Collectives = Literal["auto", "nccl", "symm_mem"]  # the faster of both, by NCCL, or over symmetric memory
 Why = Literal["inherent", "plan-demanded", "fallback"]
@@ -275,6 +276,10 @@ class Manifest(Record, frozen=True, kw_only=True):
     @property
     def world_size(self) -> int:
         return math.prod(self.degrees.values())
+
+    @property
+    def layout(self) -> Layout:
+        return "ranks" if "rank_0.pt2" in self.files else "shared"
 
     @property
     def degrees(self) -> dict[str, int]:

@@ -43,11 +43,17 @@ def dtype_of(text: str) -> torch.dtype:
 
 
 class TensorEntry(NamedTuple):
-    """A tensor of a file."""
+    """A tensor of a file or a program; `aliases` are its tied names.
+
+    `is_buffer`: a persistent buffer. `is_optional`: a source may lack it.
+    """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
+    is_buffer: bool = False
+    is_optional: bool = False
 
     @property
     def nbytes(self) -> int:

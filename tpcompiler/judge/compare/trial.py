@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -37,10 +38,11 @@ from tpcompiler.judge.compare.judge import (
     widened,
 )
 from tpcompiler.judge.compare.promote import Promoted, promoted
-from tpcompiler.judge.compare.simulate import RankResult, Seen, simulate
+from tpcompiler.judge.compare.simulate import RankResult, simulate
 from tpcompiler.judge.compare.subject import Subject
 from tpcompiler.runtime.inputs import check_values
 
+Watched = Callable[..., Any]  # runs programs in lock step, and calls `seen(rank, node, value)` for every value
 FAILURES = (RuntimeError, LookupError, ValueError, ArithmeticError)  # of ops, for inputs that they reject
 # In bfloat16 the bounds are 0.06 to 0.13, and one missing all_reduce of 8 layers changes the logits by 0.14. So a
 # program below float32 is compared once more with all of it in float32, where the bounds are about 1e-5.
@@ -215,10 +217,12 @@ class Trial:
         if (intermediate := self.intermediate) is None:
             return None
         flat, shares = self._cast(flat), [self._cast(share) for share in shares]
-        single = _Run([intermediate], [flat], [self.known])
+        single = partial(simulate, [intermediate], [flat], state=[self.known])
         precise = [promoted(v, torch.float64) for v in flat]
-        exact = _Run([Promoted(intermediate, torch.float64)], [precise], [self.precise])
-        return _find_first_diverging(single, exact, _Run(self.programs, shares, self.held), self.layout.mesh)
+        exact = partial(simulate, [Promoted(intermediate, torch.float64)], [precise], state=[self.precise])
+        ranks = partial(simulate, self.programs, shares, state=self.held)
+        claims = [_claimed(program.graph) for program in self.programs]
+        return _find_first_diverging(single, exact, ranks, claims, self.layout.mesh)
 
 
 def _value_after(name: str, program: Any, held: Mapping[str, Any], flat: Sequence[Any], result: RankResult) -> Any:
@@ -262,25 +266,16 @@ def _lacks_noise(value: Any) -> bool:
     return value.numel() <= FEW or value.dtype in (torch.float64, torch.complex128)
 
 
-class _Run(NamedTuple):
-    """Programs with the flat inputs and the written buffers that a call of them starts from, one each."""
-
-    programs: Sequence[Any]
-    inputs: Sequence[Sequence[Any]]
-    state: Sequence[Mapping[str, torch.Tensor]]
-
-    def watch(self, seen: Seen) -> None:
-        """Run the programs in lock step, and call `seen(rank, node, value)` for every value."""
-        simulate(self.programs, self.inputs, state=self.state, seen=seen)
-
-
-def _find_first_diverging(single: _Run, exact: _Run, ranks: _Run, mesh: Mesh) -> str | None:
+def _find_first_diverging(
+    single: Watched, exact: Watched, ranks: Watched, claims: Sequence[Mapping[fx.Node, tuple[Any, Claim]]], mesh: Mesh
+) -> str | None:
     """Return the first value whose claim (origin and sharding) is wrong, by name and source.
 
     Args:
         single: the program whose nodes the claims name as origins, on one device.
         exact: the same in float64, which tells how far rounding takes each value.
         ranks: all ranks.
+        claims: of every rank's nodes, with names that are the same on all (`_claimed`).
         mesh: the mesh of the claims.
     """
     wanted: dict[str, torch.Tensor] = {}
@@ -290,26 +285,24 @@ def _find_first_diverging(single: _Run, exact: _Run, ranks: _Run, mesh: Mesh) ->
         if isinstance(value, torch.Tensor) and node.op == "call_function":
             wanted[node.name] = value.cpu()
 
-    single.watch(keep)
+    single(seen=keep)
 
     def measure(_: int, node: fx.Node, value: Any) -> None:
         if node.name in wanted and is_rounded(wanted[node.name]):
             errors[node.name] = scale_and_noise(wanted[node.name], value.cpu())
 
-    exact.watch(measure)
-    # Padding of uneven shards appears in some graphs only and shifts the names of later nodes; claims stay the same.
-    claims = [_claimed(program.graph) for program in ranks.programs]
+    exact(seen=measure)
     parts: dict[Any, dict[int, Any]] = {}
 
     def collect(rank: int, node: fx.Node, value: Any) -> None:
         if node in claims[rank] and isinstance(value, torch.Tensor):
             parts.setdefault(claims[rank][node][0], {})[rank] = value.cpu()
 
-    ranks.watch(collect)
+    ranks(seen=collect)
     for node, (name, claim) in claims[0].items():
         have = parts.get(name, {})
         origin = claim.origin or ""
-        if len(have) != len(ranks.programs) or origin not in wanted:
+        if len(have) != len(claims) or origin not in wanted:
             continue
         want = wanted[origin]
         text = (claim.sharding or [""])[0]
@@ -331,7 +324,10 @@ def _find_first_diverging(single: _Run, exact: _Run, ranks: _Run, mesh: Mesh) ->
 
 
 def _claimed(graph: fx.Graph) -> dict[fx.Node, tuple[Any, Claim]]:
-    """Return every node that claims a sharding, with a name that is the same in the graphs of all ranks."""
+    """Return every node that claims a sharding, with a name that is the same in the graphs of all ranks.
+
+    Padding of uneven shards appears in some graphs only and shifts the names of later nodes; claims stay the same.
+    """
     counts: Counter[Any] = Counter()
     found = {}
     for node, claim in claims_of(graph):

@@ -19,6 +19,7 @@ from tpcompiler.ir.gc_pause import collector_rests
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import CanonicalProgram
+from tpcompiler.ir.shares import mesh_of
 from tpcompiler.judge.sound.agreement import check_agreement, check_alike
 from tpcompiler.judge.sound.bodies import check_body
 from tpcompiler.judge.sound.boundary import check_calls, check_outputs
@@ -147,7 +148,7 @@ def check_programs(
         siblings: the manifests of other programs that store tensors of this one.
         model: the model in the artifact, in canonical form, to which all ranks must fold.
     """
-    mesh = Mesh.of(manifest.mesh, manifest.factors)
+    mesh = mesh_of(manifest)
     findings: list[str] = []
     counts = Counter({"ranks": len(ranks), "graphs": len({id(each.program) for each in ranks})})
     if len(ranks) != mesh.world_size:
@@ -182,7 +183,7 @@ def _check_folds(
     """Check that every rank's program is a share of one program, and that this is the model."""
     apart = {id(each.program): take_apart(each.program) for each in ranks}
     ranks = [replace(each, program=apart[id(each.program)]) for each in ranks]
-    programs = _folded(ranks, manifest, Mesh.of(manifest.mesh, manifest.factors), findings, counts)
+    programs = _folded(ranks, manifest, mesh_of(manifest), findings, counts)
     if len(programs) < len(ranks):
         return
     with _noting(findings, None):

@@ -13,6 +13,7 @@ from tpcompiler.artifact.collective_records import is_exchange, most_sent, trans
 from tpcompiler.ir import edit
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.node_placement import read_claim
+from tpcompiler.ir.shares import mesh_of
 from tpcompiler.judge.sound.unsound import Unsound
 from tpcompiler.runtime.artifact import Manifest
 
@@ -40,7 +41,7 @@ def check_collectives(programs: Sequence[ExportedProgram], manifest: Manifest) -
         Unsound: a collective has no wait or several, its group is not in the manifest, or others of its group wait for
             another collective, which hangs or mixes up data on real devices.
     """
-    mesh = Mesh.of(manifest.mesh, manifest.factors)
+    mesh = mesh_of(manifest)
     for name, groups in manifest.groups.items():
         axes = mesh.axes_of(name)
         if not set(axes) <= set(mesh.names) or [list(ranks) for ranks in mesh.groups(axes)] != groups:
