@@ -104,13 +104,13 @@ def plan(
         for option, value in (("--devices", devices), ("--other-axes", other_axes), ("--latency", latency)):
             if value is not None:
                 raise typer.BadParameter("leave it out with --tp and --mesh", param_hint=option)
-    with progress("reading", quiet=json) as tell:
+    with progress("reading", quiet=json) as show_step:
         from tpcompiler.cli import printing
         from tpcompiler.cli.answers import FoundPlan
 
         axes = read_mesh(None, other_axes, "--other-axes").axes if other_axes is not None else ()
         over = None if compares else read_mesh(tp, mesh)
-        given = read_programs(models, trust, tell)
+        given = read_programs(models, trust, show_step)
         options: dict[str, Any] = {
             "inputs": given.placements(inputs, "--input"),
             "outputs": given.placements(outputs, "--output"),
@@ -121,7 +121,7 @@ def plan(
         if over is None:
             from tpcompiler.api.diagnose import diagnose
 
-            tell("placing the model on one mesh after another")
+            show_step("placing the model on one mesh after another")
             asked = devices.split(",") if devices is not None else None
             meant: dict[str, Any] = {"devices": asked, "other_axes": dict(axes), "memory": memory, "latency": latency}
             compared = diagnose(given.programs, **meant, **options)
@@ -130,7 +130,7 @@ def plan(
             from tpcompiler.cli.describe import plan_text
             from tpcompiler.frontend.plain_weights import with_plain_weights
 
-            tell("searching")
+            show_step("searching")
             found = find_plan(given.programs, over, str(plan or "auto"), optimize=optimize, memory=memory, **options)
             text = plan_text(with_plain_weights(given.first), found)
     if over is None:

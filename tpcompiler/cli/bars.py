@@ -27,7 +27,7 @@ from tpcompiler.errors import one_line
 from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.terminal.progress import listening
 
-Tell = Callable[[str], None]  # shows the name of the current step
+ShowStep = Callable[[str], None]  # shows the name of the current step
 # Seconds until the first line of a step, and between its lines. Tests that compare standard error want none.
 PATIENCE, AGAIN = float(os.environ.get("TPCOMPILER_PATIENCE", "2")), 30.0
 
@@ -120,7 +120,7 @@ class Lines:
 
 
 @contextmanager
-def progress(text: str, *, quiet: bool = False) -> Iterator[Tell]:
+def progress(text: str, *, quiet: bool = False) -> Iterator[ShowStep]:
     """Show steps on standard error in the block: bars on a terminal, elsewhere lines. `quiet` shows nothing.
 
     Yields a function that shows the name of the next step.

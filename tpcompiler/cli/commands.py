@@ -253,7 +253,7 @@ def convert(
         raise typer.BadParameter("give the directory to write with -o, or --dry-run", param_hint="-o")
     if plan is None:
         typer.echo("no --plan is given: the search finds one, as with --plan auto", err=True)
-    with progress("reading the plan", quiet=json) as tell:
+    with progress("reading the plan", quiet=json) as show_step:
         from tpcompiler.api import parallelize
         from tpcompiler.api.parallel_program import open
         from tpcompiler.artifact.budget import check_budget, read_budget
@@ -271,8 +271,8 @@ def convert(
         chosen = source if source in SEARCHES else Plan.of(source, skip_unsupported=skip_unsupported)
         if out is not None and not dry_run:
             free_target(out, force=force)  # before the minutes that follow
-        given = read_programs(models, trust, tell)
-        tell("placing and sharding")
+        given = read_programs(models, trust, show_step)
+        show_step("placing and sharding")
         made = parallelize(
             given.programs,
             over,
@@ -294,7 +294,7 @@ def convert(
         for name, program in made.items() if limits else ():
             check_budget(limits, program.manifest(), str(models[0]) if alone else name)
         if out is not None and not dry_run:
-            tell(f"writing {over.world_size} ranks' programs to {out}")
+            show_step(f"writing {over.world_size} ranks' programs to {out}")
             if checkpoint is not None:
                 described = [(one.manifest(), one.only.original()) for one in made.values()]
                 refuse_other_checkpoint(described, checkpoint, ignore_unused)
@@ -307,9 +307,9 @@ def convert(
             written = made
         summaries = {name: summarize(program.manifest()) for name, program in written.items()}
         if not json:
-            tell("looking for changes of the plan that avoid fallbacks")
+            show_step("looking for changes of the plan that avoid fallbacks")
             advice = {name: program.advice() for name, program in made.items()}
-        tell("looking for a plan that holds less")
+        show_step("looking for a plan that holds less")
         searched = find_searched_plan({name: program.only for name, program in made.items()})
         if searched is not None:
             more = ("--plan", "auto", *(("--optimize", "memory") if searched.optimize == "memory" else ()))

@@ -62,7 +62,7 @@ def verify(
       tpcompiler verify out --against model.pt2 --inputs in.safetensors
       tpcompiler verify out --checkpoint checkpoint
     """
-    with progress(f"reading {against or directory}", quiet=json) as tell:
+    with progress(f"reading {against or directory}", quiet=json) as show_step:
         from tpcompiler.api.parallel_program import open
         from tpcompiler.api.verify import examples_of
         from tpcompiler.cli import printing
@@ -82,7 +82,7 @@ def verify(
         for program in artifact.values():
             if cost := printing.cost_of_verifying(program.manifest()):
                 typer.echo(cost, err=True)
-        tell(f"running the model{'s' * is_set} and all ranks")
+        show_step(f"running the model{'s' * is_set} and all ranks")
         report = artifact.verify(
             *calls[0], then=calls[1:], original=original, checkpoint=checkpoint, same_bits=same_bits
         )
@@ -121,7 +121,7 @@ def check(
       tpcompiler check out --against model.pt2
       tpcompiler check out --budget budget.yaml
     """
-    with progress(f"reading {directory}", quiet=json) as tell:
+    with progress(f"reading {directory}", quiet=json) as show_step:
         from tpcompiler.api.parallel_program import open
         from tpcompiler.cli import printing
         from tpcompiler.runtime.model_file import read_model
@@ -129,7 +129,7 @@ def check(
         artifact = open(directory, trust)  # its errors come before the model is read
         artifact.check_budget(budget or ())
         model = read_model(against, trust=trust) if against else None
-        tell("checking all ranks")
+        show_step("checking all ranks")
         report = artifact.check(model, checkpoint=checkpoint)
     note = "weights were not compared with the model's: pass --against MODEL.pt2, or --checkpoint DIR"
     printing.print_answer(json, report, [*str(report).splitlines(), *([] if report.weights_compared else [note])])

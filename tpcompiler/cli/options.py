@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from tpcompiler.cli import INTERRUPTED, was_interrupted
-from tpcompiler.cli.bars import Tell
+from tpcompiler.cli.bars import ShowStep
 from tpcompiler.cost.amounts import read_memory
 from tpcompiler.cost.machine_file import DEFAULT, VARIABLE, shipped_machines
 from tpcompiler.errors import MeshError, PlanError, TpCompilerError, naming_options, printable
@@ -364,7 +364,7 @@ class GivenPrograms(NamedTuple):
         return by_program
 
 
-def read_programs(models: Sequence[Path], trust: bool, tell: Tell) -> GivenPrograms:
+def read_programs(models: Sequence[Path], trust: bool, show_step: ShowStep) -> GivenPrograms:
     """Read model files; the name of a program is its file's, without the suffix.
 
     Raises:
@@ -374,7 +374,7 @@ def read_programs(models: Sequence[Path], trust: bool, tell: Tell) -> GivenProgr
 
     programs = {}
     for model in models:
-        tell(f"reading {model}")
+        show_step(f"reading {model}")
         programs[model.stem] = read_model(model, trust=trust)
     if len(programs) < len(models):
         raise PlanError(

@@ -63,7 +63,7 @@ def explain(
         raise typer.BadParameter(
             "leave it out with NAME: choices are compared at the example's sizes", param_hint="--at"
         )
-    with progress(f"reading {directory}", quiet=json) as tell:
+    with progress(f"reading {directory}", quiet=json) as show_step:
         from tpcompiler.api.parallel_program import open
         from tpcompiler.cli import printing
 
@@ -72,7 +72,7 @@ def explain(
         if name is None:
             answer = artifact.cost(at, machine=machine)
         else:
-            tell("searching again")
+            show_step("searching again")
             answer = artifact.explain(name, machine=machine)
     printing.print_answer(json, answer, answer.parts())
 

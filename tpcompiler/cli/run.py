@@ -43,12 +43,12 @@ def package_artifact(
       tpcompiler package out
       torchrun --nproc-per-node 2 --no-python tpcompiler run out --compiled --inputs in.safetensors
     """
-    with progress(f"reading {directory}", quiet=json) as tell:
+    with progress(f"reading {directory}", quiet=json) as show_step:
         from tpcompiler.api.parallel_program import open
         from tpcompiler.cli import printing
         from tpcompiler.cli.answers import WrittenPackage
 
-        tell("compiling and checking")
+        show_step("compiling and checking")
         made, comparison = open(directory, trust).package(
             threads=threads, check=not no_check, checkpoint=checkpoint, processes=processes
         )
@@ -121,7 +121,7 @@ def run(
     if count and tokens is not None:
         raise typer.BadParameter("it is for one call: leave --tokens out", param_hint="--count")
     others = os.environ.get("RANK", "0") != "0"  # one of the ranks shows progress
-    with progress(f"reading {directory}", quiet=json or others) as tell:
+    with progress(f"reading {directory}", quiet=json or others) as show_step:
         import torch
         import torch.distributed as dist
 
@@ -151,9 +151,9 @@ def run(
             raise ArtifactError(f"cannot write {outputs}: {outputs.parent} is not a directory", help="make it first")
         compiled = False if count else compiled
         given = read_tensors(inputs)  # before the minutes that follow
-        tell(f"loading {directory}")
+        show_step(f"loading {directory}")
         module: Any = load(directory, trust=trust, compiled=compiled, backend=backend, same_bits=same_bits)
-        tell("running")
+        show_step("running")
         if tokens is not None:
             named = {"tokens": torch.stack(list(generate(module, given, tokens, str(inputs))), 1).cpu()}
         elif is_cut:

@@ -77,12 +77,12 @@ def simulate(
     Raises:
         ArtifactError: ranks wait at different collectives, which would hang or mix up data on real devices.
     """
-    tell = reporting("running the ranks" if len(programs) > 1 else "running the model", "ops")
+    report = reporting("running the ranks" if len(programs) > 1 else "running the model", "ops")
     ran, total = itertools.count(1), sum(len(program.graph.nodes) for program in programs)
-    tell(0, total)
+    report(0, total)
     return lock_step(
         [
-            _run(program, inputs, rank, state[rank] if state is not None else {}, seen, lambda: tell(next(ran), total))
+            _run(program, inputs, rank, state[rank] if state is not None else {}, seen, lambda: report(next(ran), total))
             for rank, (program, inputs) in enumerate(zip(programs, flat_inputs, strict=True))
         ],
         failed,
