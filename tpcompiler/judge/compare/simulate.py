@@ -82,7 +82,9 @@ def simulate(
     report(0, total)
     return lock_step(
         [
-            _run(program, inputs, rank, state[rank] if state is not None else {}, seen, lambda: report(next(ran), total))
+            _run(
+                program, inputs, rank, state[rank] if state is not None else {}, seen, lambda: report(next(ran), total)
+            )
             for rank, (program, inputs) in enumerate(zip(programs, flat_inputs, strict=True))
         ],
         failed,
