@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler._torch import FakeTensorMode, aten, fake_group, trace_ops, traced_mesh
+from tpcompiler._torch import FakeTensorMode, aten, trace_ops
 from tpcompiler.cost.path import Step, steps_along
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, key, local_value, memory_order
@@ -19,11 +17,9 @@ from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.node_placement import PLACEMENT, NodePlacement, Reshard, origin_of, placement_of, reshard_of
 from tpcompiler.ir.program import GLOBAL, LoweredProgram, PlacedProgram, reshard
 from tpcompiler.ir.rank_numbers import read_number
-from tpcompiler.passes._collectives import LINE, Line, change_on_line, numbers_of, on_first, put_on_line
+from tpcompiler.passes._collectives import Line, change_on_line, numbers_of, on_first, put_on_line
 
 Traces = dict[Any, fx.Graph]
-
-_serial = itertools.count()
 
 
 def lower_reshards(program: PlacedProgram, ranks: Sequence[int], traces: Traces) -> LoweredProgram:
@@ -104,39 +100,28 @@ def _trace(
         return traces[cache_key]
     with mode:
         local = torch.empty(local.shape, dtype=local.dtype, device=local.device)
-    name = f"tpcompiler_trace_{next(_serial)}"
-    with contextlib.ExitStack() as groups:
-        over = {}
-        for line, _ in steps:
-            group = f"{name}_{'.'.join(line.axes)}"
-            if line.axes not in over:
-                groups.enter_context(fake_group(group, line.here, line.mesh.world_size, local.device.type))
-                degrees = [line.mesh.world_size]
-                over[line.axes] = traced_mesh(local.device.type, (LINE,), degrees, line.here, [group])
 
-        def body(x: torch.Tensor, *own: torch.Tensor) -> torch.Tensor:
-            # Collectives read memory in order, so dims are put in memory order before the change and back after it.
-            x_before, numbers = x, iter(own)
-            x = _permute(x, order)
-            x = x if dense else x.clone(memory_format=torch.contiguous_format)
-            for line, first in steps:
-                if first:
-                    x = on_first(x, line, next(numbers))
-                else:
-                    x = change_on_line(x, line, over[line.axes], lambda: next(numbers))
-            x = _permute(x, [order.index(dim) for dim in range(x.ndim)])
-            return x.clone() if x is x_before else x  # so that a node can carry this value's facts
+    def body(x: torch.Tensor, *own: torch.Tensor) -> torch.Tensor:
+        # Collectives read memory in order, so dims are put in memory order before the change and back after it.
+        x_before, numbers = x, iter(own)
+        x = _permute(x, order)
+        x = x if dense else x.clone(memory_format=torch.contiguous_format)
+        for line, first in steps:
+            if first:
+                x = on_first(x, line, next(numbers))
+            else:
+                x = change_on_line(x, line, lambda: next(numbers))
+        x = _permute(x, [order.index(dim) for dim in range(x.ndim)])
+        return x.clone() if x is x_before else x  # so that a node can carry this value's facts
 
-        with mode, torch.no_grad():
-            own = [torch.empty((), dtype=torch.int64) for _ in _numbers(steps)]
-            graph = trace_ops(body, local, *own)
-    names = {f"{name}_{'.'.join(axes)}": mesh.group_name(axes) for axes in over}
+    with mode, torch.no_grad():
+        own = [torch.empty((), dtype=torch.int64) for _ in _numbers(steps)]
+        graph = trace_ops(body, local, *own)
     for node in list(graph.nodes):
         if node.target is aten.detach.default:  # make_fx inserts it after a view in another dtype
             edit.replace_uses(node, node.args[0])
             edit.erase(node)
             continue
-        node.args = tuple(names.get(arg, arg) if isinstance(arg, str) else arg for arg in node.args)
         if edit.is_collective(node):
             # make_fx reads sizes off the first tensor that has them, which may not have been waited for.
             (wait,) = filter(edit.is_wait, node.users)
