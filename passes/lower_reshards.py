@@ -23,7 +23,7 @@ Traces = dict[Any, fx.Graph]
 
 
 def lower_reshards(program: PlacedProgram, ranks: Sequence[int], traces: Traces) -> LoweredProgram:
-    """Replace each `reshard` by the subgraph that torch's own `redistribute_local_tensor` makes on these ranks.
+    """Replace each `reshard` by its collectives, and the ops that divide values into rows and assemble them.
 
     Before    reshard: R = reshard(y)               y: P(sum)
     After     all_reduce = all_reduce(y, 'sum', 'tp=2:tp')
@@ -32,9 +32,9 @@ def lower_reshards(program: PlacedProgram, ranks: Sequence[int], traces: Traces)
     Assumes that the ranks hold equal local shapes (`ranks_alike`). Numbers that differ between them, such as where
     their slices begin, are read from `rank_number` nodes, so that one graph serves them all.
 
-    Equal changes of equal local shapes are traced once; `traces` caches them across calls. S(i) -> S(j) is our own
-    all_to_all, because torch's needs the caller's rank and gathers on CPU. A maximum or minimum of floats is reduced as
-    integers of the same order (`ir/nan_safe_reduce.py`), because backends lose NaN.
+    Equal changes of equal local shapes are traced once; `traces` caches them across calls. Even changes on one axis are
+    those that torch's DTensor makes, except S(i) -> S(j): torch gathers it on CPU. A maximum or minimum of floats is
+    reduced as integers of the same order (`ir/nan_safe_reduce.py`), because backends lose NaN.
     """
     graph = edit.copy_graph(program.graph)
     mode = fake_mode_of(graph)
