@@ -28,7 +28,6 @@ class Line:
     """
 
     kind: str
-    axes: tuple[str, ...]
     source: Sharding
     target: Sharding
     shape: tuple[Size, ...]
@@ -36,15 +35,11 @@ class Line:
     group: str
     here: int
 
-    def local_shapes(self) -> tuple[tuple[Size, ...], ...]:
-        """Return the shapes of the rank's share before and after the step."""
-        here = self.mesh.coordinate(self.here)
-        return tuple(end.local_shape(self.shape, self.mesh, here) for end in (self.source, self.target))
-
     def facts(self) -> tuple[Any, ...]:
         """Return all that the graph of the step depends on; an exchange names the ranks that it sends to."""
-        place = [self.here] if self.source.has_spans else []
-        return (self.shape, *self.local_shapes(), self.keeps_all, *place)
+        here, place = self.mesh.coordinate(self.here), [self.here] if self.source.has_spans else []
+        local = (end.local_shape(self.shape, self.mesh, here) for end in (self.source, self.target))
+        return (self.shape, *local, self.keeps_all, *place)
 
     @property
     def is_grid(self) -> bool:
@@ -62,40 +57,30 @@ class Line:
 
 def put_on_line(step: Step, shape: Sequence[Size], mesh: Mesh, rank: int, order: Sequence[int]) -> Line:
     """Return the step as a change of its group's part of the tensor, with the dims in `order`."""
-    coordinate = mesh.coordinate(rank)
-    if any(want.spans and want != have for have, want in zip(step.source.dims, step.target.dims, strict=True)):
-        return _put_spans_on_line(step, shape, mesh, rank, order)
+    here = mesh.coordinate(rank)
     ends, sizes = [], list(shape)
     for state in (step.source, step.target):
         dims = []
         for dim, (cut, size) in enumerate(zip(state.dims, shape, strict=True)):
-            extent, by = _along(cut, size, step.axes, mesh, coordinate)
+            goal = step.target.dims[dim]
+            is_into_spans = goal.spans and goal != step.source.dims[dim]
+            extent, by = (_spans if is_into_spans else _along)(cut, size, step.axes, mesh, here)
             dims.append(by)
             if by.axes or state is step.source:
                 sizes[dim] = extent
         partial = tuple(pending for pending in state.partial if pending[0] in step.axes)
         ends.append(Sharding(tuple(dims), partial).permute(order))
-    return _line(step, ends, [sizes[dim] for dim in order], mesh, rank)
-
-
-def _line(step: Step, ends: Sequence[Sharding], shape: Sequence[Size], mesh: Mesh, rank: int) -> Line:
     own, group = mesh.along(step.axes), mesh.group_name(step.axes)
-    return Line(step.kind, step.axes, ends[0], ends[1], tuple(shape), own, group, mesh.index(step.axes, rank))
+    in_order = tuple(sizes[dim] for dim in order)
+    return Line(step.kind, ends[0], ends[1], in_order, own, group, mesh.index(step.axes, rank))
 
 
-def _put_spans_on_line(step: Step, shape: Sequence[Size], mesh: Mesh, rank: int, order: Sequence[int]) -> Line:
-    """Return a step into spans: from shares, which are spans too, or from the whole dim."""
-    here = mesh.coordinate(rank)
-    ends, sizes = [], list(shape)
-    for state in (step.source, step.target):
-        dims = []
-        for dim, (cut, other) in enumerate(zip(state.dims, step.target.dims, strict=True)):
-            is_here = other.spans and other != step.source.dims[dim]
-            runs = [(run.start, run.stop) for run in spans_of(cut, shape[dim], mesh)] if is_here and cut.axes else []
-            dims.append(DimSharding.by(*step.axes).with_spans(runs) if runs else WHOLE)
-            sizes[dim] = shape[dim] if is_here else cut.local_size(shape[dim], mesh, here)
-        ends.append(Sharding(tuple(dims)).permute(order))
-    return _line(step, ends, [sizes[dim] for dim in order], mesh, rank)
+def _spans(
+    cut: DimSharding, size: Size, axes: tuple[str, ...], mesh: Mesh, _: Mapping[str, int]
+) -> tuple[Size, DimSharding]:
+    """Return a dim that changes into spans, and its shares as spans."""
+    runs = [(run.start, run.stop) for run in spans_of(cut, size, mesh)] if cut.axes else []
+    return size, DimSharding.by(*axes).with_spans(runs) if runs else WHOLE
 
 
 def _along(
@@ -214,7 +199,7 @@ def _over_grid(x: torch.Tensor, line: Line) -> torch.Tensor:
 
 def _is_in_rows(dims: Sequence[DimSharding], mesh: Mesh) -> bool:
     """Return True if the ranks' shares are one after the other in memory."""
-    return bool(dims[0].axes) and not dims[0].block and dims[0].axes == mesh.names
+    return dims[0].axes == mesh.names and not dims[0].block
 
 
 def _to_boxes(x: torch.Tensor, dims: Sequence[DimSharding], mesh: Mesh) -> torch.Tensor:
@@ -263,7 +248,9 @@ def _by_pieces(x: torch.Tensor, line: Line) -> torch.Tensor:
         for size, here, by in zip(line.shape, x.shape, source.dims, strict=True)
     ]
     ranks = [mesh.coordinate(rank) for rank in range(mesh.world_size)]
-    own = [_cut(x, target, mesh, other) for other in ranks]
+    own = [x] * len(ranks)
+    for dim, by in enumerate(target.dims):
+        own = [cut_dim(part, dim, by, mesh, other) for part, other in zip(own, ranks, strict=True)]
     if line.kind == "reduce_scatter":
         most = _most([part.shape for part in own])
         received = _scatter(torch.stack([_pad(part, most) for part in own]), line).squeeze(0)
@@ -280,12 +267,6 @@ def _by_pieces(x: torch.Tensor, line: Line) -> torch.Tensor:
         rows = _gather(_pad(x, _most(shapes)).unsqueeze(0), line)
         pieces = [_trim(rows.select(0, other), each) for other, each in enumerate(shapes)]
     return _join(pieces, source, shape, mesh)
-
-
-def _cut(x: torch.Tensor, target: Sharding, mesh: Mesh, here: Mapping[str, int]) -> torch.Tensor:
-    for dim, by in enumerate(target.dims):
-        x = cut_dim(x, dim, by, mesh, here)
-    return x
 
 
 def _join(pieces: Sequence[torch.Tensor], source: Sharding, shape: Sequence[Size], mesh: Mesh) -> torch.Tensor:
