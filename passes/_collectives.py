@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,9 @@ from tpcompiler.ir.dim_sharding import WHOLE, DimSharding, Size
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.nan_safe_reduce import decode, encode, is_lossy
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.ir.shares import cut_dim, join_dim
+from tpcompiler.ir.shares import NEUTRAL, cut_dim, join_dim
 
-Number = Callable[[], torch.Tensor]  # returns the next of `numbers_of`
+BY_FIRST = "hold by first"  # the kind of a hold whose value the first rank alone has
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,9 @@ class Line:
         return self.kind == "slice" and not any(by.axes for by in self.target.dims)
 
 
-def put_on_line(step: Step, shape: Sequence[Size], mesh: Mesh, rank: int, order: Sequence[int]) -> Line:
+def put_on_line(step: Step, value: torch.Tensor, mesh: Mesh, rank: int, order: Sequence[int]) -> Line:
     """Return the step as a change of its group's part of the tensor, with the dims in `order`."""
-    here = mesh.coordinate(rank)
+    here, shape = mesh.coordinate(rank), value.shape
     ends, sizes = [], list(shape)
     for state in (step.source, step.target):
         dims = []
@@ -72,7 +73,13 @@ def put_on_line(step: Step, shape: Sequence[Size], mesh: Mesh, rank: int, order:
         ends.append(Sharding(tuple(dims), partial).permute(order))
     own, group = mesh.along(step.axes), mesh.group_name(step.axes)
     in_order = tuple(sizes[dim] for dim in order)
-    return Line(step.kind, ends[0], ends[1], in_order, own, group, mesh.index(step.axes, rank))
+    kind = BY_FIRST if step.kind == "hold" and _has_no_shares(ends[1].partial[0][1], value.dtype) else step.kind
+    return Line(kind, ends[0], ends[1], in_order, own, group, mesh.index(step.axes, rank))
+
+
+def _has_no_shares(op: str, dtype: torch.dtype) -> bool:
+    """Return True if ranks cannot hold equal terms of a pending reduction: of a sum of integers, or a product."""
+    return op == "product" or (op == "sum" and not (dtype.is_floating_point or dtype.is_complex))
 
 
 def _spans(
@@ -108,9 +115,12 @@ def _along(
 def numbers_of(line: Line) -> list[int]:
     """Return the numbers that a rank needs to slice off its part: where the part begins, or one start per part.
 
-    For a dynamic dim, whose rows are numbered, it is the rank's place on the line. Other steps need no number.
+    For a dynamic dim, whose rows are numbered, and to find the first rank, it is the place on the line. Other steps
+    need no number.
     """
-    if line.kind != "slice" or line.source.has_spans or line.keeps_all:
+    if line.kind == BY_FIRST:
+        return [line.here]
+    if line.kind != "slice" or line.source.has_spans:
         return []
     return [start for by, size in zip(line.target.dims, line.shape, strict=True) for start in _begins(by, size, line)]
 
@@ -124,30 +134,24 @@ def _begins(by: DimSharding, size: Size, line: Line) -> Iterator[int]:
         yield start if isinstance(start, int) else line.here
 
 
-def change_on_line(x: torch.Tensor, line: Line, number: Number) -> torch.Tensor:
-    """Run one step; a max or min of floats runs on integers, among which no backend loses NaN."""
+def change_on_line(x: torch.Tensor, line: Line, numbers: Iterator[torch.Tensor]) -> torch.Tensor:
+    """Run one step, which reads its `numbers_of`; a max or min of floats runs on integers: no backend loses NaN."""
     lossy = [op for _, op in line.source.partial if is_lossy(op, x.dtype)]
     if not lossy:
-        return _change(x, line, number)
-    return decode(_change(encode(x, lossy[0]), line, number), x.dtype)
+        return _change(x, line, numbers)
+    return decode(_change(encode(x, lossy[0]), line, numbers), x.dtype)
 
 
-def on_first(x: torch.Tensor, line: Line, place: torch.Tensor) -> torch.Tensor:
-    """Return the value on the first rank, and a neutral value (0, or 1 for products) on the others."""
-    ((_, op),) = line.target.partial
-    return torch.where(place == 0, x, torch.full_like(x, 1 if op == "product" else 0))
-
-
-def _change(x: torch.Tensor, line: Line, number: Number) -> torch.Tensor:
+def _change(x: torch.Tensor, line: Line, numbers: Iterator[torch.Tensor]) -> torch.Tensor:
     """Divide a value into one row per rank, run a collective over rows, and assemble the rows of all ranks."""
     if line.keeps_all:
         return x
     if line.source.has_spans:
         return _into_spans(x, line)
     if line.kind == "slice":
-        return _slice(x, line, number)
-    if line.kind == "hold":
-        return x / line.mesh.world_size if line.target.partial[0][1] == "sum" else x
+        return _slice(x, line, numbers)
+    if line.kind in ("hold", BY_FIRST):
+        return _hold(x, line, numbers)
     if line.kind == "all_reduce":
         return _call("all_reduce", x, line.source.partial[0][1], line.group)
     return _over_grid(x, line) if line.is_grid else _by_pieces(x, line)
@@ -165,15 +169,23 @@ def _scatter(rows: torch.Tensor, line: Line) -> torch.Tensor:
     return _call("reduce_scatter_tensor", rows, line.source.partial[0][1], line.mesh.world_size, line.group)
 
 
-def _slice(x: torch.Tensor, line: Line, number: Number) -> torch.Tensor:
-    """Return this rank's part of a dim: the rows from each `number` on, or that row of a dynamic dim."""
+def _hold(x: torch.Tensor, line: Line, numbers: Iterator[torch.Tensor]) -> torch.Tensor:
+    """Return this rank's term of a pending reduction: an equal share, or a neutral value except on the first rank."""
+    ((_, op),) = line.target.partial
+    if line.kind == BY_FIRST:
+        return torch.where(next(numbers) == 0, x, torch.full_like(x, NEUTRAL[op]))
+    return x / line.mesh.world_size if op == "sum" else x
+
+
+def _slice(x: torch.Tensor, line: Line, numbers: Iterator[torch.Tensor]) -> torch.Tensor:
+    """Return this rank's part of a dim: the rows from each number on, or that row of a dynamic dim."""
 
     def take(x: torch.Tensor, dim: int, _: Size, size: Size) -> torch.Tensor:
         if isinstance(size, int):
-            return x.index_select(dim, torch.arange(size, device=x.device) + number())
+            return x.index_select(dim, torch.arange(size, device=x.device) + next(numbers))
         # A view with one row per rank raises if the size is no multiple of the degree; a slice would drop the rest.
         rows = x.reshape([*x.shape[:dim], ranks, x.shape[dim] // ranks, *x.shape[dim + 1 :]])
-        return rows.index_select(dim, number().reshape(1)).squeeze(dim)
+        return rows.index_select(dim, next(numbers).reshape(1)).squeeze(dim)
 
     ranks, (dim,) = line.mesh.world_size, (dim for dim, by in enumerate(line.target.dims) if by.axes)
     return cut_dim(x, dim, line.target.dims[dim], line.mesh, line.mesh.coordinate(line.here), take)
@@ -315,7 +327,7 @@ def _into_spans(x: torch.Tensor, line: Line) -> torch.Tensor:
     kept = overlap(own, want[rank])
     if not any(lacks(a, b) for a in ranks for b in ranks):
         return part(kept).clone(memory_format=torch.contiguous_format)
-    row = _numel([size for at, size in enumerate(x.shape) if at != dim])
+    row = math.prod([size for at, size in enumerate(x.shape) if at != dim])
     senders = [other for other in ranks if lacks(other, rank)] or [rank]  # a rank that gets nothing gets no rows
     sent = [part(run).reshape(-1) for other in ranks if (run := lacks(rank, other))] or [part(range(0)).reshape(-1)]
     sizes_out, sizes_in = (
@@ -338,14 +350,7 @@ def _exchange(sent: Sequence[torch.Tensor], before: int, rows: Sequence[Size], l
     """Return the tensors that all ranks send to this one, each with its own number of rows of dim `before`."""
     own = sent[line.here].shape
     shapes_in = [[*own[:before], size, *own[before + 1 :]] for size in rows]
-    sizes_out = [_numel(piece) for piece in shapes_in]
+    sizes_out = [math.prod(piece) for piece in shapes_in]
     flat = torch.cat([piece.reshape(-1) for piece in sent])
-    flat = _call("all_to_all_single", flat, sizes_out, [_numel(piece.shape) for piece in sent], line.group)
+    flat = _call("all_to_all_single", flat, sizes_out, [math.prod(piece.shape) for piece in sent], line.group)
     return [p.reshape(piece) for p, piece in zip(torch.split(flat, sizes_out), shapes_in, strict=True)]
-
-
-def _numel(shape: Sequence[Size]) -> Size:
-    total: Size = 1
-    for size in shape:
-        total = total * size
-    return total

@@ -10,14 +10,14 @@ import torch
 from torch import fx
 
 from tpcompiler._torch import FakeTensorMode, aten, trace_ops
-from tpcompiler.cost.path import Step, steps_along
+from tpcompiler.cost.path import steps_along
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, key, local_value, memory_order
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.node_placement import PLACEMENT, NodePlacement, Reshard, origin_of, placement_of, reshard_of
 from tpcompiler.ir.program import GLOBAL, LoweredProgram, PlacedProgram, reshard
 from tpcompiler.ir.rank_numbers import read_number
-from tpcompiler.passes._collectives import Line, change_on_line, numbers_of, on_first, put_on_line
+from tpcompiler.passes._collectives import Line, change_on_line, numbers_of, put_on_line
 
 Traces = dict[Any, fx.Graph]
 
@@ -61,32 +61,26 @@ def lower_reshards(program: PlacedProgram, ranks: Sequence[int], traces: Traces)
     return LoweredProgram(program.source, graph, program.mesh, tuple(ranks))
 
 
-def lines_of(change: Reshard, value: torch.Tensor, mesh: Mesh, rank: int) -> list[tuple[Line, bool]]:
-    """Return the steps of a change on one rank, each with True if the first rank alone holds its pending value."""
+def lines_of(change: Reshard, value: torch.Tensor, mesh: Mesh, rank: int) -> list[Line]:
+    """Return the steps of a change on one rank."""
     order = _order(value)
     steps = steps_along(change.states, value.shape, value.element_size(), mesh)
     assert steps is not None
-    return [(put_on_line(step, value.shape, mesh, rank, order), _is_held_by_first(step, value.dtype)) for step in steps]
-
-
-def _is_held_by_first(step: Step, dtype: torch.dtype) -> bool:
-    """Return True if the step makes a pending reduction without equal shares: a sum of integers, or a product."""
-    op = dict(step.target.partial).get(step.axes[0]) if step.kind == "hold" else None
-    return op == "product" or (op == "sum" and not (dtype.is_floating_point or dtype.is_complex))
+    return [put_on_line(step, value, mesh, rank, order) for step in steps]
 
 
 def _order(value: torch.Tensor) -> list[int]:
     return list(range(value.ndim)) if is_contiguous(value) else memory_order(value)
 
 
-def _numbers(steps: Sequence[tuple[Line, bool]]) -> list[int]:
-    return [number for line, first in steps for number in ([line.here] if first else numbers_of(line))]
+def _numbers(steps: Sequence[Line]) -> list[int]:
+    return [number for line in steps for number in numbers_of(line)]
 
 
 def _trace(
     value: torch.Tensor,
     change: Reshard,
-    steps: Sequence[tuple[Line, bool]],
+    steps: Sequence[Line],
     mesh: Mesh,
     rank: int,
     mode: FakeTensorMode,
@@ -94,7 +88,7 @@ def _trace(
 ) -> fx.Graph:
     local = local_value(value, change.source, mesh, mesh.coordinate(rank), mode)
     dense, order = is_contiguous(value), _order(value)
-    facts = key([line.facts() for line, _ in steps])
+    facts = key([line.facts() for line in steps])
     cache_key = (change.source, change.target, key(value), dense, key(local), facts)
     if cache_key in traces:
         return traces[cache_key]
@@ -106,11 +100,8 @@ def _trace(
         x_before, numbers = x, iter(own)
         x = _permute(x, order)
         x = x if dense else x.clone(memory_format=torch.contiguous_format)
-        for line, first in steps:
-            if first:
-                x = on_first(x, line, next(numbers))
-            else:
-                x = change_on_line(x, line, lambda: next(numbers))
+        for line in steps:
+            x = change_on_line(x, line, numbers)
         x = _permute(x, [order.index(dim) for dim in range(x.ndim)])
         return x.clone() if x is x_before else x  # so that a node can carry this value's facts
 
