@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,23 +9,21 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler._torch import FakeTensorMode, aten, fake_group, trace_ops, traced_mesh
-from tpcompiler.cost.path import Step, steps_along
+from tpcompiler._torch import FakeTensorMode, aten, trace_ops
+from tpcompiler.cost.path import steps_along
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import fake_mode_of, is_contiguous, key, local_value, memory_order
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.node_placement import PLACEMENT, NodePlacement, Reshard, origin_of, placement_of, reshard_of
 from tpcompiler.ir.program import GLOBAL, LoweredProgram, PlacedProgram, reshard
 from tpcompiler.ir.rank_numbers import read_number
-from tpcompiler.passes._collectives import LINE, Line, change_on_line, numbers_of, on_first, put_on_line
+from tpcompiler.passes._collectives import Line, change_on_line, numbers_of, put_on_line
 
 Traces = dict[Any, fx.Graph]
 
-_serial = itertools.count()
-
 
 def lower_reshards(program: PlacedProgram, ranks: Sequence[int], traces: Traces) -> LoweredProgram:
-    """Replace each `reshard` by the subgraph that torch's own `redistribute_local_tensor` makes on these ranks.
+    """Replace each `reshard` by its collectives, and the ops that divide values into rows and assemble them.
 
     Before    reshard: R = reshard(y)               y: P(sum)
     After     all_reduce = all_reduce(y, 'sum', 'tp=2:tp')
@@ -36,9 +32,9 @@ def lower_reshards(program: PlacedProgram, ranks: Sequence[int], traces: Traces)
     Assumes that the ranks hold equal local shapes (`ranks_alike`). Numbers that differ between them, such as where
     their slices begin, are read from `rank_number` nodes, so that one graph serves them all.
 
-    Equal changes of equal local shapes are traced once; `traces` caches them across calls. S(i) -> S(j) is our own
-    all_to_all, because torch's needs the caller's rank and gathers on CPU. A maximum or minimum of floats is reduced as
-    integers of the same order (`ir/nan_safe_reduce.py`), because backends lose NaN.
+    Equal changes of equal local shapes are traced once; `traces` caches them across calls. Even changes on one axis are
+    those that torch's DTensor makes, except S(i) -> S(j): torch gathers it on CPU. A maximum or minimum of floats is
+    reduced as integers of the same order (`ir/nan_safe_reduce.py`), because backends lose NaN.
     """
     graph = edit.copy_graph(program.graph)
     mode = fake_mode_of(graph)
@@ -65,32 +61,26 @@ def lower_reshards(program: PlacedProgram, ranks: Sequence[int], traces: Traces)
     return LoweredProgram(program.source, graph, program.mesh, tuple(ranks))
 
 
-def lines_of(change: Reshard, value: torch.Tensor, mesh: Mesh, rank: int) -> list[tuple[Line, bool]]:
-    """Return the steps of a change on one rank, each with True if the first rank alone holds its pending value."""
+def lines_of(change: Reshard, value: torch.Tensor, mesh: Mesh, rank: int) -> list[Line]:
+    """Return the steps of a change on one rank."""
     order = _order(value)
     steps = steps_along(change.states, value.shape, value.element_size(), mesh)
     assert steps is not None
-    return [(put_on_line(step, value.shape, mesh, rank, order), _is_held_by_first(step, value.dtype)) for step in steps]
-
-
-def _is_held_by_first(step: Step, dtype: torch.dtype) -> bool:
-    """Return True if the step makes a pending reduction without equal shares: a sum of integers, or a product."""
-    op = dict(step.target.partial).get(step.axes[0]) if step.kind == "hold" else None
-    return op == "product" or (op == "sum" and not (dtype.is_floating_point or dtype.is_complex))
+    return [put_on_line(step, value, mesh, rank, order) for step in steps]
 
 
 def _order(value: torch.Tensor) -> list[int]:
     return list(range(value.ndim)) if is_contiguous(value) else memory_order(value)
 
 
-def _numbers(steps: Sequence[tuple[Line, bool]]) -> list[int]:
-    return [number for line, first in steps for number in ([line.here] if first else numbers_of(line))]
+def _numbers(steps: Sequence[Line]) -> list[int]:
+    return [number for line in steps for number in numbers_of(line)]
 
 
 def _trace(
     value: torch.Tensor,
     change: Reshard,
-    steps: Sequence[tuple[Line, bool]],
+    steps: Sequence[Line],
     mesh: Mesh,
     rank: int,
     mode: FakeTensorMode,
@@ -98,45 +88,31 @@ def _trace(
 ) -> fx.Graph:
     local = local_value(value, change.source, mesh, mesh.coordinate(rank), mode)
     dense, order = is_contiguous(value), _order(value)
-    facts = key([line.facts() for line, _ in steps])
+    facts = key([line.facts() for line in steps])
     cache_key = (change.source, change.target, key(value), dense, key(local), facts)
     if cache_key in traces:
         return traces[cache_key]
     with mode:
         local = torch.empty(local.shape, dtype=local.dtype, device=local.device)
-    name = f"tpcompiler_trace_{next(_serial)}"
-    with contextlib.ExitStack() as groups:
-        over = {}
-        for line, _ in steps:
-            group = f"{name}_{'.'.join(line.axes)}"
-            if line.axes not in over:
-                groups.enter_context(fake_group(group, line.here, line.mesh.world_size, local.device.type))
-                degrees = [line.mesh.world_size]
-                over[line.axes] = traced_mesh(local.device.type, (LINE,), degrees, line.here, [group])
 
-        def body(x: torch.Tensor, *own: torch.Tensor) -> torch.Tensor:
-            # Collectives read memory in order, so dims are put in memory order before the change and back after it.
-            x_before, numbers = x, iter(own)
-            x = _permute(x, order)
-            x = x if dense else x.clone(memory_format=torch.contiguous_format)
-            for line, first in steps:
-                if first:
-                    x = on_first(x, line, next(numbers))
-                else:
-                    x = change_on_line(x, line, over[line.axes], lambda: next(numbers))
-            x = _permute(x, [order.index(dim) for dim in range(x.ndim)])
-            return x.clone() if x is x_before else x  # so that a node can carry this value's facts
+    def body(x: torch.Tensor, *own: torch.Tensor) -> torch.Tensor:
+        # Collectives read memory in order, so dims are put in memory order before the change and back after it.
+        x_before, numbers = x, iter(own)
+        x = _permute(x, order)
+        x = x if dense else x.clone(memory_format=torch.contiguous_format)
+        for line in steps:
+            x = change_on_line(x, line, numbers)
+        x = _permute(x, [order.index(dim) for dim in range(x.ndim)])
+        return x.clone() if x is x_before else x  # so that a node can carry this value's facts
 
-        with mode, torch.no_grad():
-            own = [torch.empty((), dtype=torch.int64) for _ in _numbers(steps)]
-            graph = trace_ops(body, local, *own)
-    names = {f"{name}_{'.'.join(axes)}": mesh.group_name(axes) for axes in over}
+    with mode, torch.no_grad():
+        own = [torch.empty((), dtype=torch.int64) for _ in _numbers(steps)]
+        graph = trace_ops(body, local, *own)
     for node in list(graph.nodes):
         if node.target is aten.detach.default:  # make_fx inserts it after a view in another dtype
             edit.replace_uses(node, node.args[0])
             edit.erase(node)
             continue
-        node.args = tuple(names.get(arg, arg) if isinstance(arg, str) else arg for arg in node.args)
         if edit.is_collective(node):
             # make_fx reads sizes off the first tensor that has them, which may not have been waited for.
             (wait,) = filter(edit.is_wait, node.users)

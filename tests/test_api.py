@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 import tpcompiler
 from tests.launch import fork_code
 from tests.zoo.case import randomise
+from tpcompiler._torch import sym_hint
 from tpcompiler.passes import _collectives
 
 
@@ -51,19 +52,12 @@ def test_an_mlp_with_a_dynamic_batch(hidden: int, world: int, style: str) -> Non
     assert {str(k): str(v) for k, v in after.items()} == {str(k): str(v) for k, v in before.items()}
 
 
-def test_a_size_that_torch_would_fix_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: torch pads uneven shards in a way that fixes the batch to the example's."""
-
-    def torchs_own(x: torch.Tensor, source, target, shape, mesh, rank, over) -> torch.Tensor:  # type: ignore[no-untyped-def]
-        return _collectives.redistribute(x, over, source.placements(mesh), target.placements(mesh), shape)
-
-    monkeypatch.setattr(_collectives, "_over_even_shards", torchs_own)
-    sizes = ({0: torch.export.Dim("batch")},)
-    program = tpcompiler.parallelize(
-        exported(Mlp(18), torch.randn(5, 4), dynamic_shapes=sizes), 4, {"up": "colwise_gather_output"}
-    )
+def test_a_size_that_is_fixed_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: padding is trimmed in a way that fixes the batch to the example's."""
+    monkeypatch.setattr(_collectives, "_trim", lambda x, shape: x[tuple(slice(sym_hint(size)) for size in shape)])
+    model = exported(Mlp(18), torch.randn(5, 4), dynamic_shapes=({0: torch.export.Dim("batch")},))
     with pytest.raises(tpcompiler.InternalError, match=r"is \[5, 18\], but its sharding R of"):
-        program.rank_program(3)
+        tpcompiler.parallelize(model, 4, {"up": "colwise_gather_output"})
 
 
 def test_the_report() -> None:

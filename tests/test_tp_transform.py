@@ -11,7 +11,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 import tpcompiler
 from tests.launch import run_ranks
 from tests.tp_transform_worker import Blocks, strategies
-from tpcompiler._torch import DeviceMesh, group_is_registered
 from tpcompiler.judge.compare.simulate import simulate
 
 
@@ -39,22 +38,6 @@ def test_an_instance_means_what_its_class_means() -> None:
     plans = [{"mlps.0.0": ColwiseParallel, "mlps.0.2": RowwiseParallel}, strategies(1, instances=True)]
     texts = [str(tpcompiler.tensor_parallel_transformation(exported, 1, 2, "cpu", p).graph) for p in plans]
     assert texts[0] == texts[1]
-
-
-def test_a_trace_that_fails_leaves_no_group_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def fail(local: torch.Tensor, over: DeviceMesh, *rest: object) -> torch.Tensor:
-        asked.append(over.get_group(0).group_name)
-        raise RuntimeError("a defect in torch")
-
-    monkeypatch.setattr("tpcompiler.passes._collectives.redistribute", fail)
-    exported = torch.export.export(Blocks(1), (torch.randn(10, 12),))
-    with pytest.raises(RuntimeError, match="a defect in torch"):
-        tpcompiler.tensor_parallel_transformation(exported, 1, 2, "cpu", strategies(1, False))
-    assert asked
-    assert not any(group_is_registered(name) for name in asked)
-    assert not torch.distributed.is_initialized()
 
 
 def test_a_rank_outside_the_world() -> None:

@@ -14,6 +14,7 @@ import torch
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Shard
 
 # Private, and only here: nothing public says which steps `redistribute` takes.
@@ -22,7 +23,7 @@ from torch.distributed.tensor._redistribute import _gen_transform_infos_non_cach
 
 from tests.ir.drawn import GRID, Cut, cuts, levels
 from tests.long import some
-from tpcompiler._torch import DeviceMesh, traced_mesh
+from tests.torchs_changes import traced_mesh
 from tpcompiler.cost import path
 from tpcompiler.cost.collective import wire_bytes
 from tpcompiler.cost.machine import Link, Machine
@@ -47,7 +48,7 @@ def path_text(steps: Sequence[Step], mesh: Mesh) -> str:
 
 @lru_cache
 def torchs(mesh: Mesh) -> DeviceMesh:
-    return traced_mesh("cpu", mesh.names, [degree for _, degree in mesh.axes], 0, mesh.names)
+    return traced_mesh([degree for _, degree in mesh.axes], mesh.names)
 
 
 def spec(sharding: Sharding, mesh: Mesh) -> DTensorSpec:

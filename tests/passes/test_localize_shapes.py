@@ -116,11 +116,11 @@ linear: S(1) = linear(x, p_up_weight, p_up_bias)
 view: S(1) = view(linear, [sym_size_int_1, 1, 3])
 div: S(1) = div(view, sym_size_int_1)
 unsqueeze = unsqueeze(div, 0)
-sym_size_int = sym_size(div, 0)
 all_gather_into_tensor = all_gather_into_tensor(unsqueeze, 2, 'tp=2:tp')
 wait_tensor = wait_tensor(all_gather_into_tensor)
 permute = permute(wait_tensor, [1, 0, 2, 3])
 clone = clone(permute, memory_format=torch.contiguous_format)
+sym_size_int = sym_size(div, 0)
 view_1: R = view(clone, [sym_size_int, 2, 3])
 return view_1
 """,

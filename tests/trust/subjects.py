@@ -118,7 +118,7 @@ def _attend() -> Subject:
     sizes = {name: {0: batch, 1: tokens} for name in inputs}
     exported = torch.export.export(randomise(small.Attend()), (), inputs, dynamic_shapes=sizes)
     plan = {"packed": "colwise", "out": "rowwise", "gate": "colwise", "up": "colwise", "down": "rowwise"}
-    return _subject(exported, {"tp": 2}, plan, [((), inputs)], inputs={"shift": "S(0)"})
+    return _subject(exported, {"tp": 2}, plan, [((), inputs)], inputs={"shift": "S(1)"})
 
 
 def _images() -> Subject:

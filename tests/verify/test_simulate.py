@@ -116,8 +116,8 @@ def test_an_exchange_whose_sizes_do_not_meet() -> None:
     first, second = (made.rank_program(rank) for rank in range(2))
     shares = [[torch.randn(2, 6)], [torch.randn(2, 6)]]
     assert len(simulate([first, second], shares)) == 2
-    with pytest.raises(ArtifactError, match=r"on rank 1 expects \[5, 6\], is sent \[6, 6\]"):
-        simulate([first, change_argument(second, 1, [5, 6])], shares)
+    with pytest.raises(ArtifactError, match=r"on rank 1 expects \[0, 1\], is sent \[1, 1\]"):
+        simulate([first, change_argument(second, 1, [0, 1])], shares)
 
 
 class Named(nn.Module):

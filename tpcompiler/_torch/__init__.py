@@ -7,7 +7,6 @@ Everything imported here is exported (pyproject.toml).
 from torch._dispatch.python import enable_python_dispatcher, no_python_dispatcher
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
-from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper_subclass
@@ -33,10 +32,8 @@ from tpcompiler._torch.groups import (
     group_over,
     map_symmetric,
     meet_ranks,
-    redistribute,
     register_group,
     resolve_group,
-    traced_mesh,
 )
 from tpcompiler._torch.halves import Recompute, boxed, cut_joint
 from tpcompiler._torch.initializers import skip_fake_truncations

@@ -1,4 +1,4 @@
-"""Process groups, meshes over them, and torch's redistribution."""
+"""Process groups and the memory that they share."""
 
 from __future__ import annotations
 
@@ -11,10 +11,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _resolve_process_group, _unregister_process_group
 from torch.distributed import _symmetric_memory
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.testing._internal.distributed import fake_pg
 
 FAKE_GROUP: Any = vars(fake_pg)["FakeProcessGroup"]
@@ -87,33 +83,6 @@ def fake_group(name: str, rank: int, size: int, device_type: str) -> Iterator[No
         yield
     finally:
         _unregister_process_group(cast(Any, name))
-
-
-def traced_mesh(
-    device_type: str, axes: Sequence[str], degrees: Sequence[int], rank: int, groups: Sequence[str]
-) -> DeviceMesh:
-    """Return a mesh over registered groups; it neither needs nor creates a default group."""
-    ranks = torch.arange(torch.Size(degrees).numel()).view(*degrees)
-    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=tuple(axes), _init_backend=False, _rank=rank)
-    mesh._dim_group_names = cast(Any, list(groups))
-    return mesh
-
-
-def redistribute(
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    source: Sequence[Placement],
-    target: Sequence[Placement],
-    shape: Sequence[Any],
-) -> torch.Tensor:
-    """Run torch's own redistribution of a dense local tensor, whose global shape is `shape`."""
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.insert(0, strides[0] * size)
-    meta = TensorMeta(torch.Size(shape), tuple(strides[: len(shape)]), local.dtype)
-    return redistribute_local_tensor(
-        local, DTensorSpec(mesh, tuple(source), meta), DTensorSpec(mesh, tuple(target), meta)
-    )
 
 
 def map_symmetric(shape: Sequence[int], dtype: torch.dtype, device: torch.device, group: str) -> torch.Tensor:

@@ -62,9 +62,10 @@ def cut_dim(
         parts = [cut_dim(p, dim, how, mesh, coordinate, narrow) for p, (_, how) in zip(pieces, by.parts, strict=True)]
         return torch.cat(parts, dim)
     size = value.shape[dim]
-    if by.spans:
+    if not any(level.block for level in by.levels):
         return narrow(value, dim, *by.share(size, mesh, coordinate))
-    rows = value.unsqueeze(dim)
+    rows = torch.unflatten(value, dim, (-1 if size else 0, by.block)) if by.block else value.unsqueeze(dim)
+    size = by.block or size
     for axis, block, unit in by.levels:
         if block and size != block:
             rows, size = torch.unflatten(rows.flatten(dim, dim + 1), dim, (-1 if size else 0, block)), block

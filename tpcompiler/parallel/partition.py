@@ -160,4 +160,4 @@ def _uneven(program: PlacedProgram) -> Iterator[Any]:
             (operand,) = edit.operands(node)
             value = edit.fake(operand)
             if not all(state.is_even(value.shape, mesh) for state in change.states):
-                yield lambda rank, c=change, v=value: [line.facts() for line, _ in lines_of(c, v, mesh, rank)]
+                yield lambda rank, c=change, v=value: [line.facts() for line in lines_of(c, v, mesh, rank)]

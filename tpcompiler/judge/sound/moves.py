@@ -23,8 +23,7 @@ from tpcompiler.judge.sound.unsound import Unsound
 END = 2**63 - 1  # a slice without an end
 
 # Sizes alone decide which element of an operand each element of the result is. So an op that is right for distinct
-# numbers is right for all numbers, of every dtype. torch's own change of placements and our body around it use only
-# these.
+# numbers is right for all numbers, of every dtype. Changes of sharding use only these.
 MOVES = (
     aten.view.default,  # take apart and join blocks, units and rows of ranks
     aten.reshape.default,  # the same on other devices, where memory layout may differ
