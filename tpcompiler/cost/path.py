@@ -138,7 +138,8 @@ def _reach(
 @lru_cache(maxsize=1 << 10)
 def _least_seconds(axes: tuple[str, ...], machine: Machine, mesh: Mesh) -> float:
     """Return the least time of a collective over some of these axes."""
-    return min(machine.collective_seconds(kind, some, 0, mesh) for kind in KINDS for some in _subsets(axes))
+    times = (machine.collective_seconds(kind, some, 0, mesh) for kind in KINDS for some in _subsets(axes))
+    return min(times, default=0.0)
 
 
 @cache
@@ -186,8 +187,8 @@ def steps_along(
     source, target, path = states[0], states[-1], list[Step]()
     axes, dims = _used(source, target, mesh)
     for state, following in itertools.pairwise(states):
-        steps = _steps(state, axes, dims, target, sizes, itemsize, mesh, dynamic)
-        step = next((step for step in steps if step.target == following), None)
+        steps = _find_steps(state, axes, dims, target, sizes, itemsize, mesh, WIRE, dynamic)
+        step = next((step for step, _ in steps if step.target == following), None)
         if step is not None:
             path.append(step)
         elif state != following:
@@ -221,25 +222,10 @@ def _find_steps(
     machine: Machine,
     dynamic: frozenset[int],
 ) -> tuple[Timed, ...]:
-    """Return the steps from a sharding with their seconds."""
-    extra = EXTRA * _least_seconds(used, machine, mesh)
-    return tuple(
-        (step, step_seconds(step, machine, mesh) + extra * (step.kind not in FREE))
-        for step in _steps(state, used, dims, target, shape, itemsize, mesh, dynamic)
-    )
+    """Return every step over these axes and dims, which source or target shard, with its seconds.
 
-
-def _steps(
-    state: Sharding,
-    used: tuple[str, ...],
-    dims: tuple[int, ...],
-    target: Sharding,
-    shape: tuple[int, ...],
-    itemsize: int,
-    mesh: Mesh,
-    dynamic: frozenset[int],
-) -> Iterator[Step]:
-    """Yield every step over these axes and dims, which source or target shard: others make no detours."""
+    Others make no detours.
+    """
     pending, target_pending = dict(state.partial), dict(target.partial)
 
     def step(kind: Kind, axes: tuple[str, ...], state_after: Sharding) -> Step:
@@ -257,36 +243,40 @@ def _steps(
         copied = moved if in_rows and _reorders(state, state_after, shape, mesh) else 0
         return Step(kind, axes, state, state_after, wire_bytes(kind, moved, mesh.size(axes)), copied)
 
-    for axes in _subsets(used):
-        if len({pending.get(axis) for axis in axes}) > 1:
-            continue
-        if axes[0] in pending:
-            rest = Sharding(state.dims, tuple((a, op) for a, op in state.partial if a not in axes))
-            yield (whole := step("all_reduce", axes, rest))
-            near = _grow(rest, axes, dims, target, shape, mesh, dynamic)
-            for state_after in itertools.chain(near, _grow_apart(rest, axes, target, shape, mesh, dynamic)):
-                scattered = step("reduce_scatter", axes, state_after)
-                if scattered.wire_bytes < whole.wire_bytes:  # or else a slice of the sum does
-                    yield scattered
-        elif state.axes.issuperset(axes):
-            if target.has_spans and (spanning := _into_spans(state, axes, target, dynamic)) is not None:
-                yield _exchange(state, spanning, axes, shape, itemsize, mesh)
-            if (gathered := _strip_dims(state, axes, shape, mesh, dynamic)) is None:
+    def find() -> Iterator[Step]:
+        for axes in _subsets(used):
+            if len({pending.get(axis) for axis in axes}) > 1:
                 continue
-            yield step("all_gather", axes, gathered)
-            others = [d for d in dims if gathered.dims[d] == state.dims[d]]
-            is_one = len(others) == len(dims) - 1
-            for state_after in _grow(gathered, axes, others, target, shape, mesh, dynamic) if is_one else ():
-                yield step("all_to_all", axes, state_after)
-        elif len(axes) == 1:  # several axes slice one by one
-            for state_after in _grow(state, axes, dims, target, shape, mesh, dynamic):
-                yield step("slice", axes, state_after)
-            for dim in dims:
-                if target.dims[dim].spans and target.dims[dim].axes == axes and not state.dims[dim].axes:
-                    yield step("slice", axes, state.with_dim(dim, target.dims[dim]))
-            if axes[0] in target_pending and commute([target_pending[axes[0]], *pending.values()]):
-                partial = tuple(sorted((*state.partial, (axes[0], target_pending[axes[0]]))))
-                yield step("hold", axes, Sharding(state.dims, partial))
+            if axes[0] in pending:
+                rest = Sharding(state.dims, tuple((a, op) for a, op in state.partial if a not in axes))
+                yield (whole := step("all_reduce", axes, rest))
+                near = _grow(rest, axes, dims, target, shape, mesh, dynamic)
+                for state_after in itertools.chain(near, _grow_apart(rest, axes, target, shape, mesh, dynamic)):
+                    scattered = step("reduce_scatter", axes, state_after)
+                    if scattered.wire_bytes < whole.wire_bytes:  # or else a slice of the sum does
+                        yield scattered
+            elif state.axes.issuperset(axes):
+                if target.has_spans and (spanning := _into_spans(state, axes, target, dynamic)) is not None:
+                    yield _exchange(state, spanning, axes, shape, itemsize, mesh)
+                if (gathered := _strip_dims(state, axes, shape, mesh, dynamic)) is None:
+                    continue
+                yield step("all_gather", axes, gathered)
+                others = [d for d in dims if gathered.dims[d] == state.dims[d]]
+                is_one = len(others) == len(dims) - 1
+                for state_after in _grow(gathered, axes, others, target, shape, mesh, dynamic) if is_one else ():
+                    yield step("all_to_all", axes, state_after)
+            elif len(axes) == 1:  # several axes slice one by one
+                for state_after in _grow(state, axes, dims, target, shape, mesh, dynamic):
+                    yield step("slice", axes, state_after)
+                for dim in dims:
+                    if target.dims[dim].spans and target.dims[dim].axes == axes and not state.dims[dim].axes:
+                        yield step("slice", axes, state.with_dim(dim, target.dims[dim]))
+                if axes[0] in target_pending and commute([target_pending[axes[0]], *pending.values()]):
+                    partial = tuple(sorted((*state.partial, (axes[0], target_pending[axes[0]]))))
+                    yield step("hold", axes, Sharding(state.dims, partial))
+
+    extra = EXTRA * _least_seconds(used, machine, mesh)
+    return tuple((each, step_seconds(each, machine, mesh) + extra * (each.kind not in FREE)) for each in find())
 
 
 def _into_spans(state: Sharding, axes: tuple[str, ...], target: Sharding, dynamic: frozenset[int]) -> Sharding | None:
@@ -339,7 +329,7 @@ def _reorders(state: Sharding, after: Sharding, shape: Sequence[int], mesh: Mesh
     few, many = sorted((state.dims[0], after.dims[0]), key=lambda cut: len(cut.axes))
     if changed[0] > 0 or many.parts or not many.is_even(shape[0], mesh):  # these are copied in any case
         return False
-    return len(changed) > 1 or not is_flat(many, len(few.axes), shape[0], mesh)
+    return len(changed) > 1 or not _is_flat(many, len(few.axes), shape[0], mesh)
 
 
 def _strip_dims(
@@ -405,7 +395,7 @@ def _prefix(cut: DimSharding, count: int) -> DimSharding:
     return DimSharding(cut.levels[:count])
 
 
-def is_flat(cut: DimSharding, first: int, size: Size, mesh: Mesh) -> bool:
+def _is_flat(cut: DimSharding, first: int, size: Size, mesh: Mesh) -> bool:
     """Return True if the axes from this one on shard like one axis of all their ranks."""
     axes = cut.axes[first:]
     in_order = axes == mesh.ordered(axes) and not any(level.block for level in cut.levels[first + 1 :])
@@ -415,7 +405,7 @@ def is_flat(cut: DimSharding, first: int, size: Size, mesh: Mesh) -> bool:
 def _is_joint(cut: DimSharding, first: int, size: int, mesh: Mesh, is_dynamic: bool) -> bool:
     """Return True if one collective can run over the axes from this one on, each block or part being whole shares."""
     nested = not any(level.block for level in cut.levels[first + 1 :])
-    return (nested and not is_dynamic) or is_flat(cut, first, size, mesh)
+    return (nested and not is_dynamic) or _is_flat(cut, first, size, mesh)
 
 
 def _grow(
