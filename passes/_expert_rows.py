@@ -30,7 +30,7 @@ TRIALS = 3  # random choices of experts on which integers are compared
 class RowSource(NamedTuple):
     """Sorted rows that come from a value: each of its rows `repeats` times, or, at 0, a row per expert.
 
-    `experts`: of a row per expert, the expert of each sorted row, if it is not known otherwise.
+    `experts`: of a row per expert, the expert of each sorted row, or None where the body knows it.
     """
 
     value: fx.Node
@@ -64,13 +64,6 @@ class ExpertRows:
         read = [value for source in self.sources.values() for value in (source.value, source.experts) if value]
         read += [each for step in self.steps for each in edit.operands(step) if each not in inner]
         return list(dict.fromkeys(read))
-
-    def find_tables(self) -> Iterator[tuple[fx.Node, RowSource]]:
-        """Yield the look-ups that may take one row per expert."""
-        for node in self.sources:
-            indices: Any = edit.bound(node)["indices"] if node.target is aten.index.Tensor else ()
-            if len(indices) == 1:
-                yield node, RowSource(edit.operands(node)[0], 0, indices[0])
 
 
 @dataclass(frozen=True)
@@ -118,6 +111,16 @@ def find_matmuls(graph: fx.Graph) -> Iterator[ExpertRows]:
 
         if (rows := _trace_rows(calls[-1], calls[-1], calls, find_source)) is not None:
             yield rows
+
+
+def find_tables(rows: ExpertRows) -> Iterator[tuple[fx.Node, RowSource]]:
+    """Yield the look-ups, among the sources, that take each row's expert's row of a table."""
+    look_ups = [(node, index) for node in rows.sources if (index := _row_index(node)) is not None]
+    if look_ups and (order := _find_order(rows.calls)) is not None:
+        for node, index in look_ups:
+            source = order.find_source(node)
+            if source is not None and not source.repeats:
+                yield node, source._replace(experts=index)
 
 
 def _find_grouped(graph: fx.Graph) -> Iterator[list[fx.Node]]:
@@ -196,17 +199,23 @@ def find_routes(graph: fx.Graph) -> Iterator[Route]:
     that for random experts.
     """
     for calls in _find_grouped(graph):
-        sort = next((node for node in edit.nodes_behind(edit.operands(calls[0])[0]) if node.target in SORTS), None)
-        experts = edit.shape(edit.operands(calls[0])[1])[0]
-        if sort is None or edit.ndim(edit.operands(sort)[0]) != 1 or not isinstance(experts, int):
-            continue
-        finder = _Finder(calls, sort, experts)
-        if finder.sorts and (route := finder.find()) is not None:
+        order = _find_order(calls)
+        if order is not None and (route := order.find_route()) is not None:
             yield route
 
 
-class _Finder:
-    """The search for the route of some grouped matmuls. `trials`: values of the integers for some random experts."""
+def _find_order(calls: list[fx.Node]) -> _Order | None:
+    """Return the order of the rows of grouped matmuls, if they are sorted by expert."""
+    sort = next((node for node in edit.nodes_behind(edit.operands(calls[0])[0]) if node.target in SORTS), None)
+    experts = edit.shape(edit.operands(calls[0])[1])[0]
+    if sort is None or edit.ndim(edit.operands(sort)[0]) != 1 or not isinstance(experts, int):
+        return None
+    order = _Order(calls, sort, experts)
+    return order if order.is_by_expert else None
+
+
+class _Order:
+    """The order of the rows of some grouped matmuls. `trials`: values of the integers for some random experts."""
 
     def __init__(self, calls: list[fx.Node], sort: fx.Node, experts: int) -> None:
         self.calls, self.sort, self.ids, self.experts = calls, sort, edit.operands(sort)[0], experts
@@ -220,14 +229,14 @@ class _Finder:
         self.orders: list[torch.Tensor] = [made if edit.is_tensor(sort) else made[1] for made in sorts]
 
     @property
-    def sorts(self) -> bool:
+    def is_by_expert(self) -> bool:
         """True if rows are sorted by expert, and the matmuls' groups end where the experts' rows do."""
         chosen = [trial[self.ids].long() for trial in self.trials]
         ends = [torch.bincount(each, minlength=self.experts).cumsum(0) for each in chosen]
         is_rising = all((each[order].diff() >= 0).all() for each, order in zip(chosen, self.orders, strict=True))
         return self.count > 1 and is_rising and self._is(edit.operands(self.calls[0])[2], ends)
 
-    def find(self) -> Route | None:
+    def find_route(self) -> Route | None:
         rows = {self.calls[-1]}
         for node in _after(self.calls[-1]):
             taken = rows.intersection(node.all_input_nodes)
@@ -235,7 +244,7 @@ class _Finder:
                 continue
             if (repeats := self._puts_back(node)) is not None:
                 last = next(iter(taken))
-                found = _trace_rows(last, node, self.calls, self._source)
+                found = _trace_rows(last, node, self.calls, self.find_source)
                 if found is None or not rows <= {*found.steps}:
                     return None
                 return Route(found, self.ids, self.experts, node, last, repeats)
@@ -256,7 +265,7 @@ class _Finder:
             return times if is_added and self._is(index, [order // times for order in self.orders]) else None
         return None
 
-    def _source(self, node: fx.Node) -> RowSource | None:
+    def find_source(self, node: fx.Node) -> RowSource | None:
         """Return where a look-up by sorted rows takes them from."""
         if (index := _row_index(node)) is None:
             return None

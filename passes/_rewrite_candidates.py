@@ -26,7 +26,7 @@ from tpcompiler.ir.names import fold_layers
 from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
-from tpcompiler.passes._expert_rows import ExpertRows, find_matmuls, find_routes, leaf_behind
+from tpcompiler.passes._expert_rows import ExpertRows, find_matmuls, find_routes, find_tables, leaf_behind
 from tpcompiler.passes.regions.attend_in_turns import ATTENTION, STEPS, axis_of_turns, misfit
 from tpcompiler.plan.plan import Plan
 from tpcompiler.plan.styles import STYLES
@@ -78,7 +78,7 @@ def find_experts(found: Solution) -> Iterator[tuple[str, str]]:
         ranks = mesh.degree(axis)
         for own in find_matmuls(program.graph) if ranks > 1 and not mesh.is_unequal([axis]) else ():
             matrices = [leaf_behind(edit.operands(call)[1]) for call in own.calls]
-            tables = [leaf_behind(table.value) for _, table in own.find_tables()]
+            tables = [leaf_behind(table.value) for _, table in find_tables(own)]
             weights = [leaf for leaf in matrices if leaf is not None and leaf in fqns]
             if len(weights) < len(matrices) or any(edit.shape(leaf)[0] % ranks for leaf in weights):
                 continue

@@ -18,6 +18,7 @@ from tpcompiler.passes._expert_rows import (
     ExpertRun,
     NotBatchedError,
     find_matmuls,
+    find_tables,
     leaf_behind,
     over,
     refuse_uneven,
@@ -44,7 +45,7 @@ def _find_blocks(program: PlannedProgram, graph: fx.Graph) -> Iterator[Region]:
     for rows in find_matmuls(graph):
         counts = {_blocks(program, edit.operands(call)[1]) for call in rows.calls}
         if len(counts) == 1 and (count := counts.pop()) > 1:
-            tables = {node: own for node, own in rows.find_tables() if _blocks(program, own.value) == count}
+            tables = {node: own for node, own in find_tables(rows) if _blocks(program, own.value) == count}
             rows = replace(rows, sources={**rows.sources, **tables})
             inputs = [rows.ends, *rows.inputs]
             yield Region(rows.calls[-1], inputs, partial(_run, rows, inputs, count))

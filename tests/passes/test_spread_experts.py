@@ -74,6 +74,21 @@ class UsedBetween(Experts):
         return made + between.sum()
 
 
+class ByToken(Experts):
+    """What lies between is scaled for each row, and gets a row of a table that has as many as there are experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(4, 32))
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor, word: torch.Tensor) -> torch.Tensor:
+        expert, order = self.router(x).argmax(-1).sort()
+        ends = (torch.arange(4) == expert.unsqueeze(-1)).sum(0).cumsum(0, dtype=torch.int32)
+        between = F.grouped_mm(x[order], self.up, offs=ends).relu() * scale[order] + self.table[word[order]]
+        made: torch.Tensor = F.grouped_mm(between, self.down, offs=ends)
+        return made[order.argsort()]
+
+
 def built(kind: type[Experts] = Experts, *args: Any, **kwargs: Any) -> Experts:
     made = randomise(kind(*args, **kwargs)).bfloat16()
     assert isinstance(made, Experts)
@@ -150,6 +165,15 @@ def test_one_all_reduce_of_tokens(net: Experts, plan: Mapping[str, object], mesh
     held = {row.name: row.sharding for row in program.manifest().tensors}
     assert all("S(0)" in held[name] for name in plan)
     assert "by_block" not in str(program.rank_program(0).graph)  # a rank calls torch's kernel
+
+
+@pytest.mark.parametrize("plan", [PLAN, {**PLAN, "table": "S(0)"}, "auto"], ids=["experts", "table", "auto"])
+@pytest.mark.parametrize("placed", ["x", "scale"])
+def test_look_ups_by_token_are_no_tables_of_experts(plan: Any, placed: str) -> None:
+    """Their values are sharded as the experts are, and may have as many rows."""
+    args = X[:4], torch.rand(4, 1, dtype=torch.bfloat16), torch.tensor([3, 0, 0, 2])
+    program = tpcompiler.parallelize(export(built(ByToken), args), 2, plan, inputs={placed: "S(0)"})
+    assert program.verify(args).ok
 
 
 @pytest.mark.slow
