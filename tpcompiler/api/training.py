@@ -199,6 +199,16 @@ class _ModuleRaises(ProgramError):
     """The module raises, or its backward."""
 
 
+class _Whole(Layout):
+    """The layout of one device."""
+
+    def cut(self, name: str, value: torch.Tensor, rank: int) -> torch.Tensor:
+        return value
+
+    def join(self, name: str, parts: Sequence[torch.Tensor], shape: torch.Size) -> list[torch.Tensor]:
+        return list(parts)
+
+
 def _compare(model: torch.nn.Module, program: ExportedProgram, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise if the program is not the module; of no finite number nothing is compared."""
     assert program.call_spec.out_spec is not None
@@ -207,7 +217,7 @@ def _compare(model: torch.nn.Module, program: ExportedProgram, args: Sequence[An
     subject = Subject(
         program,
         [program],
-        Layout(Mesh.of(1), {}),
+        _Whole(Mesh.of(1), {}),
         [str(name) for name, value in zip(inputs, flat, strict=True) if isinstance(value, torch.Tensor)],
         names,
         run=lambda shares: [_run_module(model, program, shares[0])],

@@ -53,18 +53,18 @@ def incomparable(name: str) -> Difference:
 
 @dataclass(frozen=True)
 class Layout:
-    """The shardings of tensors at the boundary, by name; `output NAME` for an output. Every rank has all of others."""
+    """The shardings of tensors at the boundary, by name; `output NAME` for an output."""
 
     mesh: Mesh
     shardings: Mapping[str, Sharding]
 
     def cut(self, name: str, value: torch.Tensor, rank: int) -> torch.Tensor:
         """Return a rank's share of a global tensor."""
-        return cut(value, self.shardings[name], self.mesh, rank) if name in self.shardings else value
+        return cut(value, self.shardings[name], self.mesh, rank)
 
     def join(self, name: str, parts: Sequence[torch.Tensor], shape: torch.Size) -> list[torch.Tensor]:
         """Join the ranks' shares: one whole tensor for each set of replicas."""
-        return join(parts, self.shardings[name], self.mesh, shape) if name in self.shardings else list(parts)
+        return join(parts, self.shardings[name], self.mesh, shape)
 
 
 def difference(
