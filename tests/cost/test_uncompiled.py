@@ -48,7 +48,9 @@ def test_the_file(tmp_path: Path) -> None:
         ("P(sum)", "R", 0),
         ("P(sum)", "S(0)", 0),
         ("P(sum)", "S(1)", 2),
-        ("S(0)", "S(1)", 3),
+        ("S(0)", "S(1)", 1),  # put in rows by the rank that they go to; those of all ranks lie in order
+        ("S(1)", "S(0)", 1),
+        ("S(1)", "S(2)", 2),
     ],
 )
 def test_copies(have: str, want: str, copied: int) -> None:

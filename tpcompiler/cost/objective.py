@@ -22,7 +22,7 @@ from tpcompiler.runtime.records import Optimizer
 STEP = 1e-12  # seconds: the choice with fewer collectives wins a tie
 TIE = 1e-3  # of the time to read a byte: the choice that holds or touches fewer bytes wins a tie
 LEAST = 2e-9  # seconds: to save few held bytes, a small matrix is worth an extra collective; a vector is not
-COPIES = {"slice": 3, "all_to_all": 4}  # ops of a step that copies (default 1); a slice also creates its indices
+COPIES = {"slice": 3, "all_to_all": 2}  # ops of a step that copies (default 1); a slice also creates its indices
 VIEWS = 3  # around each copy, such as those of the ranks' dim that a gather adds, moves and merges
 
 
@@ -121,9 +121,16 @@ def copied_bytes(step: Step, value: torch.Tensor, mesh: Mesh) -> int:
         dim for dim, (have, want) in enumerate(zip(step.source.dims, step.target.dims, strict=True)) if have != want
     ]
     is_inner = any(dim > 0 for dim in dims) or step.copied > 0
-    copies = {"slice": target, "all_to_all": 2 * source + target}  # an all_to_all splits the source twice
-    if any(step.target.dims[dim].spans for dim in dims):
+    copies = {"slice": target}
+    if step.kind == "all_to_all" and any(step.target.dims[dim].spans for dim in dims):
         copies["all_to_all"] = target  # only the edges are sent
+    elif step.kind == "all_to_all":
+        sent, received = (
+            next(dim for dim in dims if len(end.dims[dim].axes) > len(other.dims[dim].axes))
+            for end, other in ((step.target, step.source), (step.source, step.target))
+        )
+        is_even = step.source.is_even(value.shape, mesh) and step.target.is_even(value.shape, mesh)
+        copies["all_to_all"] = source * (sent > 0) + target * (received > 0) if is_even else 2 * source + target
     if is_inner:
         copies |= {"all_gather": target, "reduce_scatter": source}
     return 2 * copies.get(step.kind, 0)
