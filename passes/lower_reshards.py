@@ -33,8 +33,9 @@ def lower_reshards(program: PlacedProgram, ranks: Sequence[int], traces: Traces)
     their slices begin, are read from `rank_number` nodes, so that one graph serves them all.
 
     Equal changes of equal local shapes are traced once; `traces` caches them across calls. Even changes on one axis are
-    those that torch's DTensor makes, except S(i) -> S(j): torch gathers it on CPU. A maximum or minimum of floats is
-    reduced as integers of the same order (`ir/nan_safe_reduce.py`), because backends lose NaN.
+    those that torch's DTensor makes, except a gather of an inner dim and S(i) -> S(j), which torch gathers on CPU. A
+    maximum or minimum of floats is reduced as integers of the same order (`ir/nan_safe_reduce.py`), because backends
+    lose NaN.
     """
     graph = edit.copy_graph(program.graph)
     mode = fake_mode_of(graph)

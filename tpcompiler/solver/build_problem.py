@@ -38,7 +38,7 @@ from tpcompiler.solver.turn import Memo, Strategy, Turn
 from tpcompiler.terminal.progress import counted
 
 MANY, FEW = 4, 3  # users, from which these are fewer, for tables over such values grow with every one of them
-MOST_SWEEPS = 8  # over programs that share leaves, until none has a new choice
+MOST_ROUNDS = 8  # over programs that share leaves, until none has a new choice
 MOST_CHANGES = 20_000  # of one sharding into another, over all axes at once: each takes up to milliseconds to price
 FREE = aten.sym_size.int  # it takes a value as it is
 
@@ -123,7 +123,7 @@ def find_program_kernels(graph: fx.Graph, objective: Objective, known: Memo) -> 
 def _find_domains(problem: Problem, turn: Turn, before: Mapping[str, Sharding]) -> list[Domain]:
     leaves = find_leaves(problem, turn, before)
     found: list[Domain] = []
-    for _ in range(MOST_SWEEPS if len(problem.programs) > 1 else 1):
+    for _ in range(MOST_ROUNDS if len(problem.programs) > 1 else 1):
         known = _sizes_of(leaves)
         found = [find_domain(program, turn, leaves[at], problem.samples) for at, program in enumerate(problem.programs)]
         growing = sum(map(operator.ne, known, _sizes_of(leaves)))
