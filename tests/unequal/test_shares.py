@@ -110,6 +110,22 @@ def test_an_exact_cut_is_not_even() -> None:
     assert not Sharding((by,)).is_even([8], mesh)
 
 
+class Merging(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + x).flatten(0, 1)
+
+
+@pytest.mark.parametrize("shares", [[2, 1, 1], [3, 1]], ids=str)
+def test_unequal_rows_of_a_dynamic_length_are_not_merged(shares: list[int]) -> None:
+    """They are gathered before: a rank's share of the merged dim would be of a dynamic size."""
+    x = torch.arange(48).reshape(4, 12)
+    exported = torch.export.export(Merging(), (x,), dynamic_shapes=({1: torch.export.Dim("length")},))
+    program = tpcompiler.parallelize(exported, {"tp": shares}, {}, inputs={"x": "S(0)"})
+    assert [each.kind for each in program.collectives()] == ["all_gather"]
+    assert program.verify((x,)).ok
+    assert program.verify((x[:, :8],)).ok
+
+
 def test_a_dynamic_dim_is_not_cut() -> None:
     rows = {0: torch.export.Dim("rows")}
     exported = torch.export.export(

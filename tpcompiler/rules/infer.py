@@ -277,8 +277,8 @@ def _cut(rule: Rule, dim: Dim, option: Option, mesh: Mesh) -> DimSharding | None
             piece, deals = own or remainder, mesh.deals(axis)
             fits = unit == 1 and divides(piece, mesh.pieces(axis)) and (bool(own) or alike)
             alike = fits and isinstance(deals, int)
-            if not isinstance(block, int) or not (fits or isinstance(minor, int)):
-                return None
+            if not isinstance(block, int) or not (isinstance(minor, int) or (fits and isinstance(deals, int))):
+                return None  # a dynamic number of elements is dealt out in equal shares only
             levels.append(Level(axis, block, 1 if fits else unit * minor))
             even = even and alike
             remainder = piece // deals if fits and isinstance(deals, int) else _largest(piece, deals)
