@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import tpcompiler
 from tests.checkpoint.models import PLAN, exported, hollow, model, write_checkpoint
 from tests.runtime.commands import refused, right
+from tests.runtime.poisons import entries_of, zipped
 from tests.training.test_steps import Grouped
 from tests.zoo.elastic import bits, there_and_back
 from tests.zoo.index import CASES
@@ -23,6 +24,8 @@ from tpcompiler.ir.shares import cut, join_first, read_sharding
 from tpcompiler.runtime.artifact import MANIFEST, MODEL, read_manifest, sha256, weights_file
 from tpcompiler.runtime.program_files import open_program
 from tpcompiler.runtime.rank_file import read_program, read_rank
+
+PROGRAM = "models/model.json"
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +81,13 @@ def damage(out: Path, rank: int, name: str, layout: str) -> None:
     """Add one to what a rank holds of a tensor, and mend the hash."""
     path = out / (f"rank_{rank}.pt2" if layout == "ranks" else f"rank_{rank}.safetensors")
     if layout == "ranks":
-        program = torch.export.load(path)
+        program, before = torch.export.load(path), entries_of(path)
         held = program.state_dict if name in program.state_dict else program.constants
-        held[name] = torch.nn.Parameter(held[name].detach() + 1)
+        same = [each for each in held if held[each].data_ptr() == held[name].data_ptr()]
+        held.update(dict.fromkeys(same, torch.nn.Parameter(held[name].detach() + 1)))
         torch.export.save(program, path)
+        content = {**entries_of(path), PROGRAM: before[PROGRAM]}  # torch does not read the offsets of views back
+        zipped(path, [(f"{path.stem}/{entry}", data) for entry, data in content.items()])
     else:
         held = load_file(path)
         save_file({**held, name: held[name] + 1}, path)

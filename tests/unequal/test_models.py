@@ -18,8 +18,8 @@ from tests.zoo.case import hugging_face, randomise
 from tests.zoo.index import CASES
 from tests.zoo.measure import exported
 from tpcompiler.errors import PlanError
-from tpcompiler.ir import shares
-from tpcompiler.ir.dim_sharding import chunk
+from tpcompiler.ir.shares import cut
+from tpcompiler.passes import shard_state
 
 
 @pytest.mark.slow
@@ -95,5 +95,5 @@ def test_a_share_of_another_rank_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     case = CASES["llama"]
     made = tpcompiler.parallelize(exported(case, False), {"tp": [2, 1, 1]}, case.asked())
     assert made.verify().ok
-    monkeypatch.setattr(shares, "chunk", lambda *given: chunk(given[0], given[1], (0, 2, 1)[given[2]], *given[3:]))
+    monkeypatch.setattr(shard_state, "cut", lambda *given: cut(*given[:3], (0, 2, 1)[given[3]]))
     assert not tpcompiler.parallelize(exported(case, False), {"tp": [2, 1, 1]}, case.asked()).verify().ok
