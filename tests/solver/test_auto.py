@@ -22,6 +22,7 @@ from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.plan.plan import Plan
+from tpcompiler.solver import domain
 from tpcompiler.solver.estimate import measure_step_time
 from tpcompiler.solver.report import refuse_unplaced
 from tpcompiler.solver.search import PLACING, solve
@@ -90,6 +91,22 @@ def test_two_axes_by_hand() -> None:
         moved = 2 * (x / 2 + matrix / tp + h / 2 / tp) + 2 * h / 2 / tp
         ties = TIE * (2 * matrix / tp + moved) / rates[0] + len(sent) * STEP
         assert found.seconds == pytest.approx(moved / rates[0] + sum(sent) / rates[1] + ties)
+
+
+@pytest.mark.slow
+def test_choices_are_found_until_no_op_has_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a mixture one sweep over the ops leaves some out, counts them, and finds slower placements."""
+
+    def solved() -> tuple[float, int]:
+        request = Request(exported("mixtral"), 4, "auto", machine=read_machine("ideal"))
+        found = find_placements([*request.conversions().values()])
+        return found.seconds, found.capped
+
+    seconds, capped = solved()
+    monkeypatch.setattr(domain, "MOST_SWEEPS", 1)
+    fewer, more_capped = solved()
+    assert seconds < 0.99 * fewer
+    assert more_capped > capped
 
 
 # A decoder, parallel blocks, experts, an encoder with packed and blocked heads, caches, and one head of keys beside
