@@ -7,6 +7,7 @@ start need the other.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import runpy
@@ -74,7 +75,9 @@ def fork_ranks(world: int, script: Path, *arguments: str | Path, timeout: float 
                 own["TORCHELASTIC_ERROR_FILE"] = f"{log}.error"
                 ranks.append(
                     FORKS.Process(
-                        target=_become, args=(script, [*map(str, arguments)], own, log, log, Path.cwd()), daemon=True
+                        target=_become,
+                        args=(script, [*map(str, arguments)], own, log, log, timeout, Path.cwd()),
+                        daemon=True,
                     )
                 )
                 ranks[-1].start()
@@ -106,7 +109,8 @@ def fork_code(
         script, out, err = (Path(folder) / name for name in ("script.py", "out", "err"))
         script.write_text(code, encoding="utf-8")
         words = [*map(str, arguments)]
-        process = FORKS.Process(target=_become, args=(script, words, {**os.environ, **QUIET}, out, err, cwd or ROOT))
+        own = {**os.environ, **QUIET}
+        process = FORKS.Process(target=_become, args=(script, words, own, out, err, timeout, cwd or ROOT))
         process.start()
         process.join(timeout)
         late = process.exitcode is None
@@ -143,11 +147,12 @@ def fork_judged(command: Sequence[str], threads: int, timeout: timedelta, **_: o
 
 
 def _become(
-    script: Path, arguments: list[str], environment: dict[str, str], out: Path, err: Path, cwd: Path = ROOT
+    script: Path, arguments: list[str], environment: dict[str, str], out: Path, err: Path, timeout: float, cwd: Path
 ) -> None:
-    """Of a fork: become the script's interpreter."""
+    """Of a fork: become the script's interpreter, which prints where it is before its time is over."""
     for stream, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    faulthandler.dump_traceback_later(0.9 * timeout, file=2)
     os.environ.clear()  # the server has that of the test which started it
     os.environ.update(environment)
     os.chdir(cwd)
