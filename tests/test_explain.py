@@ -28,6 +28,7 @@ from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.report import again
 from tpcompiler.report.written import Written
+from tpcompiler.runtime import rank_file
 from tpcompiler.solver.build_problem import build_problem
 from tpcompiler.solver.problem import UNIT
 from tpcompiler.solver.search import PLACING, solve
@@ -101,10 +102,11 @@ def test_prices_are_the_least_of_all_assignments() -> None:
 def test_what_the_search_found_is_the_cheapest(tmp_path: Path, program: ExportedProgram, mesh: Any) -> None:
     """Of every value and parameter, and no other choice is the artifact's."""
     tpcompiler.parallelize(program, mesh, "auto").save(tmp_path / "out")
-    names = Written.of(tpcompiler.open(tmp_path / "out").only).names()
+    opened = tpcompiler.open(tmp_path / "out")
+    names = Written.of(opened.only).names()
     assert {"x", "linear", "relu", "linear_1"} <= set(names)
     for name in names:
-        alternatives = tpcompiler.open(tmp_path / "out").explain(name).alternatives
+        alternatives = opened.explain(name).alternatives
         axes = {each.axis for each in alternatives}
         assert axes in (set(), {"tp"} if mesh == 2 else {"tp", "dp"})
         chosen = [each.seconds for each in alternatives if each.is_chosen]
@@ -121,6 +123,21 @@ def test_the_search_again_has_the_goal_of_the_conversion(tmp_path: Path) -> None
     assert found.reason == "the search: colwise"
     assert [each.makes for each in found.alternatives if each.is_chosen] == [("S(0)",)]
     assert found.alternatives[0].makes == ("R",)  # faster, and not chosen
+
+
+def test_an_opened_artifact_is_read_and_searched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On each machine; a second question has the answer that it has by itself."""
+    tpcompiler.parallelize(mlp(), 2, {"up": "rowwise", "**": "auto"}).save(tmp_path / "out")
+    opened, done = tpcompiler.open(tmp_path / "out"), list[str]()
+    for module, name in ((rank_file, "load_program"), (again, "solve_task")):
+        plain = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, plain=plain, name=name: (done.append(name), plain(*args))[1])
+    first = {name: str(opened.explain(name)) for name in ("down.weight", "relu", "up.weight")}
+    assert done == ["load_program", "load_program", "solve_task"]
+    assert first["relu"] == str(tpcompiler.open(tmp_path / "out").explain("relu")) != first["up.weight"]
+    done.clear()
+    assert str(opened.explain("relu", machine="h100")) != first["relu"] == str(opened.explain("relu"))
+    assert done == ["load_program", "solve_task"]
 
 
 def test_what_a_plan_pins_stays_so(tmp_path: Path) -> None:

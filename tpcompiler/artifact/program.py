@@ -6,6 +6,7 @@ import itertools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch.export import ExportedProgram
 
 from tpcompiler._torch import FakeTensor
+from tpcompiler.ir.memo import Memo
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.shares import mesh_of, same_bits
 from tpcompiler.ir.symm_mem import expand_collectives
@@ -112,6 +114,11 @@ class ArtifactProgram(ABC):
         Raises:
             UnsupportedError, ProgramError, ArtifactError: the files cannot have this form.
         """
+
+    @cached_property
+    def known(self) -> Memo:
+        """Return what questions about it have found; it does not change."""
+        return Memo()
 
     @property
     def mesh(self) -> Mesh:

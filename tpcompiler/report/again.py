@@ -22,6 +22,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.constraints import Constraint, Dims
 from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.local import no_new_guards
+from tpcompiler.ir.memo import Memo
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import layer_of
 from tpcompiler.ir.program import PlannedProgram, relax
@@ -37,7 +38,6 @@ from tpcompiler.runtime.artifact import families, is_single
 from tpcompiler.solver.estimate import measure_leaves, measure_priced, sends_of
 from tpcompiler.solver.solution import Solution
 from tpcompiler.solver.task import Task
-from tpcompiler.solver.turn import Memo
 from tpcompiler.solver.what_if import Otherwise, price_otherwise
 from tpcompiler.terminal.tables import Part
 
@@ -158,9 +158,13 @@ def search_again(program: ArtifactProgram, machine: Machine) -> Again:
     Raises:
         ArtifactError: the single-device program is missing, damaged or, without trust, could run code.
     """
-    conversions, at, forms = _conversions(program, machine)
-    task = replace(make_task(conversions, forms=False), kept=Memo())
-    return Again(solve_task(task), task, at, machine, conversions, forms)
+
+    def find() -> Again:
+        conversions, at, forms = _conversions(program, machine)
+        task = replace(make_task(conversions, forms=False), kept=Memo())
+        return Again(solve_task(task), task, at, machine, conversions, forms)
+
+    return program.known.once(("again", machine), find)
 
 
 def advise(program: ArtifactProgram, machine: str | os.PathLike[str] | None = None) -> dict[str, str]:

@@ -102,7 +102,7 @@ def count_costs(
     mesh = mesh_of(written.manifest)
     values = {sympy.Symbol(size.name): size.value for size in sizes}
     found: dict[tuple[str, str], list[tuple[Expr, int, float]]] = {}
-    for node, record in records_of(written.exported.graph, written.manifest).items():
+    for node, record in records_of(written.graph, written.manifest).items():
         sent_each = [edit.fake(value) for value in sent_values(node)]
         whole = sum(math.prod(map(sym_expr, value.shape)) * value.element_size() for value in sent_each)
         ranks, payload = record.group_size, sympy.sympify(whole).xreplace(meant)
@@ -118,7 +118,7 @@ def count_costs(
         found.setdefault((layer_of_record(record), record.kind), []).append((share, sent, seconds))
     costs = [Cost(layer, kind, len(each), *_summed(each)) for (layer, kind), each in found.items()]
     summed = _summed([one for each in found.values() for one in each])
-    step = predict_call(written.exported.graph, written.manifest, described).total
+    step = predict_call(written.graph, written.manifest, described).total
     return CostTable(described.name, sizes, costs, *summed, step)
 
 

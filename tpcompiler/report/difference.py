@@ -157,7 +157,7 @@ def find_differences(
 
 def _step(program: ArtifactProgram, machine: Machine) -> StepTime:
     written = Written.of(program)
-    return predict_call(written.exported.graph, written.manifest, machine).total
+    return predict_call(written.graph, written.manifest, machine).total
 
 
 def _refuse_other_model(both: tuple[ArtifactProgram, ArtifactProgram]) -> None:

@@ -264,7 +264,7 @@ def _of_value(written: Written, again: Again, name: str) -> Explanation:
         users=[],
         collectives=sent,
         machine=again.machine.name,
-        seconds=predict_call(written.exported.graph, written.manifest, again.machine).total.total,
+        seconds=predict_call(written.graph, written.manifest, again.machine).total.total,
         alternatives=own,
         other_dims=list(_find_other_dims(again, node, prices)) if is_call else [],
     )
@@ -291,7 +291,7 @@ def _of_leaf(written: Written, again: Again, node: fx.Node, name: str) -> Explan
         users=users,
         collectives=list(sent.values()),
         machine=again.machine.name,
-        seconds=predict_call(written.exported.graph, written.manifest, again.machine).total.total,
+        seconds=predict_call(written.graph, written.manifest, again.machine).total.total,
         alternatives=alternatives,
     )
 

@@ -84,7 +84,7 @@ def compare_counts(
     sizes = {each.name: inputs[each.input].shape[each.dim] for each in count_costs(written).sizes}
     said = {(cost.layer, cost.kind): cost for cost in count_costs(written, sizes).costs}
     records, count, sent = written.manifest.collectives, Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-    nodes = list(records_of(written.exported.graph, written.manifest))
+    nodes = list(records_of(written.graph, written.manifest))
     mesh = mesh_of(written.manifest)
     for at, call in enumerate(calls):
         key = layer_of_record(records[at]) if at < len(records) else "beyond these", call.kind

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.export import ExportedProgram
+from torch.export import ExportGraphSignature
 
 from tpcompiler.artifact.program import ArtifactProgram
 from tpcompiler.cost.collective import KIND_OF
@@ -41,7 +41,8 @@ class Written:
     """The program of rank 0 by the names of the single-device program's values."""
 
     manifest: Manifest
-    exported: ExportedProgram
+    graph: fx.Graph
+    signature: ExportGraphSignature
 
     @classmethod
     def of(cls, program: ArtifactProgram) -> Written:
@@ -50,17 +51,22 @@ class Written:
         Raises:
             ArtifactError: a file is damaged or, without trust, could run code.
         """
-        return cls(program.manifest, expand_collectives(program.graph(0)))
+
+        def read() -> Written:
+            exported = expand_collectives(program.graph(0))
+            return cls(program.manifest, exported.graph, exported.graph_signature)
+
+        return program.known.once("written", read)
 
     @cached_property
     def claims(self) -> dict[fx.Node, Claim]:
-        return dict(claims_of(self.exported.graph))
+        return dict(claims_of(self.graph))
 
     @cached_property
     def leaves(self) -> dict[str, TensorRecord]:
         """Parameters, buffers and constants by the name of their placeholder."""
         rows = {row.name: row for row in self.manifest.tensors}
-        specs = self.exported.graph_signature.input_specs
+        specs = self.signature.input_specs
         return {spec.arg.name: rows[spec.target] for spec in specs if spec.target in rows}
 
     def inputs(self) -> Iterator[tuple[str, torch.Tensor, Sharding]]:
@@ -70,7 +76,7 @@ class Written:
             ArtifactError: as `read_claimed`.
         """
         rows, mesh = {row.name: row for row in self.manifest.inputs}, mesh_of(self.manifest)
-        for node in self.exported.graph.nodes:
+        for node in self.graph.nodes:
             if node.op == "placeholder" and node.name in rows:
                 yield node.name, edit.fake(node), read_claimed(rows[node.name].sharding, mesh, edit.fake(node))
 
@@ -130,7 +136,7 @@ class Written:
         nodes = [*(value for node in own for value in node.all_input_nodes), *own]
         reshards = {self.claims[node].reshard for node in nodes if node in self.claims}
         reshards |= {claim.reshard for claim in self.claims.values() if claim.origin == name}
-        sent = records_of(self.exported.graph, self.manifest).items()
+        sent = records_of(self.graph, self.manifest).items()
         return [record for node, record in sent if not reshards.isdisjoint(self._changes(node))]
 
     def _changes(self, collective: fx.Node) -> set[str | None]:

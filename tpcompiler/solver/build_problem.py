@@ -25,6 +25,7 @@ from tpcompiler.ir.constraints import AnyStyle
 from tpcompiler.ir.dim_sharding import DimSharding, Size, divides
 from tpcompiler.ir.leaf_values import computed_from_leaves
 from tpcompiler.ir.local import key
+from tpcompiler.ir.memo import Memo
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import PlannedProgram, pin
 from tpcompiler.ir.sharding import Sharding
@@ -34,7 +35,7 @@ from tpcompiler.solver.leaves import Leaf, add_layers, add_leaf, find_groups, fi
 from tpcompiler.solver.minimize import MOST_JOINT_CELLS, TOO_SLOW, find_order
 from tpcompiler.solver.problem import NEVER, UNIT, Choices, Gathers, Problem, Values, in_units
 from tpcompiler.solver.strategies import Strategies
-from tpcompiler.solver.turn import Memo, Strategy, Turn
+from tpcompiler.solver.turn import Strategy, Turn
 from tpcompiler.terminal.progress import counted
 
 MANY, FEW = 4, 3  # users, from which these are fewer, for tables over such values grow with every one of them
@@ -79,8 +80,6 @@ def build_problem(
         domain.kernels = find_program_kernels(domain.program.graph, objective, turn.read)
     if turn.rest == AnyStyle():
         add_layers(problem)
-        if problem.layers and sum(part.is_searched for part in turn.parts) > 1:
-            raise UnsupportedError("a layer is cut over one axis at a time", help="solve one axis at a time")
     for domain in problem.domains:
         _state(problem, domain)
     scopes = [over for over, _ in (*problem.tables.factors, *problem.storage.factors)]
@@ -105,12 +104,9 @@ def _check_changes(problem: Problem) -> None:
     Raises:
         UnsupportedError: more than `MOST_CHANGES` different changes of sharding.
     """
-    changes = {
-        (have, want, key(value))
-        for value, source, target, *_ in problem.changes
-        for have, want in itertools.product(source.shardings, target.shardings)
-        if have != want
-    }
+    alike = {(source.shardings, target.shardings, key(value)) for value, source, target, *_ in problem.changes}
+    changes = {(*change, own) for have, want, own in alike for change in itertools.product(have, want)}
+    changes = {change for change in changes if change[0] != change[1]}
     if len(changes) > MOST_CHANGES:
         raise UnsupportedError(f"values may change their shardings in {len(changes):,} ways", help="give a plan")
 
@@ -144,7 +140,8 @@ def _state(problem: Problem, domain: Domain) -> None:
     static = computed_from_leaves(program.graph, leaves.keys())
     unmoved = _find_unmoved(domain, static)
     uses: dict[fx.Node, list[Values]] = {}
-    problem.capped += sum(strategies.is_capped for strategies in domain.strategies.values()) + domain.growing
+    problem.capped += sum(strategies.is_capped for strategies in domain.strategies.values())
+    problem.capped += domain.growing + len(domain.stale)
     for node in leaves:
         if (request := program.resting.get(node.name)) is not None:
             times = len({is_backward(user) for user in node.users})

@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 
 from torch import fx
 
@@ -53,7 +53,9 @@ class Domain:
         weight: of a call of the program among those of others.
         comes_of: value -> the groups of the leaves with a style that its shards come from.
         samples: the values of samples.
-        growing: ops and leaves for which new choices were still found as the search stopped looking.
+        near: call or leaf -> the calls whose choices may follow from its own: itself, and those that read it.
+        stale: the calls to look at again, because something near them has a new choice; the rest would find none.
+        growing: leaves that other programs still gave new choices as the search stopped looking.
     """
 
     program: PlannedProgram
@@ -61,12 +63,37 @@ class Domain:
     leaves: Mapping[str, Leaf]
     operands: dict[fx.Node, list[fx.Node]]
     rules: dict[fx.Node, Rule | None]
+    near: Mapping[fx.Node, Set[fx.Node]]
     strategies: dict[fx.Node, Strategies] = field(default_factory=dict)
     kernels: Mapping[fx.Node, Kernel] = field(default_factory=dict)
     weight: float = 1.0
     comes_of: dict[fx.Node, frozenset[str]] = field(default_factory=dict)
     samples: Samples = NO_SAMPLES
+    stale: set[fx.Node] = field(default_factory=set)
     growing: int = 0
+
+    def put(self, node: fx.Node, strategies: Strategies) -> None:
+        """Replace the strategies of a call."""
+        if strategies is not self.strategies[node]:
+            self.strategies[node] = strategies
+            self.stale |= self.near[node]
+
+    def want(self, leaf: fx.Node, shardings: Sequence[Sharding]) -> None:
+        """Let a leaf be what a use wants."""
+        own = self.leaves[leaf.name]
+        known = len(own.shardings)
+        for sharding in shardings:
+            own.want(sharding, self.turn)
+        if len(own.shardings) > known:
+            self.stale.update(*(self.near.get(node, ()) for node in self._placeholders[own.group]))
+
+    @cached_property
+    def _placeholders(self) -> dict[str, list[fx.Node]]:
+        """The names of each leaf."""
+        found: dict[str, list[fx.Node]] = {}
+        for node, _ in self.program.leaves():
+            found.setdefault(self.leaves[node.name].group, []).append(node)
+        return found
 
 
 def find_domain(
@@ -78,6 +105,7 @@ def find_domain(
     """
     domain = Domain(program, turn, leaves, *turn.read.once(program.graph, partial(_read_calls, program.graph)))
     domain.samples = samples
+    domain.stale = set(domain.operands)
     if turn.is_searched:
         _find_all_strategies(domain)
     else:
@@ -155,29 +183,39 @@ def _settle_strategies(domain: Domain) -> None:
 
     A leaf may be what is written to it, or what its gradient is.
     """
-    leaves = {fqn: domain.leaves[node.name] for node, fqn in domain.program.leaves()}
+    leaves = {fqn: node for node, fqn in domain.program.leaves()}
+    calls = [*domain.operands]
     for _ in range(MOST_SWEEPS):
-        known, sizes = dict(domain.strategies), [len(leaf.shardings) for leaf in leaves.values()]
-        for node in counted([*domain.operands][::-1], "finding choices", "ops"):
-            _make_wanted(domain, node)
-            _take_operands(domain, node)
+        for node in counted(calls[::-1], "finding choices", "ops"):
+            if node in domain.stale:
+                domain.stale.discard(node)
+                _make_wanted(domain, node)
+                _take_operands(domain, node)
         for value, name in domain.program.followers():
-            for sharding in shardings_of(domain, value) if name in leaves else ():
-                leaves[name].want(sharding.without_partial, domain.turn)
-        for node in domain.operands:
-            _take_operands(domain, node)
-            _make_wanted(domain, node)
-        grown = sum(map(operator.ne, sizes, (len(leaf.shardings) for leaf in leaves.values())))
-        domain.growing = grown + sum(domain.strategies[node] is not own for node, own in known.items())
-        if not domain.growing:
+            if name in leaves:
+                domain.want(leaves[name], [sharding.without_partial for sharding in shardings_of(domain, value)])
+        for node in calls:
+            if node in domain.stale:
+                domain.stale.discard(node)
+                _take_operands(domain, node)
+                _make_wanted(domain, node)
+        if not domain.stale:
             break
 
 
-def _read_calls(graph: fx.Graph) -> tuple[dict[fx.Node, list[fx.Node]], dict[fx.Node, Rule | None]]:
-    """The operands and the rules of all calls."""
+def _read_calls(
+    graph: fx.Graph,
+) -> tuple[dict[fx.Node, list[fx.Node]], dict[fx.Node, Rule | None], dict[fx.Node, set[fx.Node]]]:
+    """The operands and the rules of all calls, and what is near a call or a leaf."""
     calls = [node for node in edit.calls(graph) if node.target is not operator.getitem]
     rules = {node: rule_of(node) for node in calls if node.target is not pin and edit.outputs(node)}
-    return {node: edit.operands(node) for node in calls}, rules
+    operands = {node: edit.operands(node) for node in calls}
+    near: dict[fx.Node, set[fx.Node]] = {node: {node} for node in calls}
+    for node in reversed(calls):
+        for value in operands[node]:
+            own = near.setdefault(edit.producer(value)[0], set())
+            own |= near[node] if node.target is pin else {node}  # a pin hands on what it reads
+    return operands, rules, near
 
 
 def find_tokens(domain: Domain) -> dict[fx.Node, dict[str, bool]]:
@@ -282,13 +320,15 @@ def _take_operands(domain: Domain, node: fx.Node) -> None:
         return
     turn, had, operands = domain.turn, domain.strategies[node], domain.operands[node]
     have = tuple((*(own := shardings_of(domain, value)), *_cut_again(domain, value, own)) for value in operands)
-    domain.strategies[node] = turn.known.once(("takes", had, have), partial(take_operands, turn, had, have))
+    domain.put(node, turn.known.once(("takes", had, have), partial(take_operands, turn, had, have)))
     pairs = zip(operands, have, strict=True)
     behind = [domain.comes_of[o] for o, own in pairs if o in domain.comes_of and to_cut(turn, own)]
     if behind:
         comes_of = behind[0] if len(behind) == 1 else frozenset().union(*behind)
         for made, _ in edit.results(node):
-            domain.comes_of[made] = comes_of
+            if domain.comes_of.get(made) != comes_of:
+                domain.comes_of[made] = comes_of
+                domain.stale |= domain.near[node]
 
 
 def _cut_again(domain: Domain, value: fx.Node, have: Sequence[Sharding]) -> Iterator[Sharding]:
@@ -336,7 +376,7 @@ def _move_cuts(domain: Domain) -> None:
     turn, is_moved = domain.turn, False
     for node, had in domain.strategies.items():
         have = tuple(_computed(domain, operand) for operand in domain.operands[node])
-        domain.strategies[node] = turn.known.once(("moves", had, have), partial(move_cuts, turn, had, have))
+        domain.put(node, turn.known.once(("moves", had, have), partial(move_cuts, turn, had, have)))
         is_moved = is_moved or domain.strategies[node] is not had
         if is_moved:
             _take_operands(domain, node)
@@ -359,12 +399,11 @@ def _make_wanted(domain: Domain, node: fx.Node) -> None:
     for value, shardings in zip(domain.operands[node] if wanted else (), wanted, strict=True):
         source, at = edit.producer(value)
         if value.name in domain.leaves:
-            for sharding in to_cut(turn, shardings):
-                domain.leaves[value.name].want(sharding, turn)
+            domain.want(value, to_cut(turn, shardings))
         elif source in domain.strategies:
             had, is_one = domain.strategies[source], source is not value
             known = "makes", had, at, is_one, shardings
-            domain.strategies[source] = turn.known.once(known, partial(make_wanted, turn, had, at, is_one, shardings))
+            domain.put(source, turn.known.once(known, partial(make_wanted, turn, had, at, is_one, shardings)))
 
 
 def find_shared_heads(domain: Domain) -> set[tuple[int, bool]]:
@@ -401,7 +440,8 @@ def combine_domains(turn: Turn, alone: Sequence[Sequence[Domain]]) -> list[Domai
         strategies = {
             node: _combine_strategies(turn, [domain.strategies[node] for domain in own]) for node in first.strategies
         }
-        found.append(Domain(first.program, turn, named, first.operands, first.rules, strategies, first.kernels))
+        read = first.operands, first.rules, first.near
+        found.append(Domain(first.program, turn, named, *read, strategies, first.kernels))
     return found
 
 

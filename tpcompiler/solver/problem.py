@@ -10,11 +10,12 @@ import numpy
 from torch import fx
 
 from tpcompiler.cost.objective import Objective
+from tpcompiler.ir.memo import Memo
 from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.solver.batch_dims import Samples
 from tpcompiler.solver.minimize import Tables
-from tpcompiler.solver.turn import Memo, Strategy, Turn
+from tpcompiler.solver.turn import Strategy, Turn
 
 if TYPE_CHECKING:
     from tpcompiler.solver.domain import Domain

@@ -19,6 +19,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.constraints import AnyStyle, AsUsed, Constraint, Dims
 from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.local import no_new_guards
+from tpcompiler.ir.memo import Memo
 from tpcompiler.ir.program import PlannedProgram, relax
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.split_axis import keeps_shares, on_split_axis
@@ -30,7 +31,7 @@ from tpcompiler.solver.minimize import MOST_JOINT_CELLS, eliminate, minimize
 from tpcompiler.solver.problem import FEATURES, UNIT, Problem, Values
 from tpcompiler.solver.solution import Layered, Openings, Place, Solution, Turns, join_places
 from tpcompiler.solver.task import Styles, Task
-from tpcompiler.solver.turn import MOST_CHOICES, Memo, Strategy, Turn
+from tpcompiler.solver.turn import MOST_CHOICES, Strategy, Turn
 from tpcompiler.solver.variants import find_needed, find_openings, find_places, write_variants
 from tpcompiler.terminal.progress import counted
 
@@ -50,8 +51,9 @@ def search(task: Task) -> Solution:
     """Find the cheapest placements of all values.
 
     Over all axes of the mesh at once, and one axis after the other, each exactly: of equals the first. A choice over
-    one axis may depend on one over another, which only turns take up. Where the tables of all axes at once are too
-    large, or a layer would be cut over two of them, axes take turns in two orders.
+    one axis may depend on one over another, which only turns take up. Axes take turns in two orders where the tables of
+    all at once are too large, or one runs as several: a layer is cut over one axis at a time, and a value that is cut
+    over two along the same dim is so given the first.
 
     Raises:
         UnsupportedError: as `minimize`; axes that the task wants solved at once have too many choices together.
@@ -65,7 +67,7 @@ def search(task: Task) -> Solution:
     samples = [axis for axis in others if axis in find_sample_axes(task.programs)]  # a small batch has one dim for them
     rest = [axis for axis in others if axis not in samples]
     found = [_search_in_order(task, order := (*samples, *model, *rest))]  # what the first cut, others reduce less of
-    if len(order) > 1:
+    if len(order) > 1 and not mesh.factors:
         with suppress(UnsupportedError):
             found.insert(0, _search_in_turns(task, ((*others, *model),)))
     if len(found) == 1:  # also where samples leave no way to cut layers

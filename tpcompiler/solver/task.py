@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tpcompiler.cost.objective import Objective
+from tpcompiler.ir.memo import Memo
 from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.solver.problem import Problem
 from tpcompiler.solver.solution import Solution, Turns
-from tpcompiler.solver.turn import Memo
 
 MOST_PRICES = 1_000_000  # from which nothing better is looked for: a minute or so
 # Variables of a problem, and which of its values each may take.

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx
 
 from tpcompiler.ir.constraints import AnyStyle, AsUsed
 from tpcompiler.ir.dim_sharding import WHOLE
+from tpcompiler.ir.memo import Memo
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.rules.infer import Option, Refusal, candidates, follow, options, pass_through, restricted, shardings
 from tpcompiler.rules.notation import Rule
 
 MOST_CHOICES = 20
-T = TypeVar("T")
 Side = Literal["in", "out"]
 Both = tuple[tuple[Sharding, ...], tuple[Sharding, ...]]  # what an option needs, and what it makes
-
-
-class Memo(dict[Any, Any]):
-    """A memo of results by key. Keys are long, so each is looked up once."""
-
-    def once(self, key: Any, find: Callable[[], T]) -> T:
-        """Return the known result for a key, or find it."""
-        if (found := self.get(key, Memo)) is Memo:
-            found = self[key] = find()
-        return found  # type: ignore[no-any-return]
 
 
 class Strategy(NamedTuple):

@@ -14,6 +14,7 @@ from torch import fx
 from tpcompiler._torch import aten, enable_python_dispatcher, tree_flatten
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import KEY, fake_mode_of, key
+from tpcompiler.ir.memo import Memo
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.ir.region import Region
@@ -24,7 +25,7 @@ from tpcompiler.rules.registry import call_variant, rule_of, takes_pieces, varia
 from tpcompiler.solver.domain import Domain, shardings_of
 from tpcompiler.solver.solution import Place
 from tpcompiler.solver.strategies import made_of, take_operands, to_cut
-from tpcompiler.solver.turn import Memo, Strategy
+from tpcompiler.solver.turn import Strategy
 
 ATTENTION = aten.scaled_dot_product_attention.default
 

@@ -16,6 +16,7 @@ from tpcompiler.cost.objective import Objective
 from tpcompiler.cost.timeline import duration
 from tpcompiler.errors import UnsupportedError
 from tpcompiler.ir import edit
+from tpcompiler.ir.memo import Memo
 from tpcompiler.ir.names import fold_layers, layer_of
 from tpcompiler.ir.program import PlannedProgram, relax
 from tpcompiler.ir.sharding import Sharding
@@ -24,7 +25,6 @@ from tpcompiler.solver.problem import Problem
 from tpcompiler.solver.search import RETRIES, search, solve
 from tpcompiler.solver.solution import Layered, Solution
 from tpcompiler.solver.task import Fixed, Task
-from tpcompiler.solver.turn import Memo
 from tpcompiler.terminal.printed import format_bytes
 from tpcompiler.terminal.progress import counted
 
