@@ -146,19 +146,16 @@ class MeshTrials:
         return self._costs(mesh, found, made, least.total)
 
     def _place_within(self, mesh: Mesh, limit: int) -> tuple[Solution, Made, Memory]:
-        """Place without a limit; if that is too large for the first rank, within it. Return its least memory too."""
+        """Place within a limit; if nothing fits the first rank, without one. Return its least memory too."""
         over = {name: dataclasses.replace(each, mesh=mesh) for name, each in self.conversions.items()}
-        found, made = convert_programs(over)
-        least = measure_memory(found)
+        try:
+            found, made = convert_programs({name: each.with_asked(memory=limit) for name, each in over.items()})
+            least = measure_memory(found)
+        except TooLarge as error:
+            self.searches.update(error.searches)
+            found, made = convert_programs(over)
+            least = error.least
         self.searches.update(found.searches)
-        if least.total > limit:
-            try:
-                found, made = convert_programs({name: each.with_asked(memory=limit) for name, each in over.items()})
-                least = measure_memory(found)
-                self.searches.update(found.searches)
-            except TooLarge as error:
-                least = error.least
-                self.searches.update(error.searches)
         return found, made, least
 
     def _costs(self, mesh: Mesh, found: Solution, made: Made, least: int) -> MeshCosts:

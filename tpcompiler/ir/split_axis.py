@@ -23,10 +23,15 @@ def on_split_axis(program: PlannedProgram, axis: str, outer: int) -> PlannedProg
     """
     mesh = program.mesh.split(axis, outer)
     both = mesh.parts_of(axis)
-    graph = edit.copy_graph(program.graph)
-    for node in edit.calls(graph):
-        if node.target is pin:
-            node.meta[PIN] = node.meta[PIN].split_axis(axis, both)
+    pins = {
+        node.name: own
+        for node in edit.calls(program.graph)
+        if node.target is pin and (own := node.meta[PIN].split_axis(axis, both)) != node.meta[PIN]
+    }
+    graph = edit.copy_graph(program.graph) if pins else program.graph  # for which much is known
+    for node in edit.calls(graph) if pins else ():
+        if node.name in pins:
+            node.meta[PIN] = pins[node.name]
     inner = mesh.degree(both[1])
     text = f"{axis}={mesh.degree(axis)}: some weights in {outer} shares, each on {inner} ranks in a row"
     return replace(
