@@ -22,7 +22,7 @@ from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.passes.apply_plan import apply_plan
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.plan.plan import Plan
-from tpcompiler.solver import domain
+from tpcompiler.solver import build_problem, domain
 from tpcompiler.solver.estimate import measure_step_time
 from tpcompiler.solver.report import refuse_unplaced
 from tpcompiler.solver.search import PLACING, solve
@@ -107,6 +107,37 @@ def test_choices_are_found_until_no_op_has_a_new_one(monkeypatch: pytest.MonkeyP
     fewer, more_capped = solved()
     assert seconds < 0.99 * fewer
     assert more_capped > capped
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_planned", [True, False], ids=["plan", "auto"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt2", "llama_cached"])
+def test_no_op_has_a_choice_that_was_not_looked_for(
+    name: str, is_planned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only ops near a new choice are looked at again; if nothing were near another op, some choices would be missed."""
+    new, find, read = list[int](), domain.find_domain, domain._read_calls
+
+    def find_and_look_again(*args: Any) -> domain.Domain:
+        found = find(*args)
+        known = dict(found.strategies)
+        found.near = read(found.program.graph)[2]
+        found.stale = set(found.operands)
+        domain._settle_strategies(found)
+        new.append(sum(found.strategies[node] is not own for node, own in known.items()))
+        return found
+
+    def place() -> None:
+        plan = CASES[name].asked() if is_planned else "auto"
+        find_placements([*Request(exported(name), 4, plan, machine=read_machine("ideal")).conversions().values()])
+
+    monkeypatch.setattr(build_problem, "find_domain", find_and_look_again)
+    place()
+    assert len(new) > 0
+    assert not any(new)
+    monkeypatch.setattr(domain, "_read_calls", lambda graph: (*read(graph)[:2], {node: {node} for node in graph.nodes}))
+    place()
+    assert any(new)
 
 
 # A decoder, parallel blocks, experts, an encoder with packed and blocked heads, caches, and one head of keys beside
