@@ -226,9 +226,13 @@ def find_searched_plan(programs: Mapping[str, ArtifactProgram]) -> SearchedPlan 
 
 def _convert_again(program: ArtifactProgram, machine: Machine) -> ConvertedProgram | None:
     """Convert a program and those that share its weights; None if the search has chosen its placements."""
-    conversions, at, _ = _conversions(program, machine)
-    named = {str(number): conversion for number, conversion in enumerate(conversions)}
-    return None if conversions[at].plan.searches else convert_programs(named)[1][str(at)]
+
+    def convert() -> ConvertedProgram | None:
+        conversions, at, _ = _conversions(program, machine)
+        named = {str(number): conversion for number, conversion in enumerate(conversions)}
+        return None if conversions[at].plan.searches else convert_programs(named)[1][str(at)]
+
+    return program.known.once(("converted", machine), convert)
 
 
 def _conversions(program: ArtifactProgram, machine: Machine) -> tuple[list[Conversion], int, dict[str, str]]:
