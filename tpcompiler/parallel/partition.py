@@ -21,7 +21,7 @@ from tpcompiler.ir.rank_numbers import name_rank_numbers, numbers_of_rank
 from tpcompiler.ir.symm_mem import fitted_text
 from tpcompiler.passes.bucket_sums import bucket_sums
 from tpcompiler.passes.build_rank_program import Built, build_rank_program
-from tpcompiler.passes.fit_collectives import Fit, fit_collectives
+from tpcompiler.passes.fit_collectives import fit_collectives
 from tpcompiler.passes.localize_shapes import localize_shapes
 from tpcompiler.passes.lower_reshards import lines_of, lower_reshards
 from tpcompiler.passes.move_device import move_device
@@ -89,7 +89,7 @@ class Partition:
     def _finished(self, built: ExportedProgram) -> ExportedProgram:
         if self.fitted != "nccl":
             sizes = {name: len(ranks[0]) for name, ranks in self.groups().items()}
-            built = fit_collectives(built, Fit(sizes, self._is_wanted))
+            built = fit_collectives(built, sizes, self._is_wanted)
         return move_device(built, self.device_type)
 
     def _is_wanted(self, collective: fx.Node) -> bool:
