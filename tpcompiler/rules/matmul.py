@@ -11,8 +11,9 @@ from tpcompiler._torch import aten
 from tpcompiler.ir import edit
 from tpcompiler.ir.dim_sharding import Size
 from tpcompiler.ir.sizes import sym_quotient
+from tpcompiler.rules.infer import is_one
 from tpcompiler.rules.notation import RuleText
-from tpcompiler.rules.pointwise import broadcast, is_one
+from tpcompiler.rules.pointwise import broadcast
 from tpcompiler.rules.registry import op_rule
 
 BILINEAR = ((0,), (1,))
