@@ -13,9 +13,9 @@ from tpcompiler._torch import aten
 from tpcompiler.ir import edit
 from tpcompiler.ir.control_flow import read_bodies
 from tpcompiler.ir.exported import add_constant, copy_signature, rebuilt
-from tpcompiler.ir.local import is_contiguous
+from tpcompiler.ir.local import insert_call, is_contiguous
 from tpcompiler.ir.node_placement import CLAIM, claim_data, read_claim
-from tpcompiler.ir.symm_mem import ALL_REDUCE, ONE_SHOT, WAIT, insert_call
+from tpcompiler.ir.symm_mem import ALL_REDUCE, ONE_SHOT, WAIT
 
 # Limits of torch's one-shot kernel.
 DTYPES, ALIGNED_BYTES, MOST_RANKS = (torch.float32, torch.bfloat16), 4, 8
@@ -57,8 +57,8 @@ def fit_collectives(
         constants[name] = torch.zeros(max(value.numel() for value in values), dtype=values[0].dtype)
         buffer = add_constant(graph, signature, name, constants[name])
         for (first, wait), value in zip(pairs, values, strict=True):
-            part = insert_call(wait, aten.slice.Tensor, (buffer, 0, 0, value.numel()))
-            room = insert_call(wait, aten.view.default, (part, list(value.shape)))
+            part = insert_call(wait, aten.slice.Tensor, (buffer, 0, 0, value.numel()), "symm_mem")
+            room = insert_call(wait, aten.view.default, (part, list(value.shape)), "symm_mem")
             _reduce_over(room, first, wait)
     return rebuilt(program, graph, signature, constants)
 

@@ -35,7 +35,7 @@ from tpcompiler.frontend.written_back import hidden_bases, memory_of, updates_st
 from tpcompiler.ir import edit
 from tpcompiler.ir.draws import DROPOUTS
 from tpcompiler.ir.exported import copy_signature, rebuilt
-from tpcompiler.ir.local import fake_mode_of, key
+from tpcompiler.ir.local import fake_mode_of, key, same_layout
 from tpcompiler.terminal.progress import counted
 
 Values = dict[fx.Node, Any]
@@ -107,12 +107,8 @@ def _trace(node: fx.Node, op: Any, values: Sequence[Any], mode: FakeTensorMode, 
         return op(*args, **kwargs)
 
     with mode, torch.no_grad(), enable_python_dispatcher():
-        own = [  # a tracer identifies its inputs as objects
-            torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
-            if isinstance(v, torch.Tensor)
-            else v
-            for v in values
-        ]
+        # A tracer identifies its inputs as objects.
+        own = [same_layout(value) if isinstance(value, torch.Tensor) else value for value in values]
         graph = trace_ops(body, *own, table=table)
     for inner in graph.nodes:
         is_op = isinstance(inner.target, OpOverload)

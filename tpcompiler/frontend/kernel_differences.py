@@ -16,7 +16,7 @@ from tpcompiler.errors import UnsupportedError
 from tpcompiler.frontend.written_back import VIEWS, writes
 from tpcompiler.ir import edit
 from tpcompiler.ir.draws import RECURRENT
-from tpcompiler.ir.local import fake_mode_of, is_contiguous, memory_order
+from tpcompiler.ir.local import insert_call, is_contiguous, memory_order
 from tpcompiler.ir.sizes import statically_equal
 
 Tensor = torch.Tensor
@@ -110,11 +110,8 @@ def _spell_out_zeros(node: fx.Node) -> None:
 def _spell_out_memory(node: fx.Node) -> None:
     """Draw for a copy of the operand, in row-major memory."""
     (value,) = edit.operands(node)
-    dense = edit.insert_before(node, aten.clone.default, (value,), f"{node.name}_memory")
-    dense.kwargs = {"memory_format": torch.contiguous_format}
-    with fake_mode_of(node.graph):
-        edit.record(dense, edit.fake(value).clone(memory_format=torch.contiguous_format))
-    edit.replace_operand(node, 0, dense)
+    how, name = {"memory_format": torch.contiguous_format}, f"{node.name}_memory"
+    edit.replace_operand(node, 0, insert_call(node, aten.clone.default, (value,), name, **how))
 
 
 def _spell_out_copy(node: fx.Node) -> None:
@@ -123,10 +120,7 @@ def _spell_out_copy(node: fx.Node) -> None:
     if is_contiguous(edit.fake(target)):
         steps.append((aten.contiguous.default,))
     for op, *rest in steps:
-        call = edit.insert_before(node, op, (source, *rest), f"{node.name}_source")
-        with fake_mode_of(node.graph):
-            edit.record(call, op(*(edit.fake(arg) if isinstance(arg, fx.Node) else arg for arg in call.args)))
-        source = call
+        source = insert_call(node, op, (source, *rest), f"{node.name}_source")
     edit.replace_operand(node, 1, source)
 
 
