@@ -302,7 +302,7 @@ def _share_of_experts(node: fx.Node) -> float:
 
 def _chosen_by_token(ends: fx.Node) -> int:
     """Return how many experts a token uses: k of the nearest topk that the groups' ends depend on, or 1."""
-    topk = next((node for node in edit.nodes_behind(ends) if op_name(node) == "topk"), None)
+    topk = next((node for node in edit.nodes_behind([ends]) if op_name(node) == "topk"), None)
     return int(edit.arguments(topk).k) if topk is not None else 1
 
 
