@@ -74,29 +74,12 @@ def decompose_calls(program: ExportedProgram, how: Mapping[Any, Any], table: Map
         return writer.written()
 
 
-class _Bodies:
-    """The decompositions of calls, as graphs from the values that a call reads to its results."""
-
-    def __init__(self, mode: FakeTensorMode, table: Mapping[Any, Any]) -> None:
-        self.mode, self.table = mode, table
-        self.known: dict[Any, fx.Graph] = {}
-
-    def find(self, node: fx.Node, op: Any, operands: Sequence[fx.Node]) -> fx.Graph:
-        """Return the decomposition of a call of `op` with a node's arguments, its inputs being these operands.
-
-        Raises:
-            NotSimple: it creates tensors, writes in place or has control flow, or an operand is a conjugated view.
-        """
-        number = {used: at for at, used in enumerate(node.all_input_nodes)}
-        args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda used: ("node", number[used]))
-        call = op, key(args), key(operands)
-        if call not in self.known:
-            values = [edit.fake(each) for each in operands]
-            self.known[call] = _trace(node, op, values, self.mode, self.table)
-        return self.known[call]
-
-
 def _trace(node: fx.Node, op: Any, values: Sequence[Any], mode: FakeTensorMode, table: Mapping[Any, Any]) -> fx.Graph:
+    """Return the decomposition of a call of `op` with a node's arguments, its inputs having these values.
+
+    Raises:
+        NotSimple: it creates tensors, writes in place or has control flow, or an operand is a conjugated view.
+    """
     inputs = node.all_input_nodes
     if any(isinstance(v, torch.Tensor) and (v.is_conj() or v.is_neg()) for v in values):
         raise NotSimple(node.name)
@@ -123,7 +106,7 @@ class _Simplifier:
     def __init__(self, program: ExportedProgram, how: Mapping[Any, Any], table: Mapping[Any, Any]) -> None:
         self.program, self.how, self.table = program, how, table
         self.graph, self.mode = fx.Graph(), fake_mode_of(program.graph)
-        self.bodies = _Bodies(self.mode, table)
+        self.bodies: dict[Any, fx.Graph] = {}  # the decompositions of calls
         self.sizes: dict[Any, fx.Node] = {}
         self.results: dict[Any, Any] = {}
         self.seen: dict[Any, Any] = {}  # the shapes of results, by call
@@ -220,14 +203,14 @@ class _Simplifier:
         if not isinstance(result, fx.Node) or _shapes(edit.fake(result)) != _shapes(edit.fake(target)):
             raise NotSimple(node.name)
         owner = target
-        while self.names_of(owner).isdisjoint(memory := _own_memory(owner)):
-            view = next((each for each in self.names_of(owner) if each.target in SCATTERS), None)
+        while self.places[owner].isdisjoint(memory := _own_memory(owner)):
+            view = next((each for each in self.places[owner] if each.target in SCATTERS), None)
             if view is None:
                 raise NotSimple(node.name)
             result, owner = self.put_back(node, view, result, env), view.all_input_nodes[0]
         if key(edit.fake(result)) != key(edit.fake(owner)):
             raise NotSimple(node.name)
-        names = set(self.names_of(owner))
+        names = set(self.places[owner])
         env.update(dict.fromkeys(names, result))
         self.overwritten |= names
         self.put(node, target)
@@ -245,10 +228,6 @@ class _Simplifier:
         self.order[node] = len(self.order)
         self.places[node] = self.places.get(value, set())
         self.places[node].add(node)
-
-    def names_of(self, value: fx.Node) -> set[fx.Node]:
-        """Return the nodes that stand for the same tensor."""
-        return self.places[value]
 
     def put_back(self, node: fx.Node, view: fx.Node, part: fx.Node, env: Values) -> fx.Node:
         """Return what this is a view of, with another part in its place."""
@@ -305,11 +284,14 @@ class _Simplifier:
             if op is aten.item.default:
                 return self.keep(node, aten._local_scalar_dense.default, env)
             raise NotSimple(node.name)  # a new trace would rename data-dependent sizes
-        inputs = node.all_input_nodes
-        body = self.bodies.find(node, op, [env[used] for used in inputs])
-        copies: Values = dict(
-            zip((n for n in body.nodes if n.op == "placeholder"), (env[i] for i in inputs), strict=True)
-        )
+        number = {used: at for at, used in enumerate(node.all_input_nodes)}
+        operands = [env[used] for used in number]
+        args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda used: ("node", number[used]))
+        call = op, key(args), key(operands)
+        if call not in self.bodies:
+            self.bodies[call] = _trace(node, op, list(map(edit.fake, operands)), self.mode, self.table)
+        body = self.bodies[call]
+        copies: Values = dict(zip(body.find_nodes(op="placeholder"), operands, strict=True))
         for inner in body.nodes:
             if inner.op == "call_function":
                 args, kwargs = fx.node.map_arg((inner.args, dict(inner.kwargs)), lambda used: copies[used])
