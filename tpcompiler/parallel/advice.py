@@ -27,7 +27,7 @@ from tpcompiler.ir.names import modules_around
 from tpcompiler.ir.node_placement import placement_of, reshard_of
 from tpcompiler.ir.program import PIN, PlacedProgram, PlannedProgram, relax, reshard, tied
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.parallel.conversion import Conversion, unseen
+from tpcompiler.parallel.conversion import UNSEEN, Conversion
 from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.passes.place import place
 from tpcompiler.plan.plan import Plan, PlanEntry
@@ -298,7 +298,7 @@ def find_searched_plan(conversions: Sequence[Conversion], found: Solution) -> Se
     if found.mesh.world_size == 1 or any(own.plan.searches for own in conversions) or left <= MOST_WHOLE * total:
         return None
     held = sum(measure_leaves(found).values())
-    free = [replace(own, plan=Plan().with_search(), after=unseen) for own in conversions]
+    free = [replace(own, plan=Plan().with_search(), after=UNSEEN) for own in conversions]
     asked = conversions[0].asked
     limit = conversions[0].machine.usable_memory if asked.memory is None else asked.memory
     goals: Sequence[Goal] = (asked.optimize, "memory") if _could_be_faster(found) else ("memory",)
