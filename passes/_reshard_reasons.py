@@ -117,8 +117,7 @@ def keep(
     """
     rule, options = rule_of(node), list[Option]()
     if rule is not None and despite:
-        factors_made = {factor for term in rule.pattern.outputs for dim in term for factor in dim}
-        rule = replace(rule, pattern=replace(rule.pattern, whole=rule.pattern.whole - factors_made))
+        rule = replace(rule, pattern=replace(rule.pattern, whole=rule.pattern.whole - rule.made))
     for index, sharding in enumerate(have if rule is not None else ()):
         assert rule is not None
         if sharding.cut_axes:

@@ -269,9 +269,8 @@ def _mixes(node: fx.Node, own: Sequence[_Counts]) -> bool:
 
 def _is_reduced(rule: Rule, own: Sequence[frozenset[int]]) -> bool:
     """Return True if dims that count the batch have factors, and no result has one of them."""
-    kept = {factor for term in rule.pattern.outputs for dim in term for factor in dim}
     terms = [term[dim] for term, dims in zip(rule.pattern.inputs, own, strict=True) for dim in dims]
-    return any(terms) and not any(kept.intersection(term) for term in terms)
+    return any(terms) and not any(rule.made.intersection(term) for term in terms)
 
 
 def _factors(rule: Rule, own: Sequence[frozenset[int]]) -> set[str]:
