@@ -36,6 +36,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.draws import DROPOUTS
 from tpcompiler.ir.exported import copy_signature, rebuilt
 from tpcompiler.ir.local import fake_mode_of, key, same_layout
+from tpcompiler.ir.shared_memory import find_shared
 from tpcompiler.terminal.progress import counted
 
 Values = dict[fx.Node, Any]
@@ -123,9 +124,10 @@ class _Simplifier:
         signature = copy_signature(self.program.graph_signature)
         targets = {spec.arg.name: spec for spec in signature.input_specs}
         overwritten = [node for node in self.given if node in self.overwritten]
+        shared = {name for pair in find_shared(all_tensors(self.program)) for name in pair} if overwritten else ()
         for node in overwritten:
             spec = targets[node.name]
-            if spec.kind is not InputKind.BUFFER or _share_memory(self.program, str(spec.target)):
+            if spec.kind is not InputKind.BUFFER or spec.target in shared:
                 raise NotSimple(node.name)
         user_outputs = [
             dataclasses.replace(spec, arg=dataclasses.replace(spec.arg, name=value.name))
@@ -383,26 +385,6 @@ def _own_memory(value: fx.Node) -> set[fx.Node]:
     source = value.args[0] if value.target is operator.getitem else None
     is_result = isinstance(source, fx.Node) and isinstance(source.target, OpOverload) and memory == {source}
     return memory | {value} if is_result else memory
-
-
-def _share_memory(program: ExportedProgram, name: str) -> bool:
-    """Return True if another leaf shares memory with this one."""
-    values = all_tensors(program)
-    ranges = {
-        each: (value.untyped_storage()._cdata, *_span(value))
-        for each, value in values.items()
-        if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
-    }
-    if name not in ranges:
-        return False
-    own, first, last = ranges.pop(name)
-    return any(memory == own and begin <= last and first <= end for memory, begin, end in ranges.values())
-
-
-def _span(value: torch.Tensor) -> tuple[int, int]:
-    """Return the offsets of the first and the last element in memory."""
-    reach = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    return int(value.storage_offset()), int(value.storage_offset() + reach)
 
 
 def _has_fixed_sizes(value: Any) -> bool:
