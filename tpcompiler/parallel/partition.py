@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 from os.path import basename
 from typing import Any
@@ -31,26 +32,20 @@ from tpcompiler.runtime.records import Collective, Collectives
 from tpcompiler.terminal.printed import format_bytes
 
 
+@dataclass(eq=False)
 class Partition:
     """The programs of all ranks; parts that are equal for several ranks are made once."""
 
-    def __init__(
-        self, program: PlacedProgram, device_type: str, fitted: Collectives, machine: Machine, limit: int | None
-    ) -> None:
-        """`machine` decides where symmetric memory is faster, if `fitted` is "auto".
-
-        `limit` is on the bytes of a rank's inputs and activations.
-        """
-        self.program = program
-        self.machine = machine
-        self.device_type = device_type
-        self.fitted = fitted
-        self.limit = limit
-        self._traces: dict[Any, Any] = {}
-        self._results: dict[Any, Any] = {}
-        self._built: Built = {}
-        self._hollow: Hollow = {}
-        self._local: dict[tuple[int, ...], LocalProgram] = {}
+    program: PlacedProgram
+    device_type: str
+    fitted: Collectives
+    machine: Machine  # decides where symmetric memory is faster, if `fitted` is "auto"
+    limit: int | None  # on the bytes of a rank's inputs and activations
+    _traces: dict[Any, Any] = field(default_factory=dict)
+    _results: dict[Any, Any] = field(default_factory=dict)
+    _built: Built = field(default_factory=dict)
+    _hollow: Hollow = field(default_factory=dict)
+    _local: dict[tuple[int, ...], LocalProgram] = field(default_factory=dict)
 
     @cached_property
     def classes(self) -> list[tuple[int, ...]]:
