@@ -25,7 +25,7 @@ from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.names import fold_layers
 from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.ir.sizes import statically_equal, sym_quotient
+from tpcompiler.ir.sizes import are_equal, sym_quotient
 from tpcompiler.passes._expert_rows import ExpertRows, find_matmuls, find_routes, find_tables, leaf_behind
 from tpcompiler.passes.regions.attend_in_turns import ATTENTION, STEPS, misfit
 from tpcompiler.plan.plan import Plan
@@ -179,9 +179,7 @@ def _has_shares(members: Sequence[fx.Node], given: Set[fx.Node], ranks: int) -> 
         return False
     first, *others = (edit.shape(value) for value in (*given, *made))
     return (
-        len(first) == 3
-        and sym_quotient(first[1], ranks) is not None
-        and all(len(each) == len(first) and all(map(statically_equal, each, first)) for each in others)
+        len(first) == 3 and sym_quotient(first[1], ranks) is not None and all(are_equal(each, first) for each in others)
     )
 
 

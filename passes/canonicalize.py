@@ -34,7 +34,7 @@ from tpcompiler.ir.control_flow import read_bodies
 from tpcompiler.ir.draws import RECURRENT, draws, draws_for_a_shape, remove_unused
 from tpcompiler.ir.local import fake_mode_of, insert_call, is_contiguous, memory_order, no_new_guards
 from tpcompiler.ir.program import CanonicalProgram
-from tpcompiler.ir.sizes import statically_equal
+from tpcompiler.ir.sizes import are_equal, statically_equal
 from tpcompiler.rules.registry import ops_with_rules
 from tpcompiler.rules.structure import is_cut_again
 
@@ -281,8 +281,7 @@ def _dim_that_counts(index: fx.Node | None, size: Any) -> int | None:
 def _changes_nothing(node: fx.Node) -> bool:
     if node.target is not aten.slice.Tensor:
         return node.target is aten.add.Tensor and bool(node.args[1] == 0)
-    sizes = zip(edit.shape(node), edit.shape(edit.operands(node)[0]), strict=True)
-    return all(statically_equal(*pair) for pair in sizes)
+    return are_equal(edit.shape(node), edit.shape(edit.operands(node)[0]))
 
 
 def _split_by_sizes(graph: fx.Graph) -> None:

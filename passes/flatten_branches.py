@@ -17,7 +17,7 @@ from tpcompiler.ir.local import fake_result, insert_call, no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import layer_of, weight_of
 from tpcompiler.ir.program import BOTH, UNCUT, CanonicalProgram
-from tpcompiler.ir.sizes import statically_equal
+from tpcompiler.ir.sizes import are_equal
 from tpcompiler.ir.text import value_text
 from tpcompiler.passes.apply_plan import names_of
 from tpcompiler.plan.plan import Plan, PlanEntry
@@ -153,8 +153,7 @@ def _as_scalar(predicate: fx.Node) -> Iterator[tuple[Any, tuple[Any, ...]]]:
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    same = (one.dtype, one.ndim, one.device) == (other.dtype, other.ndim, other.device)
-    return same and all(map(statically_equal, one.shape, other.shape))
+    return (one.dtype, one.device) == (other.dtype, other.device) and are_equal(one.shape, other.shape)
 
 
 def _name_layers(graph: fx.Graph, leaves: dict[fx.Node, str], inserted: set[fx.Node]) -> None:

@@ -21,7 +21,7 @@ from tpcompiler.ir.local import fake_mode_of, fake_result, insert_call, is_conti
 from tpcompiler.ir.node_placement import PLACEMENT, NodePlacement, has_reshard, placement_of, write_call
 from tpcompiler.ir.program import GLOBAL, LocalProgram, LoweredProgram
 from tpcompiler.ir.rank_numbers import read_number
-from tpcompiler.ir.sizes import statically_equal, sym_quotient
+from tpcompiler.ir.sizes import are_equal, sym_quotient
 from tpcompiler.terminal.progress import counted
 
 Results = dict[Any, Any]
@@ -255,7 +255,7 @@ def _check(node: fx.Node, mark: NodePlacement, whole: Any, program: LoweredProgr
     expected = [t for t in wholes if isinstance(t, torch.Tensor)]
     for value, sharding, local in zip(expected, mark.shardings, edit.outputs(node), strict=True):
         claimed = sharding.local_shape(value.shape, program.mesh, here)
-        if len(claimed) != local.ndim or not all(map(statically_equal, claimed, local.shape)):
+        if not are_equal(claimed, local.shape):
             raise InternalError(
                 f"'{node.name}' ({node.target}) on {ranks} is {list(local.shape)}, but its sharding "
                 f"{sharding.text(program.mesh)} of {list(value.shape)} says {list(claimed)}",

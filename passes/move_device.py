@@ -15,7 +15,7 @@ from tpcompiler.ir.control_flow import change_bodies, read_bodies
 from tpcompiler.ir.exported import rebuilt
 from tpcompiler.ir.local import fake_mode_of, fake_result, key, no_new_guards
 from tpcompiler.ir.node_placement import read_claim
-from tpcompiler.ir.sizes import statically_equal
+from tpcompiler.ir.sizes import are_equal
 from tpcompiler.rules.attention import CPU_KERNEL, CUDA_KERNEL
 
 Call = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
@@ -92,7 +92,7 @@ def _change_kernel(node: fx.Node, call: Call, mode: FakeTensorMode) -> None:
     results = list(fake_result(node))
     with mode:
         # torch does not prove that a dynamic size needs no padding
-        if not all(map(statically_equal, results[1].shape, sums.shape)):
+        if not are_equal(results[1].shape, sums.shape):
             results[1] = results[1].new_empty(sums.shape)
     edit.record(node, tuple(results))
     for part in list(node.users):

@@ -17,7 +17,7 @@ from tpcompiler.frontend.written_back import VIEWS, writes
 from tpcompiler.ir import edit
 from tpcompiler.ir.draws import RECURRENT
 from tpcompiler.ir.local import insert_call, is_contiguous, memory_order
-from tpcompiler.ir.sizes import statically_equal
+from tpcompiler.ir.sizes import are_equal
 
 Tensor = torch.Tensor
 MEAN, SUM = 1, 2  # reductions of a loss
@@ -128,8 +128,8 @@ def _is_another(node: fx.Node) -> bool:
     if node.target is not aten.copy_.default:
         return False
     target, source = (edit.fake(each) for each in edit.operands(node))
-    same = target.ndim == source.ndim and all(map(statically_equal, target.shape, source.shape))
-    return not same or target.dtype != source.dtype or (is_contiguous(target) and not is_contiguous(source))
+    is_same = target.dtype == source.dtype and are_equal(target.shape, source.shape)
+    return not is_same or (is_contiguous(target) and not is_contiguous(source))
 
 
 def _multilabel_margin(x: Tensor, target: Tensor, reduction: int = MEAN) -> tuple[Tensor, Tensor]:

@@ -135,8 +135,7 @@ class _JointWriter:
         """Write the placeholders of the program, in its order."""
         held = {input_key(node): node for node in self.joint.nodes if node.op == "placeholder"}
         given = 0
-        placeholders = (node for node in self.program.graph.nodes if node.op == "placeholder")
-        for node, spec in zip(placeholders, self.program.graph_signature.input_specs, strict=True):
+        for node, spec in edit.placeholders(self.program):
             copied = edit.add_input(self.graph, node.name)
             copied.meta = dict(node.meta)
             key: Key = str(spec.target)

@@ -21,7 +21,7 @@ from tpcompiler._torch import OpOverload, aten, sym_expr, tree_flatten
 from tpcompiler.errors import RuleError
 from tpcompiler.ir import edit
 from tpcompiler.ir.program import CanonicalProgram, results_of
-from tpcompiler.ir.sizes import statically_equal
+from tpcompiler.ir.sizes import are_equal, statically_equal
 from tpcompiler.rules.notation import Dim, Joined, Rule
 from tpcompiler.rules.registry import rule_of
 
@@ -244,8 +244,7 @@ class _Trial:
 
 def _is_whole(node: fx.Node) -> bool:
     """Return True for a slice of a whole dim."""
-    sizes = zip(edit.shape(node), edit.shape(edit.operands(node)[0]), strict=True)
-    return all(statically_equal(size, other) for size, other in sizes)
+    return are_equal(edit.shape(node), edit.shape(edit.operands(node)[0]))
 
 
 def _dims_of_ones(node: fx.Node, dims: frozenset[int]) -> frozenset[int]:
