@@ -15,12 +15,10 @@ import torch
 from torch import Tensor, fx
 
 from tpcompiler._torch import aten
-from tpcompiler.ir import edit
 from tpcompiler.ir.sizes import sym_quotient
 from tpcompiler.rules.notation import RuleText
-from tpcompiler.rules.reductions import linear_cast
+from tpcompiler.rules.reductions import linear_cast, softmax
 from tpcompiler.rules.registry import op_rule, op_variant
-from tpcompiler.rules.structure import dims_text
 from tpcompiler.rules.variants import Pieces, count_along, widen
 
 SCANS = aten.cumsum, aten.cumprod, aten.logcumsumexp, aten.cummax, aten.cummin
@@ -29,11 +27,7 @@ SCANS = aten.cumsum, aten.cumprod, aten.logcumsumexp, aten.cummax, aten.cummin
 @op_rule(*(op.default for op in SCANS), shards="any")
 def scan(node: fx.Node) -> RuleText:
     """ "d0 d1! -> d0 d1!", and positions, which count within a line. Only a running sum is linear."""
-    (operand,) = edit.operands(node)
-    ndim = edit.ndim(operand)
-    text = dims_text(ndim, {edit.arguments(node).dim % ndim} if ndim else ())
-    results = ", ".join([text] * len(edit.outputs(node)))
-    return RuleText(f"{text} -> {results}", linear=linear_cast(node) if node.target is aten.cumsum.default else ())
+    return RuleText(softmax(node), linear=linear_cast(node) if node.target is aten.cumsum.default else ())
 
 
 def _scanned_extrema(
