@@ -237,8 +237,9 @@ class _Order:
         return self.count > 1 and is_rising and self._is(edit.operands(self.calls[0])[2], ends)
 
     def find_route(self) -> Route | None:
-        rows = {self.calls[-1]}
-        for node in _after(self.calls[-1]):
+        node, rows = self.calls[-1], {self.calls[-1]}
+        while node.op != "output":
+            node = node.next
             taken = rows.intersection(node.all_input_nodes)
             if not taken:
                 continue
@@ -248,8 +249,6 @@ class _Order:
                 if found is None or not rows <= {*found.steps}:
                     return None
                 return Route(found, self.ids, self.experts, node, last, repeats)
-            if node.op == "output":
-                return None
             rows.add(node)
         return None
 
@@ -306,12 +305,6 @@ def _value(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
             args, kwargs = tree_map(lambda a: "cpu" if isinstance(a, torch.device) else a, (args, kwargs))
             known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
     return known[node]
-
-
-def _after(node: fx.Node) -> Iterator[fx.Node]:
-    while node.op != "output":
-        node = node.next
-        yield node
 
 
 def _row_index(node: fx.Node) -> fx.Node | None:

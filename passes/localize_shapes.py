@@ -61,7 +61,7 @@ def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
             call = write_call(node) if mark is not None and not lowered and _may_change(mark) else None
             resized = mark is not None and not lowered and _localize_sizes(node, mark, program)
             if node.target is aten.sym_size.int and mark is not None and not lowered:
-                _multiply(node, _degree(node, mark, program))
+                _read_whole_size(node, mark, program)
             if mark is not None and mark.local is not None:
                 parts = list(node.users) if isinstance(whole, (tuple, list)) else [node]
                 replaced.update(parts)
@@ -124,15 +124,11 @@ def _localize_sizes(node: fx.Node, mark: NodePlacement, program: LoweredProgram)
     return changed or bool(mark.counts)
 
 
-def _degree(node: fx.Node, mark: NodePlacement, program: LoweredProgram) -> int:
-    """Return the factor by which a shard's size, as `sym_size` reads it, is smaller than the global size."""
+def _read_whole_size(node: fx.Node, mark: NodePlacement, program: LoweredProgram) -> None:
+    """Multiply a size that `sym_size` reads off a shard by the degree, because sizes keep their global meaning."""
     _, dim = node.args
     assert isinstance(dim, int)
-    return program.mesh.size(mark.wants[0].dims[dim].axes)
-
-
-def _multiply(node: fx.Node, degree: int) -> None:
-    """Multiply a size read off a shard by the degree, because sizes keep their global meaning."""
+    degree = program.mesh.size(mark.wants[0].dims[dim].axes)
     if degree == 1:
         return
     whole = edit.insert_after(node, operator.mul, (node, degree), "global_size")
