@@ -15,7 +15,7 @@ from tpcompiler.ir.dim_sharding import DimSharding
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.region import Region
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.ir.sizes import statically_equal
+from tpcompiler.ir.sizes import are_equal, statically_equal
 from tpcompiler.rules.infer import Refusal, follow, shardings
 from tpcompiler.rules.registry import rule_of
 
@@ -149,7 +149,7 @@ class DistinctHeads:
 
     def _constant(self, index: fx.Node) -> Any:
         """Return the numbers of a value that depends on constants alone."""
-        behind, values = {index, *edit.nodes_behind(index)}, dict[fx.Node, Any](self.constants)
+        behind, values = edit.nodes_behind([index]), dict[fx.Node, Any](self.constants)
         if any(node.op != "call_function" and node not in values for node in behind):
             return None
         for node in (node for node in index.graph.nodes if node in behind and node not in values):
@@ -189,7 +189,7 @@ class DistinctHeads:
 
 def _resize(op: Any, have: Sequence[Any], want: Sequence[Any]) -> Callable[[Tensor], Tensor] | None:
     """Return code for a change of shape, of which one dynamic size may be none of the sizes before."""
-    if len(have) == len(want) and all(map(statically_equal, have, want)):
+    if are_equal(have, want):
         return lambda value: value
     known = [next((at for at, size in enumerate(have) if statically_equal(size, new)), -1) for new in want]
     inferred = [at for at, new in zip(known, want, strict=True) if isinstance(new, torch.SymInt) and at < 0]

@@ -206,7 +206,7 @@ def find_routes(graph: fx.Graph) -> Iterator[Route]:
 
 def _find_order(calls: list[fx.Node]) -> _Order | None:
     """Return the order of the rows of grouped matmuls, if they are sorted by expert."""
-    sort = next((node for node in edit.nodes_behind(edit.operands(calls[0])[0]) if node.target in SORTS), None)
+    sort = next((node for node in edit.nodes_behind(edit.operands(calls[0])[:1]) if node.target in SORTS), None)
     experts = edit.shape(edit.operands(calls[0])[1])[0]
     if sort is None or edit.ndim(edit.operands(sort)[0]) != 1 or not isinstance(experts, int):
         return None
@@ -237,8 +237,9 @@ class _Order:
         return self.count > 1 and is_rising and self._is(edit.operands(self.calls[0])[2], ends)
 
     def find_route(self) -> Route | None:
-        rows = {self.calls[-1]}
-        for node in _after(self.calls[-1]):
+        node, rows = self.calls[-1], {self.calls[-1]}
+        while node.op != "output":
+            node = node.next
             taken = rows.intersection(node.all_input_nodes)
             if not taken:
                 continue
@@ -248,8 +249,6 @@ class _Order:
                 if found is None or not rows <= {*found.steps}:
                     return None
                 return Route(found, self.ids, self.experts, node, last, repeats)
-            if node.op == "output":
-                return None
             rows.add(node)
         return None
 
@@ -287,15 +286,16 @@ class _Order:
         """Return True if a value is this one in each of the trials."""
         try:
             values = [_value(node, trial) for trial in self.trials]
-        except _Unknown:
+        except LookupError:
             return False
         return all(torch.equal(value.long(), each.long()) for value, each in zip(values, wanted, strict=True))
 
 
 def _value(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+    """Return a value that depends on known ones alone; raise a LookupError for another one."""
     if node not in known:
         if node.op != "call_function":
-            raise _Unknown
+            raise LookupError(node.name)
         if isinstance(edit.fake(node), int | torch.SymInt):
             known[node] = sym_hint(edit.fake(node))
         else:
@@ -305,16 +305,6 @@ def _value(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
             args, kwargs = tree_map(lambda a: "cpu" if isinstance(a, torch.device) else a, (args, kwargs))
             known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
     return known[node]
-
-
-class _Unknown(Exception):
-    """The value does not depend on the experts alone."""
-
-
-def _after(node: fx.Node) -> Iterator[fx.Node]:
-    while node.op != "output":
-        node = node.next
-        yield node
 
 
 def _row_index(node: fx.Node) -> fx.Node | None:

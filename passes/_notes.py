@@ -72,7 +72,7 @@ def _cuts(program: PlacedProgram) -> tuple[Note, ...]:
         if first_of[leaf.name] != leaf.name:
             continue
         phrases = []
-        if any(_is_special(cut) for cut in sharding.dims):
+        if not all(cut.is_plain for cut in sharding.dims):
             text = sharding.text(mesh)
             phrases.append(f"{text} ({describe_sharding(text, mesh)})")
         phrases += [
@@ -128,7 +128,3 @@ def _dealt(cut: DimSharding, value: torch.Tensor, dim: int, mesh: Mesh) -> Itera
 def _counted(kind: Literal["cut", "shared", "whole"], texts: Counter[str]) -> tuple[Note, ...]:
     """Make a note of each text, with the number of leaves that have it."""
     return tuple(Note(kind, f"{text} (x {count})" if count > 1 else text) for text, count in texts.items())
-
-
-def _is_special(cut: DimSharding) -> bool:
-    return bool(cut.parts) or any(level.block or level.unit > 1 for level in cut.levels)

@@ -104,8 +104,8 @@ def find_demand(
 
 def _changed(value: fx.Node, have: Sharding, asked: Constraint, mesh: Mesh) -> int:
     """Return the bytes of a value that a pin changes."""
-    want, tensor = asked.apply(have), edit.fake(value)
-    return reshard_wire_bytes(have, want, tensor.shape, tensor.element_size(), mesh) if have.cut_axes else 0
+    want = asked.apply(have)
+    return sent_bytes(value, have, want, mesh) if have.cut_axes else 0
 
 
 def keep(
@@ -117,8 +117,7 @@ def keep(
     """
     rule, options = rule_of(node), list[Option]()
     if rule is not None and despite:
-        factors_made = {factor for term in rule.pattern.outputs for dim in term for factor in dim}
-        rule = replace(rule, pattern=replace(rule.pattern, whole=rule.pattern.whole - factors_made))
+        rule = replace(rule, pattern=replace(rule.pattern, whole=rule.pattern.whole - rule.made))
     for index, sharding in enumerate(have if rule is not None else ()):
         assert rule is not None
         if sharding.cut_axes:
@@ -133,7 +132,7 @@ def keep(
     if isinstance(both, Refusal):
         return both
     pairs = zip(edit.operands(node), both[0], have, strict=True)
-    same = all(not _wire_bytes(value, own.without_partial, want, mesh) for value, want, own in pairs)
+    same = all(not sent_bytes(value, own.without_partial, want, mesh) for value, want, own in pairs)
     return both[1] if same else Refusal(OTHERS)
 
 
@@ -163,6 +162,7 @@ def completed_sum(change: fx.Node, met: set[fx.Node]) -> fx.Node | None:
     return None
 
 
-def _wire_bytes(value: fx.Node, have: Sharding, want: Sharding, mesh: Mesh) -> int:
+def sent_bytes(value: fx.Node, have: Sharding, want: Sharding, mesh: Mesh) -> int:
+    """Return the least wire bytes per rank of a change of a value's sharding."""
     tensor = edit.fake(value)
     return reshard_wire_bytes(have, want, tensor.shape, tensor.element_size(), mesh)

@@ -25,9 +25,9 @@ from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.names import fold_layers
 from tpcompiler.ir.program import PlannedProgram
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.ir.sizes import statically_equal, sym_quotient
+from tpcompiler.ir.sizes import are_equal, sym_quotient
 from tpcompiler.passes._expert_rows import ExpertRows, find_matmuls, find_routes, find_tables, leaf_behind
-from tpcompiler.passes.regions.attend_in_turns import ATTENTION, STEPS, axis_of_turns, misfit
+from tpcompiler.passes.regions.attend_in_turns import ATTENTION, STEPS, misfit
 from tpcompiler.plan.plan import Plan
 from tpcompiler.plan.styles import STYLES
 from tpcompiler.rules.registry import rule_of
@@ -74,7 +74,7 @@ def find_experts(found: Solution) -> Iterator[tuple[str, str]]:
     for placed in _Placed.all(found):
         program, style = placed.program, STYLES["grouped_gemm"]
         mesh, fqns = program.mesh, dict(program.leaves())
-        axis = style.axis if style.axis in mesh.names else mesh.model_axis
+        axis = style.axis_on(mesh)
         ranks = mesh.degree(axis)
         for own in find_matmuls(program.graph) if ranks > 1 and not mesh.is_unequal([axis]) else ():
             matrices = [leaf_behind(edit.operands(call)[1]) for call in own.calls]
@@ -104,7 +104,7 @@ def find_dispatch(found: Solution) -> Iterator[tuple[str, str]]:
     style = STYLES["dispatch_experts"]
     for placed in _Placed.all(found):
         program, mesh = placed.program, placed.program.mesh
-        axis, fqns = style.axis if style.axis in mesh.names else mesh.model_axis, dict(program.leaves())
+        axis, fqns = style.axis_on(mesh), dict(program.leaves())
         inputs = (program.constraints[node.name].sharding for node in program.user_inputs())
         is_cut = (
             not mesh.is_unequal([axis]) and mesh.degree(axis) > 1 and any(axis in sharding.axes for sharding in inputs)
@@ -179,9 +179,7 @@ def _has_shares(members: Sequence[fx.Node], given: Set[fx.Node], ranks: int) -> 
         return False
     first, *others = (edit.shape(value) for value in (*given, *made))
     return (
-        len(first) == 3
-        and sym_quotient(first[1], ranks) is not None
-        and all(len(each) == len(first) and all(map(statically_equal, each, first)) for each in others)
+        len(first) == 3 and sym_quotient(first[1], ranks) is not None and all(are_equal(each, first) for each in others)
     )
 
 
@@ -213,7 +211,7 @@ def find_attention(found: Solution, device: str) -> Iterator[tuple[str, str]]:
     """Yield the modules that attend over sharded steps, if memory is short."""
     for placed in _Placed.all(found) if found.lacks_memory else ():
         program = placed.program
-        axis = axis_of_turns(program.mesh)
+        axis = STYLES["attend_in_turns"].axis_on(program.mesh)
         if program.mesh.degree(axis) == 1 or program.mesh.is_unequal([axis]):
             continue
         modules: dict[str, list[bool]] = {}

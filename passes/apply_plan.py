@@ -23,7 +23,7 @@ from tpcompiler.ir.leaf_values import LeafValues
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import fold_layers, layer_of, modules_around, weight_of
 from tpcompiler.ir.placements import PlacementSpec
-from tpcompiler.ir.program import DISPATCH, PIN, UNCUT, CanonicalProgram, Dispatch, Note, PlannedProgram, pin, tied
+from tpcompiler.ir.program import DISPATCH, PIN, UNCUT, AxisRequest, CanonicalProgram, Note, PlannedProgram, pin, tied
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.shares import fitted
 from tpcompiler.ir.text import value_text
@@ -97,9 +97,8 @@ def apply_plan(
                 _refuse_two(constraints[shared], found[shared], what)
         constraints.update(found)
         if entry.style.dispatches:
-            axis = entry.style.axis if entry.style.axis in mesh.names else mesh.model_axis
             for fqn in (each.leaf for each in found.values()):
-                leaves[fqn].meta[DISPATCH] = Dispatch(axis, entry.where)
+                leaves[fqn].meta[DISPATCH] = AxisRequest(entry.style.axis_on(mesh), entry.where)
         named.update(dict.fromkeys(found, name))
         if entry.style.cut and not weight:
             undecided |= {n.name: Constraint(AsUsed(), entry.where, fqn) for fqn, n in own.items()}
@@ -361,8 +360,7 @@ def _find_constraints(
     for fqn, node in inside.items():
         ndim = edit.ndim(node)
         if style.placement is not None:
-            axis = style.axis if style.axis in mesh.names else mesh.model_axis
-            spec = style.placement if isinstance(style.placement, Mapping) else {axis: style.placement}
+            spec = style.placement if isinstance(style.placement, Mapping) else {style.axis_on(mesh): style.placement}
             if len(weight) > 1 and fqn != largest:
                 spec = _of_part(spec, edit.fake(node))
             sharding = Sharding.of(spec, mesh, ndim, f"'{fqn}'", entry.where)

@@ -16,7 +16,7 @@ from tpcompiler._torch import aten, check_built, input_values, size_range, symbo
 from tpcompiler.ir import edit
 from tpcompiler.ir.control_flow import change_bodies
 from tpcompiler.ir.exported import add_constant, copy_signature, rebuilt
-from tpcompiler.ir.local import KEY, fake_mode_of
+from tpcompiler.ir.local import KEY, fake_mode_of, insert_call
 from tpcompiler.ir.node_placement import PLACEMENT, NodePlacement, placement_of, write_claims
 from tpcompiler.ir.program import DISPATCH, GLOBAL, PIN, ShardedProgram
 from tpcompiler.ir.rank_numbers import name_rank_numbers, numbers_read
@@ -88,14 +88,11 @@ def _shared_sizes(program: ShardedProgram) -> list[Any]:
 
 def _read_numbers(graph: fx.Graph, signature: ExportGraphSignature, row: torch.Tensor, name: str) -> None:
     """Insert the rank numbers after the weights, and a look-up for every `rank_number`."""
-    mode = fake_mode_of(graph)
     node = add_constant(graph, signature, name, row)
     if not (readers := numbers_read(graph)):
         return
-    own = edit.insert_before(readers[0], aten.select.int, (node, 0, 0), name)
+    own = insert_call(readers[0], aten.select.int, (node, 0, 0), name)
     root = next((list(stack.items())[:1] for n in graph.nodes if (stack := n.meta.get("nn_module_stack"))), [])
-    with mode:
-        edit.record(own, edit.fake(node)[0])
     for index, each in enumerate(readers):
         each.target, each.args = aten.select.int, (own, 0, index)
         edit.record(each, edit.fake(own).select(0, 0))

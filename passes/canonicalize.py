@@ -32,9 +32,9 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.backward import mark_backward
 from tpcompiler.ir.control_flow import read_bodies
 from tpcompiler.ir.draws import RECURRENT, draws, draws_for_a_shape, remove_unused
-from tpcompiler.ir.local import fake_mode_of, is_contiguous, memory_order, no_new_guards
+from tpcompiler.ir.local import fake_mode_of, insert_call, is_contiguous, memory_order, no_new_guards
 from tpcompiler.ir.program import CanonicalProgram
-from tpcompiler.ir.sizes import statically_equal
+from tpcompiler.ir.sizes import are_equal, statically_equal
 from tpcompiler.rules.registry import ops_with_rules
 from tpcompiler.rules.structure import is_cut_again
 
@@ -210,26 +210,16 @@ def _ones(node: fx.Node, like: fx.Node, layout: torch.Tensor) -> fx.Node:
     value = edit.fake(like)
     order = memory_order(layout)
     sizes = [_size(node, like, dim) for dim in order]
-    options = {"dtype": value.dtype, "device": value.device}
-    ones = edit.insert_before(node, aten.full.default, (sizes, 1), "ones")
-    ones.kwargs = options
-    with fake_mode_of(node.graph):
-        edit.record(ones, torch.full([value.shape[dim] for dim in order], 1, **options))
+    ones = insert_call(node, aten.full.default, (sizes, 1), "ones", dtype=value.dtype, device=value.device)
     if order == sorted(order):
         return ones
     back = [order.index(dim) for dim in range(value.ndim)]
-    permuted = edit.insert_before(node, aten.permute.default, (ones, back), "ones_as_they_lie")
-    edit.record(permuted, edit.fake(ones).permute(back))
-    return permuted
+    return insert_call(node, aten.permute.default, (ones, back), "ones_as_they_lie")
 
 
 def _size(node: fx.Node, value: fx.Node, dim: int) -> int | fx.Node:
     size = edit.shape(value)[dim]
-    if isinstance(size, int):
-        return size
-    size_node = edit.insert_before(node, aten.sym_size.int, (value, dim), "size")
-    edit.record(size_node, size)
-    return size_node
+    return size if isinstance(size, int) else insert_call(node, aten.sym_size.int, (value, dim), "size")
 
 
 def _slice_by_constants(program: CanonicalProgram) -> None:
@@ -252,9 +242,7 @@ def _slice_by_constants(program: CanonicalProgram) -> None:
             continue
         first, *rest = [row + size if row < 0 else row for row in positions.tolist()]
         if first >= 0 and first + len(rest) < size and rest == list(range(first + 1, first + 1 + len(rest))):
-            part = edit.insert_before(node, aten.slice.Tensor, (value, dim, first, first + 1 + len(rest)), "rows")
-            with fake_mode_of(program.graph):
-                edit.record(part, edit.fake(value).narrow(dim, first, 1 + len(rest)))
+            part = insert_call(node, aten.slice.Tensor, (value, dim, first, first + 1 + len(rest)), "rows")
             node.target, node.args = aten.clone.default, (part,)
             node.kwargs = {"memory_format": torch.contiguous_format}
 
@@ -272,9 +260,7 @@ def _read_all_in_place(graph: fx.Graph) -> None:
             continue
         whole = value
         for dim in set(range(ndim)) - set(dims):
-            narrow, whole = whole, edit.insert_before(node, aten.unsqueeze.default, (whole, dim), "whole")
-            with fake_mode_of(graph):
-                edit.record(whole, edit.fake(narrow).unsqueeze(dim))
+            whole = insert_call(node, aten.unsqueeze.default, (whole, dim), "whole")
         node.target, node.args = aten.clone.default, (whole,)
         node.kwargs = {"memory_format": torch.contiguous_format}
 
@@ -295,8 +281,7 @@ def _dim_that_counts(index: fx.Node | None, size: Any) -> int | None:
 def _changes_nothing(node: fx.Node) -> bool:
     if node.target is not aten.slice.Tensor:
         return node.target is aten.add.Tensor and bool(node.args[1] == 0)
-    sizes = zip(edit.shape(node), edit.shape(edit.operands(node)[0]), strict=True)
-    return all(statically_equal(*pair) for pair in sizes)
+    return are_equal(edit.shape(node), edit.shape(edit.operands(node)[0]))
 
 
 def _split_by_sizes(graph: fx.Graph) -> None:
@@ -320,11 +305,8 @@ def _count_by_dims(graph: fx.Graph) -> None:
         product: Any = math.prod(size for size in shape if isinstance(size, int))
         for dim, size in enumerate(shape):
             if not isinstance(size, int):
-                factor = edit.insert_before(node, aten.sym_size.int, (value, dim), "size")
-                edit.record(factor, size)
-                count = size * (edit.fake(product) if isinstance(product, fx.Node) else product)
-                product = edit.insert_before(node, operator.mul, (factor, product), "numel")
-                edit.record(product, count)
+                factor = insert_call(node, aten.sym_size.int, (value, dim), "size")
+                product = insert_call(node, operator.mul, (factor, product), "numel")
         edit.replace_uses(node, product)
         edit.erase(node)
 

@@ -28,4 +28,4 @@ def choose_paths(program: PlacedProgram, machine: Machine) -> PlacedProgram:
             steps = steps_between(*ends, value.shape, value.element_size(), program.mesh, machine)
             change = replace(change, via=tuple(step.target for step in steps[:-1]))
             node.meta[PLACEMENT] = replace(placement_of(node), reshard=change)
-    return PlacedProgram(program.source, graph, program.mesh, program.notes)
+    return replace(program, graph=graph)

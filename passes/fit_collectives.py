@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,46 +13,18 @@ from tpcompiler._torch import aten
 from tpcompiler.ir import edit
 from tpcompiler.ir.control_flow import read_bodies
 from tpcompiler.ir.exported import add_constant, copy_signature, rebuilt
-from tpcompiler.ir.local import is_contiguous
+from tpcompiler.ir.local import insert_call, is_contiguous
 from tpcompiler.ir.node_placement import CLAIM, claim_data, read_claim
-from tpcompiler.ir.symm_mem import ALL_REDUCE, ONE_SHOT, WAIT, insert_call
+from tpcompiler.ir.symm_mem import ALL_REDUCE, ONE_SHOT, WAIT
 
 # Limits of torch's one-shot kernel.
 DTYPES, ALIGNED_BYTES, MOST_RANKS = (torch.float32, torch.bfloat16), 4, 8
 
 
-@dataclass(frozen=True)
-class Buffer:
-    """Symmetric memory that a group's one-shot reductions use one after the other: a constant of the program."""
-
-    name: str
-    group: str
-    dtype: torch.dtype
-    numel: int
-
-
-@dataclass
-class Fit:
-    """The all_reduces to replace: those that are `wanted` and can be replaced.
-
-    `sizes`: by group. `buffers`: the buffers that they need, collected on the way.
-    """
-
-    sizes: Mapping[str, int]
-    wanted: Callable[[fx.Node], bool]
-    buffers: dict[str, Buffer] = field(default_factory=dict)
-
-    def buffer_for(self, node: fx.Node) -> Buffer:
-        """Return the buffer that an all_reduce uses, made large enough."""
-        value, group = edit.fake(edit.operands(node)[0]), str(node.args[-1])
-        name = f"_symm_mem_{list(self.sizes).index(group)}_{DTYPES.index(value.dtype)}"  # the same on all ranks
-        buffer = self.buffers.get(name, Buffer(name, group, value.dtype, 0))
-        self.buffers[name] = replace(buffer, numel=max(buffer.numel, value.numel()))
-        return self.buffers[name]
-
-
-def fit_collectives(program: ExportedProgram, fit: Fit) -> ExportedProgram:
-    """Replace the all_reduces that `fit` selects by reductions over symmetric memory.
+def fit_collectives(
+    program: ExportedProgram, sizes: Mapping[str, int], is_wanted: Callable[[fx.Node], bool]
+) -> ExportedProgram:
+    """Replace the all_reduces that are wanted, and that fit, by reductions over symmetric memory.
 
     Before    linear = linear(x, w)
               all_reduce = all_reduce(linear, 'sum', 'tp=2:tp')
@@ -63,49 +34,36 @@ def fit_collectives(program: ExportedProgram, fit: Fit) -> ExportedProgram:
               wait_tensor = one_shot_all_reduce_copy(part, linear, 'sum', 'tp=2:tp')
 
     The program computes the same function, and `expand_collectives` restores it. The buffers are constants without
-    values, because no file holds them: `tpcompiler.load` allocates them.
+    values, because no file holds them: `tpcompiler.load` allocates them. The reductions of one group and dtype use one
+    buffer, one after the other.
+
+    Args:
+        sizes: the number of ranks of each group, by name.
     """
     graph, signature = edit.copy_graph(program.graph), copy_signature(program.graph_signature)
     read_bodies(graph, program.graph_module)
-    placeholders: dict[str, fx.Node] = {}
-    zeros: dict[str, torch.Tensor] = {}
-
-    def constant(buffer: Buffer) -> fx.Node:
-        if buffer.name not in placeholders:
-            zeros[buffer.name] = torch.zeros(buffer.numel, dtype=buffer.dtype)
-            placeholders[buffer.name] = add_constant(graph, signature, buffer.name, zeros[buffer.name])
-        return placeholders[buffer.name]
-
-    _fit_graph(graph, fit, constant)
-    return rebuilt(program, graph, signature, {**program.constants, **zeros})
-
-
-def _fit_graph(graph: fx.Graph, fit: Fit, constant: Callable[[Buffer], fx.Node]) -> None:
-    """Replace all_reduces that fit, in place; `constant` returns the node of a buffer.
-
-    Before    linear = linear(x, w)
-              all_reduce = all_reduce(linear, 'sum', 'tp=2:tp')
-              wait_tensor = wait_tensor(all_reduce)
-    After     part = view(slice(buffer, 0, 0, 64), [4, 16])
-              wait_tensor = one_shot_all_reduce_copy(part, linear, 'sum', 'tp=2:tp')
-    """
-    regions: dict[str, list[fx.Node]] = {}
+    changes: dict[str, list[fx.Node]] = {}
     for node in edit.calls(graph):
         if name := read_claim(node).reshard:
-            regions.setdefault(name, []).append(node)
-    one_shots = []
-    for nodes in regions.values():
-        if [node.target for node in nodes] == [ALL_REDUCE, WAIT] and _fits(nodes[0], fit) and fit.wanted(nodes[0]):
-            one_shots.append(nodes)
-            fit.buffer_for(nodes[0])
-    for first, wait in one_shots:  # now that the buffers have their sizes
-        value = edit.fake(wait)
-        part = insert_call(wait, aten.slice.Tensor, (constant(fit.buffer_for(first)), 0, 0, value.numel()))
-        room = insert_call(wait, aten.view.default, (part, list(value.shape)))
-        _reduce_over(room, first, wait)
+            changes.setdefault(name, []).append(node)
+    one_shots: dict[str, list[list[fx.Node]]] = {}  # by buffer
+    for nodes in changes.values():
+        if [node.target for node in nodes] == [ALL_REDUCE, WAIT] and _fits(nodes[0], sizes) and is_wanted(nodes[0]):
+            group, dtype = list(sizes).index(str(nodes[0].args[-1])), DTYPES.index(edit.fake(nodes[0]).dtype)
+            one_shots.setdefault(f"_symm_mem_{group}_{dtype}", []).append(nodes)  # the same name on all ranks
+    constants = dict(program.constants)
+    for name, pairs in one_shots.items():
+        values = [edit.fake(wait) for _, wait in pairs]
+        constants[name] = torch.zeros(max(value.numel() for value in values), dtype=values[0].dtype)
+        buffer = add_constant(graph, signature, name, constants[name])
+        for (first, wait), value in zip(pairs, values, strict=True):
+            part = insert_call(wait, aten.slice.Tensor, (buffer, 0, 0, value.numel()), "symm_mem")
+            room = insert_call(wait, aten.view.default, (part, list(value.shape)), "symm_mem")
+            _reduce_over(room, first, wait)
+    return rebuilt(program, graph, signature, constants)
 
 
-def _fits(node: fx.Node, fit: Fit) -> bool:
+def _fits(node: fx.Node, sizes: Mapping[str, int]) -> bool:
     value = edit.fake(edit.operands(node)[0])
     if not all(isinstance(size, int) for size in value.shape):
         return False
@@ -116,7 +74,7 @@ def _fits(node: fx.Node, fit: Fit) -> bool:
         and is_contiguous(value)
         and count > 0
         and count % ALIGNED_BYTES == 0
-        and fit.sizes[str(node.args[-1])] <= MOST_RANKS
+        and sizes[str(node.args[-1])] <= MOST_RANKS
     )
 
 

@@ -9,15 +9,15 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from tpcompiler._torch import OpOverload, aten, enable_python_dispatcher
+from tpcompiler._torch import OpOverload, aten
 from tpcompiler.ir import edit
 from tpcompiler.ir.control_flow import copy_body, has_bodies, is_cond
 from tpcompiler.ir.leaf_values import computed_from_leaves
-from tpcompiler.ir.local import fake_mode_of, no_new_guards
+from tpcompiler.ir.local import fake_result, insert_call, no_new_guards
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import layer_of, weight_of
 from tpcompiler.ir.program import BOTH, UNCUT, CanonicalProgram
-from tpcompiler.ir.sizes import statically_equal
+from tpcompiler.ir.sizes import are_equal
 from tpcompiler.ir.text import value_text
 from tpcompiler.passes.apply_plan import names_of
 from tpcompiler.plan.plan import Plan, PlanEntry
@@ -87,9 +87,8 @@ class _Branches:
         both = [copy_body(node, *pair, operands) for pair in zip(("true", "false"), bodies, strict=True)]
         copies, self.results = zip(*both, strict=True)
         self.counts, self.nodes = [*map(len, copies)], list(itertools.chain(*copies))
-        with fake_mode_of(node.graph), torch.no_grad(), enable_python_dispatcher():
-            for copy in self.nodes:
-                self._fit(copy)
+        for copy in self.nodes:
+            self._fit(copy)
 
     def _fit(self, copy: fx.Node) -> None:
         """Compute a copy's value from its operands outside of the branch."""
@@ -97,8 +96,7 @@ class _Branches:
         if "unbacked_bindings" in copy.meta or not isinstance(copy.target, OpOverload):
             return
         if copy.target._schema.returns:
-            args, kwargs = fx.node.map_arg((copy.args, dict(copy.kwargs)), lambda used: edit.fake(used))
-            edit.record(copy, copy.target(*args, **kwargs))
+            edit.record(copy, fake_result(copy))
 
     def obstacle(self, at_door: Any) -> str:
         """Return why the branches cannot both be computed, or ""."""
@@ -119,16 +117,18 @@ class _Branches:
         """Make users of the call take the result that the predicate chooses."""
         if self.node.users:
             for target, args in _as_scalar(self.predicate):
-                self.predicate = self._add(target, (self.predicate, *args), f"{self.node.name}_predicate")
+                self.predicate = insert_call(self.node, target, (self.predicate, *args), f"{self.node.name}_predicate")
         note = f"'{self.node.name}' at {edit.source_line(self.node)}: {' + '.join(map(str, self.counts))} ops, as {why}"
         for user in list(self.node.users):
             index: Any = user.args[1]
             alternatives = [result[index] for result in self.results]
-            selected = self._add(aten.where.self, (self.predicate, *alternatives), f"{self.node.name}_chosen_{index}")
+            selected = insert_call(
+                self.node, aten.where.self, (self.predicate, *alternatives), f"{self.node.name}_chosen_{index}"
+            )
             selected.meta[BOTH] = note
             if edit.fake(selected).stride() != edit.fake(user).stride() and edit.fake(user).is_contiguous():
-                selected = self._add(
-                    aten.clone.default, (selected,), selected.name, memory_format=torch.contiguous_format
+                selected = insert_call(
+                    self.node, aten.clone.default, (selected,), selected.name, memory_format=torch.contiguous_format
                 )
             edit.replace_uses(user, selected)
             edit.erase(user)
@@ -137,13 +137,6 @@ class _Branches:
         for body in bodies:
             if not body.users:
                 edit.erase(body)
-
-    def _add(self, target: Any, args: Any, name: str, **kwargs: Any) -> fx.Node:
-        node = edit.insert_before(self.node, target, args, name)
-        node.kwargs = kwargs
-        with fake_mode_of(self.node.graph), torch.no_grad(), enable_python_dispatcher():
-            node.meta["val"] = target(*fx.node.map_arg(args, lambda used: edit.fake(used)), **kwargs)
-        return node
 
     def drop(self) -> None:
         """Remove the copies and leave the call as it was."""
@@ -160,8 +153,7 @@ def _as_scalar(predicate: fx.Node) -> Iterator[tuple[Any, tuple[Any, ...]]]:
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    same = (one.dtype, one.ndim, one.device) == (other.dtype, other.ndim, other.device)
-    return same and all(map(statically_equal, one.shape, other.shape))
+    return (one.dtype, one.device) == (other.dtype, other.device) and are_equal(one.shape, other.shape)
 
 
 def _name_layers(graph: fx.Graph, leaves: dict[fx.Node, str], inserted: set[fx.Node]) -> None:

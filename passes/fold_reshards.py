@@ -8,7 +8,7 @@ from torch import fx
 
 from tpcompiler.ir import edit
 from tpcompiler.ir.backward import is_backward
-from tpcompiler.ir.node_placement import PLACEMENT, placement_of, reshard_of
+from tpcompiler.ir.node_placement import PLACEMENT, placement_of, put_reshard, reshard_of
 from tpcompiler.ir.program import PlacedProgram, reshard
 from tpcompiler.ir.sharding import Sharding
 
@@ -31,7 +31,7 @@ def fold_reshards(program: PlacedProgram) -> PlacedProgram:
         if node.target is reshard:
             _join(node)
     _share(graph)
-    return PlacedProgram(program.source, graph, program.mesh, program.notes)
+    return replace(program, graph=graph)
 
 
 def _share(graph: fx.Graph) -> None:
@@ -48,8 +48,7 @@ def _share(graph: fx.Graph) -> None:
             if first is not node:
                 if reshard_of(first).why == "fallback":  # a change that another use demands anyway is no fallback
                     why, reason = reshard_of(node).why, reshard_of(node).reason
-                    change = replace(reshard_of(first), why=why, reason=reason)
-                    first.meta[PLACEMENT] = replace(placement_of(first), why=why, reason=reason, reshard=change)
+                    put_reshard(first, replace(reshard_of(first), why=why, reason=reason))
                 edit.replace_uses(node, first)
                 edit.erase(node)
 

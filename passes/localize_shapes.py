@@ -17,11 +17,11 @@ from tpcompiler._torch import FakeTensorMode, aten, enable_python_dispatcher, tr
 from tpcompiler.errors import InternalError, RuleError
 from tpcompiler.ir import edit
 from tpcompiler.ir.dim_sharding import Size
-from tpcompiler.ir.local import fake_mode_of, is_contiguous, key, local_value, same_layout
+from tpcompiler.ir.local import fake_mode_of, fake_result, insert_call, is_contiguous, key, local_value, same_layout
 from tpcompiler.ir.node_placement import PLACEMENT, NodePlacement, has_reshard, placement_of, write_call
 from tpcompiler.ir.program import GLOBAL, LocalProgram, LoweredProgram
 from tpcompiler.ir.rank_numbers import read_number
-from tpcompiler.ir.sizes import statically_equal, sym_quotient
+from tpcompiler.ir.sizes import are_equal, sym_quotient
 from tpcompiler.terminal.progress import counted
 
 Results = dict[Any, Any]
@@ -61,7 +61,7 @@ def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
             call = write_call(node) if mark is not None and not lowered and _may_change(mark) else None
             resized = mark is not None and not lowered and _localize_sizes(node, mark, program)
             if node.target is aten.sym_size.int and mark is not None and not lowered:
-                _multiply(node, _degree(node, mark, program))
+                _read_whole_size(node, mark, program)
             if mark is not None and mark.local is not None:
                 parts = list(node.users) if isinstance(whole, (tuple, list)) else [node]
                 replaced.update(parts)
@@ -77,7 +77,7 @@ def localize_shapes(program: LoweredProgram, results: Results) -> LocalProgram:
                 if mark is not None and isinstance(whole, torch.Tensor) and node.meta.get("unbacked_bindings"):
                     edit.record(node, _run_by_name(node, mark, program, mode))
                 else:
-                    edit.record(node, _run(node, mode, results))
+                    edit.record(node, _run(node, results))
         for result, whole in wholes_of.items():
             mark = result.meta.get(PLACEMENT)
             if mark is not None and mark.shardings:
@@ -124,15 +124,11 @@ def _localize_sizes(node: fx.Node, mark: NodePlacement, program: LoweredProgram)
     return changed or bool(mark.counts)
 
 
-def _degree(node: fx.Node, mark: NodePlacement, program: LoweredProgram) -> int:
-    """Return the factor by which a shard's size, as `sym_size` reads it, is smaller than the global size."""
+def _read_whole_size(node: fx.Node, mark: NodePlacement, program: LoweredProgram) -> None:
+    """Multiply a size that `sym_size` reads off a shard by the degree, because sizes keep their global meaning."""
     _, dim = node.args
     assert isinstance(dim, int)
-    return program.mesh.size(mark.wants[0].dims[dim].axes)
-
-
-def _multiply(node: fx.Node, degree: int) -> None:
-    """Multiply a size read off a shard by the degree, because sizes keep their global meaning."""
+    degree = program.mesh.size(mark.wants[0].dims[dim].axes)
     if degree == 1:
         return
     whole = edit.insert_after(node, operator.mul, (node, degree), "global_size")
@@ -145,9 +141,7 @@ def _divide(size: fx.Node, degree: int, user: fx.Node) -> fx.Node:
     if size.target is operator.mul and size.args[1] == degree:
         (local,) = size.all_input_nodes
         return local
-    quotient = edit.insert_before(user, operator.floordiv, (size, degree), "local_size")
-    edit.record(quotient, edit.fake(size) // degree)
-    return quotient
+    return insert_call(user, operator.floordiv, (size, degree), "local_size")
 
 
 def _put_in_body(
@@ -220,10 +214,11 @@ def _read_size(size: Size, node: fx.Node) -> fx.Node:
         over = sym_quotient(math.prod(shape), size)
         if not isinstance(over, int) or not over:
             continue
-        product = _number(node, aten.sym_size.int, operand, start)
+        product = insert_call(node, aten.sym_size.int, (operand, start), "size")
         for dim in range(start + 1, end):
-            product = _number(node, operator.mul, product, _number(node, aten.sym_size.int, operand, dim))
-        return product if over == 1 else _number(node, operator.floordiv, product, over)
+            factor = insert_call(node, aten.sym_size.int, (operand, dim), "size")
+            product = insert_call(node, operator.mul, (product, factor), "size")
+        return product if over == 1 else insert_call(node, operator.floordiv, (product, over), "size")
     raise InternalError(
         f"'{node.name}' ({node.target}) has no operand of which {size} is a size",
         help="report this with the model and the plan",
@@ -231,20 +226,11 @@ def _read_size(size: Size, node: fx.Node) -> fx.Node:
     )
 
 
-def _number(node: fx.Node, target: Any, *args: Any) -> fx.Node:
-    size = edit.insert_before(node, target, args, "size")
-    edit.record(size, target(*fx.node.map_arg(args, lambda n: edit.fake(n))))
-    return size
-
-
-def _run(node: fx.Node, mode: FakeTensorMode, results: Results) -> Any:
+def _run(node: fx.Node, results: Results) -> Any:
     """Return the node's local fake value: the op's result for its operands' local values."""
     cache_key = (node.target, key(node.args), key(node.kwargs))
     if cache_key not in results:
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: edit.fake(n))
-        # As export does: some ops (padding) have kernels for plain sizes, which would bake in a symbol's example.
-        with mode, torch.no_grad(), enable_python_dispatcher():
-            results[cache_key] = node.target(*args, **kwargs)  # type: ignore[operator]
+        results[cache_key] = fake_result(node)
     return results[cache_key]
 
 
@@ -253,7 +239,7 @@ def _run_by_name(node: fx.Node, mark: NodePlacement, program: LoweredProgram, mo
     whole = edit.fake(node)
     assert mode.shape_env is not None
     with mode.shape_env.ignore_fresh_unbacked_symbols():
-        value = _run(node, mode, {})
+        value = fake_result(node)
     shape = mark.shardings[0].local_shape(whole.shape, program.mesh, program.here)
     with mode:
         return torch.empty_strided(shape, value.stride(), dtype=value.dtype, device=value.device)
@@ -265,7 +251,7 @@ def _check(node: fx.Node, mark: NodePlacement, whole: Any, program: LoweredProgr
     expected = [t for t in wholes if isinstance(t, torch.Tensor)]
     for value, sharding, local in zip(expected, mark.shardings, edit.outputs(node), strict=True):
         claimed = sharding.local_shape(value.shape, program.mesh, here)
-        if len(claimed) != local.ndim or not all(map(statically_equal, claimed, local.shape)):
+        if not are_equal(claimed, local.shape):
             raise InternalError(
                 f"'{node.name}' ({node.target}) on {ranks} is {list(local.shape)}, but its sharding "
                 f"{sharding.text(program.mesh)} of {list(value.shape)} says {list(claimed)}",

@@ -13,9 +13,9 @@ from tpcompiler._torch import FakeTensorMode, OpOverload, tree_map
 from tpcompiler.ir import edit
 from tpcompiler.ir.control_flow import change_bodies, read_bodies
 from tpcompiler.ir.exported import rebuilt
-from tpcompiler.ir.local import fake_mode_of, key, no_new_guards
+from tpcompiler.ir.local import fake_mode_of, fake_result, key, no_new_guards
 from tpcompiler.ir.node_placement import read_claim
-from tpcompiler.ir.sizes import statically_equal
+from tpcompiler.ir.sizes import are_equal
 from tpcompiler.rules.attention import CPU_KERNEL, CUDA_KERNEL
 
 Call = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
@@ -89,11 +89,10 @@ def _on_cpu(node: fx.Node) -> Call | None:
 def _change_kernel(node: fx.Node, call: Call, mode: FakeTensorMode) -> None:
     _, sums = edit.outputs(node)[:2]
     node.target, node.args, node.kwargs = call
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: edit.fake(operand))
-    with mode, torch.no_grad():
-        results = list(call[0](*args, **kwargs))
+    results = list(fake_result(node))
+    with mode:
         # torch does not prove that a dynamic size needs no padding
-        if not all(map(statically_equal, results[1].shape, sums.shape)):
+        if not are_equal(results[1].shape, sums.shape):
             results[1] = results[1].new_empty(sums.shape)
     edit.record(node, tuple(results))
     for part in list(node.users):

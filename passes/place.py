@@ -6,11 +6,10 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from torch import fx
 
-from tpcompiler.cost.path import reshard_wire_bytes
 from tpcompiler.errors import PlanError, ShardingError
 from tpcompiler.ir import edit
 from tpcompiler.ir.constraints import AtRest, Constraint, Dims
@@ -18,7 +17,16 @@ from tpcompiler.ir.control_flow import has_bodies
 from tpcompiler.ir.dim_sharding import WHOLE
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.names import layer_of
-from tpcompiler.ir.node_placement import PLACEMENT, Counts, LocalShare, NodePlacement, Reshard, placement_of, reshard_of
+from tpcompiler.ir.node_placement import (
+    PLACEMENT,
+    Counts,
+    LocalShare,
+    NodePlacement,
+    Reshard,
+    placement_of,
+    put_reshard,
+    reshard_of,
+)
 from tpcompiler.ir.program import PIN, UNCUT, Note, PlacedProgram, PlannedProgram, pin, reshard
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.ir.text import op_name
@@ -32,6 +40,7 @@ from tpcompiler.passes._reshard_reasons import (
     find_demand,
     keep,
     refuses,
+    sent_bytes,
 )
 from tpcompiler.rules.index_range import Ranges, door_ranges, is_needed, position_checks, with_checks
 from tpcompiler.rules.infer import Option, Refusal
@@ -98,10 +107,8 @@ def place(program: PlannedProgram, found: Solution, *, check_indices: bool = Tru
     met = set[fx.Node]()
     for node in edit.calls(graph):
         if node.target is reshard and (summed := completed_sum(node, met)):
-            own = placement_of(node)
-            reason = f"the rest of the sum of '{summed.name}': {own.reason}"
-            change = replace(reshard_of(node), why="inherent", reason=reason)
-            node.meta[PLACEMENT] = replace(own, why="inherent", reason=reason, reshard=change)
+            reason = f"the rest of the sum of '{summed.name}': {placement_of(node).reason}"
+            put_reshard(node, replace(reshard_of(node), why="inherent", reason=reason))
     placed = PlacedProgram(program.source, graph, program.mesh, program.notes)
     notes = (*shared_leaves(program, placed), *whole_leaves(program, placed), *walk.notes, *notes_of(placed))
     return PlacedProgram(program.source, graph, program.mesh, (*program.notes, *notes))
@@ -122,8 +129,7 @@ def refuse_misfits(program: PlannedProgram, found: Solution) -> None:
         operands, rule = edit.operands(node), choice.rule
         for index, (operand, want) in enumerate(zip(operands, choice.wants, strict=True)):
             if operand in pinned and (have := _settle(operand, found)) != want:
-                value = edit.fake(operand)
-                is_sent = reshard_wire_bytes(have, want, value.shape, value.element_size(), found.mesh) > 0
+                is_sent = sent_bytes(operand, have, want, found.mesh) > 0
                 if is_sent and not (want.has_spans and want.without_spans == have):
                     _refuse(node, index, have, program, found, pinned)
         if rule is not None and rule.relayout and operands[0] in pinned:
@@ -204,8 +210,7 @@ def _mark_op(node: fx.Node, walk: _Walk) -> NodePlacement:
     seen = [walk.settled[operand] for operand in operands]
     mesh, refusals, asked = walk.program.mesh, dict[int, str](), list[str]()
     for index, (operand, have, want) in enumerate(zip(operands, seen, choice.wants, strict=True)):
-        value = edit.fake(operand)
-        sent = reshard_wire_bytes(have, want, value.shape, value.element_size(), mesh)
+        sent = sent_bytes(operand, have, want, mesh)
         if have == want or not sent:
             continue
         if want.has_spans and want.without_spans == have:
@@ -284,26 +289,21 @@ def _reason(node: fx.Node, rule: Rule | None, option: Option, refusals: Mapping[
     return "; ".join([*refused, *cuts, *through]) or "operands are replicated"  # a refused operand explains the change
 
 
-class _Misfit(NamedTuple):
-    """An op that cannot use an operand as it is; `is_uneven`: because of the sizes of the shards alone."""
+def _find_misfit(node: fx.Node, index: int, have: Sharding, found: Solution) -> tuple[fx.Node, str, bool]:
+    """Follow a value through ops that take it alone, such as a transposition, to the op that needs it otherwise.
 
-    op: fx.Node
-    why: str
-    is_uneven: bool
-
-
-def _find_misfit(node: fx.Node, index: int, have: Sharding, found: Solution) -> _Misfit:
-    """Follow a value through ops that take it alone, such as a transposition, to the op that needs it otherwise."""
+    Return this op, the reason, and True if the sizes of the shards alone are the reason.
+    """
     mesh, choices = found.mesh, found.choices
     while True:
         rule = choices[node].rule
         why = _unruled(node) if rule is None else refuses(rule, index, have, mesh)
         if why and rule is not None:
-            return _Misfit(node, why, not refuses(replace(rule, shards="any", local_shards="any"), index, have, mesh))
+            return node, why, not refuses(replace(rule, shards="any", local_shards="any"), index, have, mesh)
         user = next((user for user in node.users if user in choices and user.target is not pin), None)
         made = keep(node, [have], mesh) if not why and len(edit.operands(node)) == 1 and edit.is_tensor(node) else None
         if user is None or made is None or isinstance(made, Refusal):
-            return _Misfit(node, why or OTHERS, False)
+            return node, why or OTHERS, False
         node, index, have = user, edit.operands(user).index(node), made[0]
 
 
@@ -372,8 +372,9 @@ def _insert_reshards(node: fx.Node, seen: dict[fx.Node, Sharding], program: Plan
             why, reason = "inherent" if have.partial or reaches else mark.why, mark.reason
             if rests := program.resting.get(operand.name):
                 why, reason = "plan-demanded", rests.asked_by
-            change = Reshard(made.name, have, want, why, reason)
-            seen[_put_change(made, change)] = want
+            edit.record(made, edit.fake(operand))
+            put_reshard(made, Reshard(made.name, have, want, why, reason))
+            seen[made] = want
             if node.target is pin:
                 made.meta[PIN] = node.meta[PIN]
             edit.replace_operand(node, index, made)
@@ -386,8 +387,9 @@ def _insert_reshards(node: fx.Node, seen: dict[fx.Node, Sharding], program: Plan
         why, reason = _find_cause(node, made_as, settled, program)
         inserted = edit.insert_after(node, reshard, (node,), "reshard")
         edit.replace_uses(node, inserted, keep=[inserted])
-        seen[_put_change(inserted, Reshard(inserted.name, made_as, settled, why, reason))] = settled
-        seen[node] = made_as
+        edit.record(inserted, edit.fake(node))
+        put_reshard(inserted, Reshard(inserted.name, made_as, settled, why, reason))
+        seen[inserted], seen[node] = settled, made_as
 
 
 def _find_cause(node: fx.Node, made: Sharding, settled: Sharding, program: PlannedProgram) -> tuple[Why, str]:
@@ -404,9 +406,3 @@ def _find_cause(node: fx.Node, made: Sharding, settled: Sharding, program: Plann
         if (rule := rule_of(user)) and (text := refuses(rule, at, made, program.mesh)):
             return "fallback", f"{op_name(user)}: {text}"
     return "fallback", f"the ops that use '{node.name}' need different shardings of it: it is resharded once for all"
-
-
-def _put_change(made: fx.Node, change: Reshard) -> fx.Node:
-    made.meta["val"] = edit.fake(edit.operands(made)[0])
-    made.meta[PLACEMENT] = NodePlacement((change.target,), (change.source,), change.reason, change.why, reshard=change)
-    return made

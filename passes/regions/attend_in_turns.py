@@ -17,12 +17,11 @@ from tpcompiler.errors import PlanError
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import memory_order
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.program import IN_TURNS, InTurns, PlannedProgram
+from tpcompiler.ir.program import IN_TURNS, AxisRequest, PlannedProgram
 from tpcompiler.ir.region import Region, pinned, write_regions
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
 from tpcompiler.passes._distinct_heads import DistinctHeads, find_distinct_heads, region_on
 from tpcompiler.plan.plan import PlanEntry
-from tpcompiler.plan.styles import STYLES
 from tpcompiler.rules.attention import CPU_KERNEL
 
 HEADS, STEPS, FEATURES = 1, 2, 3  # dims of queries, keys and values: [batch, heads, steps, features]
@@ -55,7 +54,7 @@ def attend_in_turns(program: PlannedProgram, device_type: str = "cpu") -> Planne
 
 def _find_attention(mesh: Mesh, device_type: str, graph: fx.Graph) -> Iterator[Region]:
     for node in edit.calls(graph):
-        turns: InTurns | None = node.meta.get(IN_TURNS)
+        turns: AxisRequest | None = node.meta.get(IN_TURNS)
         if turns is None:
             continue
         ranks = mesh.degree(turns.axis)
@@ -179,7 +178,6 @@ def ask_for_turns(inside: Iterable[fx.Node], name: str, entry: PlanEntry, mesh: 
     """
     if not entry.style.in_turns:
         return
-    axis = axis_of_turns(mesh)
     attention = [node for node in inside if node.target is ATTENTION]
     if not attention:
         raise PlanError(
@@ -188,13 +186,7 @@ def ask_for_turns(inside: Iterable[fx.Node], name: str, entry: PlanEntry, mesh: 
             asked_by=entry.where,
         )
     for node in attention:
-        node.meta[IN_TURNS] = InTurns(axis, entry.where)
-
-
-def axis_of_turns(mesh: Mesh) -> str:
-    """Return the axis over which the style shards steps: its own if the mesh has that axis."""
-    own = STYLES["attend_in_turns"].axis
-    return own if own in mesh.names else mesh.model_axis
+        node.meta[IN_TURNS] = AxisRequest(entry.style.axis_on(mesh), entry.where)
 
 
 def dealt_out(node: fx.Node, axis: str, mesh: Mesh, device_type: str) -> Iterator[tuple[str, fx.Node, int]]:

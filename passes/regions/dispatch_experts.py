@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from tpcompiler._torch import aten
 from tpcompiler.errors import PlanError
 from tpcompiler.ir import edit
-from tpcompiler.ir.program import DISPATCH, Dispatch, PlannedProgram
+from tpcompiler.ir.program import DISPATCH, AxisRequest, PlannedProgram
 from tpcompiler.ir.region import Region, pinned, write_regions
 from tpcompiler.ir.sizes import sym_quotient
 from tpcompiler.passes._expert_rows import (
@@ -60,7 +60,7 @@ def dispatch_experts(program: PlannedProgram) -> PlannedProgram:
 def _find_regions(program: PlannedProgram, served: set[str], graph: fx.Graph) -> Iterator[Region]:
     for route in find_routes(graph):
         weights = [leaf_behind(edit.operands(call)[1]) for call in route.rows.calls]
-        asked: list[Dispatch | None] = [leaf.meta.get(DISPATCH) if leaf is not None else None for leaf in weights]
+        asked: list[AxisRequest | None] = [leaf.meta.get(DISPATCH) if leaf is not None else None for leaf in weights]
         request = asked[0]
         if request is None or len({each and each.axis for each in asked}) > 1:
             continue
@@ -74,7 +74,7 @@ def _find_regions(program: PlannedProgram, served: set[str], graph: fx.Graph) ->
         yield Region(route.end, inputs, body, whole, request.asked_by)
 
 
-def _refuse_misfit(program: PlannedProgram, route: Route, asked: Dispatch, weight: Any) -> None:
+def _refuse_misfit(program: PlannedProgram, route: Route, asked: AxisRequest, weight: Any) -> None:
     ranks, name = program.mesh.degree(asked.axis), program.constraints[weight.name].leaf
     refuse_uneven(name, route.experts, [asked.axis], program.mesh, asked.asked_by)
     tokens = [source.value for source in route.rows.sources.values() if source.repeats] or [route.ids]
@@ -87,7 +87,7 @@ def _refuse_misfit(program: PlannedProgram, route: Route, asked: Dispatch, weigh
             )
 
 
-def _run(route: Route, asked: Dispatch, ranks: int, inputs: list[fx.Node], *values: Tensor) -> Any:
+def _run(route: Route, asked: AxisRequest, ranks: int, inputs: list[fx.Node], *values: Tensor) -> Any:
     given = dict(zip(inputs, values, strict=True))
     try:
         rows = _Run(route, given, _Slots.of(given[route.ids], route, asked, ranks)).by_token(route.last)
@@ -162,7 +162,7 @@ class _Slots:
     order: Tensor
 
     @classmethod
-    def of(cls, ids: Tensor, route: Route, asked: Dispatch, ranks: int) -> _Slots:
+    def of(cls, ids: Tensor, route: Route, asked: AxisRequest, ranks: int) -> _Slots:
         own = pinned(aten.unflatten.int(ids, 0, [ranks, -1]), asked.axis, 0)
         each, rows = route.experts // ranks, own.shape[1]
         most = min(route.chosen, each)  # rows of a token that go to one rank

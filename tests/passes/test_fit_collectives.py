@@ -21,7 +21,7 @@ from tpcompiler.ir.symm_mem import expand_collectives, is_fitted, rooms_of
 from tpcompiler.judge.sound.check import check_programs
 from tpcompiler.judge.sound.written import written
 from tpcompiler.parallel.program_subject import compared_calls, layout_of, on_cpu, subject_of
-from tpcompiler.passes.fit_collectives import Fit, fit_collectives
+from tpcompiler.passes.fit_collectives import fit_collectives
 from tpcompiler.runtime.artifact import MANIFEST
 
 ONE_SHOTS = ["one_shot_all_reduce_copy"] * 2
@@ -75,7 +75,7 @@ def nodes_of(program: ExportedProgram) -> dict[str, Any]:
 def test_there_and_back(world: int) -> None:
     """The very nodes, names, claims and places in the source that were there before."""
     plain = made(exported(), world, collectives="nccl", device_type="cpu").rank_program(1)
-    there = fit_collectives(plain, Fit({f"tp={world}:tp": world}, lambda node: True))
+    there = fit_collectives(plain, {f"tp={world}:tp": world}, lambda node: True)
     assert fitted(there) == ONE_SHOTS
     back = expand_collectives(there)
     assert nodes_of(back) == nodes_of(plain)

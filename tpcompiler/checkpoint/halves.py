@@ -64,11 +64,11 @@ class Halves:
             for wanted in (False, True)
         )
         self.count = len(own)
-        tangent = _find_tangent(graph, edit.ancestors(own))
-        held = edit.ancestors(own)
+        held = {*edit.nodes_behind(own)}
+        tangent = _find_tangent(graph, held)
         own += [value for value in _draws_of_forward(graph, tangent) if not held & {value, *value.all_input_nodes}]
         output.args = ((*own, *gradients),)
-        forward = edit.ancestors(own)
+        forward = {*edit.nodes_behind(own)}
         forward |= {each for node in forward for each in node.users if each.target is operator.getitem}
         free = [at for at, spec in enumerate(signature.input_specs) if spec.kind in LEAF_KINDS]
         self.forward, self.backward = cut_joint(root_of(graph), graph, forward, tangent, len(own), free, recompute)

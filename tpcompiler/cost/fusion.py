@@ -22,8 +22,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import fx
 
-from tpcompiler._torch import OpOverload, sym_hint
+from tpcompiler._torch import sym_hint
 from tpcompiler.cost.machine import DTYPES
+from tpcompiler.cost.peak import is_view
 from tpcompiler.ir import edit
 from tpcompiler.ir.program import pin
 from tpcompiler.ir.rank_numbers import rank_number
@@ -302,7 +303,7 @@ def _share_of_experts(node: fx.Node) -> float:
 
 def _chosen_by_token(ends: fx.Node) -> int:
     """Return how many experts a token uses: k of the nearest topk that the groups' ends depend on, or 1."""
-    topk = next((node for node in edit.nodes_behind(ends) if op_name(node) == "topk"), None)
+    topk = next((node for node in edit.nodes_behind([ends]) if op_name(node) == "topk"), None)
     return int(edit.arguments(topk).k) if topk is not None else 1
 
 
@@ -311,10 +312,7 @@ def _bytes(value: fx.Node) -> int:
 
 
 def _is_view(node: fx.Node) -> bool:
-    target = node.target
-    if target in (operator.getitem, pin) or (isinstance(target, OpOverload) and target.is_view):
-        return True
-    return op_name(node) in NAMES_OF_VIEWS
+    return is_view(node) or op_name(node) in NAMES_OF_VIEWS
 
 
 def _is_called(view: fx.Node) -> bool:

@@ -202,7 +202,7 @@ def _hints(shape: Sequence[Size]) -> tuple[tuple[int, ...], frozenset[int]]:
 
 
 def _without_plain(target: Sharding, mesh: Mesh, dynamic: frozenset[int]) -> Sharding:
-    """Return the target without the cuts that `_plain` makes: steps are the same on the way to all such targets."""
+    """Return the target without the plain cuts of `_grow`: steps are the same on the way to all such targets."""
     plain = [
         d not in dynamic and not cut.parts and cut == DimSharding.by(*mesh.ordered(cut.axes))
         for d, cut in enumerate(target.dims)
@@ -422,17 +422,11 @@ def _grow(
         have = state.dims[dim]
         if have.spans:
             continue
-        plain = _plain(have, axes) if dim not in dynamic else None
+        plain = None if have.parts or dim in dynamic else have.nest(DimSharding.by(*axes))
         for cut in dict.fromkeys((_toward(have, target.dims[dim], axes, shape[dim], mesh), plain)):
             fits = cut is not None and (cut.parts or _is_joint(cut, len(have.axes), shape[dim], mesh, dim in dynamic))
             if cut is not None and fits:
                 yield state.with_dim(dim, cut)
-
-
-def _plain(cut: DimSharding, axes: tuple[str, ...]) -> DimSharding | None:
-    if cut.parts:
-        return None
-    return cut.nest(DimSharding.by(*axes))
 
 
 def _toward(have: DimSharding, want: DimSharding, axes: tuple[str, ...], size: int, mesh: Mesh) -> DimSharding | None:

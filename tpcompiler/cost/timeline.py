@@ -209,12 +209,11 @@ def _may_multiply(node: fx.Node) -> bool:
     if (rule := rule_of(node)) is None:
         return True
     terms = zip(rule.pattern.inputs, edit.operands(node), strict=True)
-    factors = [{factor for dim in term for factor in dim} for term, operand in terms if not _holds_indices(operand)]
+    values = (
+        term for term, operand in terms if edit.fake(operand).dtype not in (torch.int64, torch.bool)
+    )  # no indices
+    factors = [{factor for dim in term for factor in dim} for term in values]
     return any(sum(factor in each for each in factors) > 1 for factor in rule.reduced)
-
-
-def _holds_indices(operand: fx.Node) -> bool:
-    return edit.fake(operand).dtype in (torch.int64, torch.bool)
 
 
 def _example(value: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tpcompiler._torch import OpOverload, aten, sym_hint
-from tpcompiler.ir.sizes import statically_equal
+from tpcompiler.ir.sizes import are_equal, statically_equal
 
 MEAN, MAX = 1, 2  # modes of a bag
 
@@ -32,12 +32,12 @@ def _to_be_written(x: torch.Tensor, size: Any, stride: Any, **options: Any) -> A
     order = sorted(range(len(size)), key=lambda dim: (-sym_hint(stride[dim]), dim))  # outermost first
     made = aten.full.default([size[dim] for dim in order], 0, dtype=dtype, device=device)
     made = made if order == sorted(order) else made.permute([order.index(dim) for dim in range(len(order))])
-    return made if _are_equal(made.stride(), stride) else NotImplemented
+    return made if are_equal(made.stride(), stride) else NotImplemented
 
 
 def _as_it_lies(x: torch.Tensor, size: Any, stride: Any, storage_offset: Any = None) -> Any:
     """Return the whole value in other sizes, without a change in memory."""
-    same = _are_equal(x.shape, size) and _lie_alike(size, x.stride(), stride)
+    same = are_equal(x.shape, size) and _lie_alike(size, x.stride(), stride)
     is_own = storage_offset in (None, x.storage_offset())
     return x.view(size) if is_own and (same or _is_all_in_rows(x, size, stride)) else NotImplemented
 
@@ -53,10 +53,6 @@ def _is_all_in_rows(x: torch.Tensor, size: Any, stride: Any) -> bool:
     own, rows = (_row_major(sizes) for sizes in (x.shape, size))
     is_all = statically_equal(math.prod(size), math.prod(x.shape))
     return is_all and _lie_alike(x.shape, x.stride(), own) and _lie_alike(size, stride, rows)
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    return len(one) == len(other) and all(map(statically_equal, one, other))
 
 
 def _row_major(size: Any) -> list[Any]:

@@ -35,7 +35,8 @@ from tpcompiler.frontend.written_back import hidden_bases, memory_of, updates_st
 from tpcompiler.ir import edit
 from tpcompiler.ir.draws import DROPOUTS
 from tpcompiler.ir.exported import copy_signature, rebuilt
-from tpcompiler.ir.local import fake_mode_of, key
+from tpcompiler.ir.local import fake_mode_of, key, same_layout
+from tpcompiler.ir.shared_memory import find_shared
 from tpcompiler.terminal.progress import counted
 
 Values = dict[fx.Node, Any]
@@ -74,29 +75,12 @@ def decompose_calls(program: ExportedProgram, how: Mapping[Any, Any], table: Map
         return writer.written()
 
 
-class _Bodies:
-    """The decompositions of calls, as graphs from the values that a call reads to its results."""
-
-    def __init__(self, mode: FakeTensorMode, table: Mapping[Any, Any]) -> None:
-        self.mode, self.table = mode, table
-        self.known: dict[Any, fx.Graph] = {}
-
-    def find(self, node: fx.Node, op: Any, operands: Sequence[fx.Node]) -> fx.Graph:
-        """Return the decomposition of a call of `op` with a node's arguments, its inputs being these operands.
-
-        Raises:
-            NotSimple: it creates tensors, writes in place or has control flow, or an operand is a conjugated view.
-        """
-        number = {used: at for at, used in enumerate(node.all_input_nodes)}
-        args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda used: ("node", number[used]))
-        call = op, key(args), key(operands)
-        if call not in self.known:
-            values = [edit.fake(each) for each in operands]
-            self.known[call] = _trace(node, op, values, self.mode, self.table)
-        return self.known[call]
-
-
 def _trace(node: fx.Node, op: Any, values: Sequence[Any], mode: FakeTensorMode, table: Mapping[Any, Any]) -> fx.Graph:
+    """Return the decomposition of a call of `op` with a node's arguments, its inputs having these values.
+
+    Raises:
+        NotSimple: it creates tensors, writes in place or has control flow, or an operand is a conjugated view.
+    """
     inputs = node.all_input_nodes
     if any(isinstance(v, torch.Tensor) and (v.is_conj() or v.is_neg()) for v in values):
         raise NotSimple(node.name)
@@ -107,12 +91,8 @@ def _trace(node: fx.Node, op: Any, values: Sequence[Any], mode: FakeTensorMode, 
         return op(*args, **kwargs)
 
     with mode, torch.no_grad(), enable_python_dispatcher():
-        own = [  # a tracer identifies its inputs as objects
-            torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
-            if isinstance(v, torch.Tensor)
-            else v
-            for v in values
-        ]
+        # A tracer identifies its inputs as objects.
+        own = [same_layout(value) if isinstance(value, torch.Tensor) else value for value in values]
         graph = trace_ops(body, *own, table=table)
     for inner in graph.nodes:
         is_op = isinstance(inner.target, OpOverload)
@@ -127,7 +107,7 @@ class _Simplifier:
     def __init__(self, program: ExportedProgram, how: Mapping[Any, Any], table: Mapping[Any, Any]) -> None:
         self.program, self.how, self.table = program, how, table
         self.graph, self.mode = fx.Graph(), fake_mode_of(program.graph)
-        self.bodies = _Bodies(self.mode, table)
+        self.bodies: dict[Any, fx.Graph] = {}  # the decompositions of calls
         self.sizes: dict[Any, fx.Node] = {}
         self.results: dict[Any, Any] = {}
         self.seen: dict[Any, Any] = {}  # the shapes of results, by call
@@ -144,9 +124,10 @@ class _Simplifier:
         signature = copy_signature(self.program.graph_signature)
         targets = {spec.arg.name: spec for spec in signature.input_specs}
         overwritten = [node for node in self.given if node in self.overwritten]
+        shared = {name for pair in find_shared(all_tensors(self.program)) for name in pair} if overwritten else ()
         for node in overwritten:
             spec = targets[node.name]
-            if spec.kind is not InputKind.BUFFER or _share_memory(self.program, str(spec.target)):
+            if spec.kind is not InputKind.BUFFER or spec.target in shared:
                 raise NotSimple(node.name)
         user_outputs = [
             dataclasses.replace(spec, arg=dataclasses.replace(spec.arg, name=value.name))
@@ -224,14 +205,14 @@ class _Simplifier:
         if not isinstance(result, fx.Node) or _shapes(edit.fake(result)) != _shapes(edit.fake(target)):
             raise NotSimple(node.name)
         owner = target
-        while self.names_of(owner).isdisjoint(memory := _own_memory(owner)):
-            view = next((each for each in self.names_of(owner) if each.target in SCATTERS), None)
+        while self.places[owner].isdisjoint(memory := _own_memory(owner)):
+            view = next((each for each in self.places[owner] if each.target in SCATTERS), None)
             if view is None:
                 raise NotSimple(node.name)
             result, owner = self.put_back(node, view, result, env), view.all_input_nodes[0]
         if key(edit.fake(result)) != key(edit.fake(owner)):
             raise NotSimple(node.name)
-        names = set(self.names_of(owner))
+        names = set(self.places[owner])
         env.update(dict.fromkeys(names, result))
         self.overwritten |= names
         self.put(node, target)
@@ -249,10 +230,6 @@ class _Simplifier:
         self.order[node] = len(self.order)
         self.places[node] = self.places.get(value, set())
         self.places[node].add(node)
-
-    def names_of(self, value: fx.Node) -> set[fx.Node]:
-        """Return the nodes that stand for the same tensor."""
-        return self.places[value]
 
     def put_back(self, node: fx.Node, view: fx.Node, part: fx.Node, env: Values) -> fx.Node:
         """Return what this is a view of, with another part in its place."""
@@ -309,11 +286,14 @@ class _Simplifier:
             if op is aten.item.default:
                 return self.keep(node, aten._local_scalar_dense.default, env)
             raise NotSimple(node.name)  # a new trace would rename data-dependent sizes
-        inputs = node.all_input_nodes
-        body = self.bodies.find(node, op, [env[used] for used in inputs])
-        copies: Values = dict(
-            zip((n for n in body.nodes if n.op == "placeholder"), (env[i] for i in inputs), strict=True)
-        )
+        number = {used: at for at, used in enumerate(node.all_input_nodes)}
+        operands = [env[used] for used in number]
+        args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda used: ("node", number[used]))
+        call = op, key(args), key(operands)
+        if call not in self.bodies:
+            self.bodies[call] = _trace(node, op, list(map(edit.fake, operands)), self.mode, self.table)
+        body = self.bodies[call]
+        copies: Values = dict(zip(body.find_nodes(op="placeholder"), operands, strict=True))
         for inner in body.nodes:
             if inner.op == "call_function":
                 args, kwargs = fx.node.map_arg((inner.args, dict(inner.kwargs)), lambda used: copies[used])
@@ -405,26 +385,6 @@ def _own_memory(value: fx.Node) -> set[fx.Node]:
     source = value.args[0] if value.target is operator.getitem else None
     is_result = isinstance(source, fx.Node) and isinstance(source.target, OpOverload) and memory == {source}
     return memory | {value} if is_result else memory
-
-
-def _share_memory(program: ExportedProgram, name: str) -> bool:
-    """Return True if another leaf shares memory with this one."""
-    values = all_tensors(program)
-    ranges = {
-        each: (value.untyped_storage()._cdata, *_span(value))
-        for each, value in values.items()
-        if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
-    }
-    if name not in ranges:
-        return False
-    own, first, last = ranges.pop(name)
-    return any(memory == own and begin <= last and first <= end for memory, begin, end in ranges.values())
-
-
-def _span(value: torch.Tensor) -> tuple[int, int]:
-    """Return the offsets of the first and the last element in memory."""
-    reach = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    return int(value.storage_offset()), int(value.storage_offset() + reach)
 
 
 def _has_fixed_sizes(value: Any) -> bool:

@@ -16,8 +16,8 @@ from tpcompiler.errors import UnsupportedError
 from tpcompiler.frontend.written_back import VIEWS, writes
 from tpcompiler.ir import edit
 from tpcompiler.ir.draws import RECURRENT
-from tpcompiler.ir.local import fake_mode_of, is_contiguous, memory_order
-from tpcompiler.ir.sizes import statically_equal
+from tpcompiler.ir.local import insert_call, is_contiguous, memory_order
+from tpcompiler.ir.sizes import are_equal
 
 Tensor = torch.Tensor
 MEAN, SUM = 1, 2  # reductions of a loss
@@ -110,11 +110,8 @@ def _spell_out_zeros(node: fx.Node) -> None:
 def _spell_out_memory(node: fx.Node) -> None:
     """Draw for a copy of the operand, in row-major memory."""
     (value,) = edit.operands(node)
-    dense = edit.insert_before(node, aten.clone.default, (value,), f"{node.name}_memory")
-    dense.kwargs = {"memory_format": torch.contiguous_format}
-    with fake_mode_of(node.graph):
-        edit.record(dense, edit.fake(value).clone(memory_format=torch.contiguous_format))
-    edit.replace_operand(node, 0, dense)
+    how, name = {"memory_format": torch.contiguous_format}, f"{node.name}_memory"
+    edit.replace_operand(node, 0, insert_call(node, aten.clone.default, (value,), name, **how))
 
 
 def _spell_out_copy(node: fx.Node) -> None:
@@ -123,10 +120,7 @@ def _spell_out_copy(node: fx.Node) -> None:
     if is_contiguous(edit.fake(target)):
         steps.append((aten.contiguous.default,))
     for op, *rest in steps:
-        call = edit.insert_before(node, op, (source, *rest), f"{node.name}_source")
-        with fake_mode_of(node.graph):
-            edit.record(call, op(*(edit.fake(arg) if isinstance(arg, fx.Node) else arg for arg in call.args)))
-        source = call
+        source = insert_call(node, op, (source, *rest), f"{node.name}_source")
     edit.replace_operand(node, 1, source)
 
 
@@ -134,8 +128,8 @@ def _is_another(node: fx.Node) -> bool:
     if node.target is not aten.copy_.default:
         return False
     target, source = (edit.fake(each) for each in edit.operands(node))
-    same = target.ndim == source.ndim and all(map(statically_equal, target.shape, source.shape))
-    return not same or target.dtype != source.dtype or (is_contiguous(target) and not is_contiguous(source))
+    is_same = target.dtype == source.dtype and are_equal(target.shape, source.shape)
+    return not is_same or (is_contiguous(target) and not is_contiguous(source))
 
 
 def _multilabel_margin(x: Tensor, target: Tensor, reduction: int = MEAN) -> tuple[Tensor, Tensor]:

@@ -88,7 +88,8 @@ def _find_loss(program: ExportedProgram, loss: str | None) -> int:
     values = [v for v, spec in zip(output, specs, strict=True) if spec.kind is OutputKind.USER_OUTPUT]
     assert program.call_spec.out_spec is not None
     names = tree_names(program.call_spec.out_spec)
-    scalars = [at for at, value in enumerate(values) if edit.is_tensor(value) and _is_loss(edit.fake(value))]
+    floats = [at for at, value in enumerate(values) if edit.is_tensor(value) and edit.fake(value).is_floating_point()]
+    scalars = [at for at in floats if edit.ndim(values[at]) == 0]
     found = scalars if loss is None else [at for at in scalars if names[at] == loss]
     if len(found) != 1:
         asked = "can be the loss" if loss is None else f"is {loss!r}, a float without dims"
@@ -96,10 +97,6 @@ def _find_loss(program: ExportedProgram, loss: str | None) -> int:
             f"{len(found) or 'none'} of the outputs {names} {asked}", help="name one by loss=, or pass a function"
         )
     return found[0]
-
-
-def _is_loss(value: torch.Tensor) -> bool:
-    return value.is_floating_point() and value.ndim == 0
 
 
 class _JointWriter:
@@ -135,8 +132,7 @@ class _JointWriter:
         """Write the placeholders of the program, in its order."""
         held = {input_key(node): node for node in self.joint.nodes if node.op == "placeholder"}
         given = 0
-        placeholders = (node for node in self.program.graph.nodes if node.op == "placeholder")
-        for node, spec in zip(placeholders, self.program.graph_signature.input_specs, strict=True):
+        for node, spec in edit.placeholders(self.program):
             copied = edit.add_input(self.graph, node.name)
             copied.meta = dict(node.meta)
             key: Key = str(spec.target)

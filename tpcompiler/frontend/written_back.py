@@ -34,6 +34,7 @@ from tpcompiler._torch import (
     tree_flatten,
 )
 from tpcompiler.ir import edit
+from tpcompiler.ir.local import insert_call
 
 # Ops that return views without declaring it, and the equivalent ops that declare it.
 VIEWS = {
@@ -182,9 +183,7 @@ def _returned_memory(program: ExportedProgram) -> list[str]:
 
 
 def _clone(program: ExportedProgram, value: fx.Node, name: str) -> fx.Node:
-    clone = edit.insert_before(program.graph.output_node(), aten.clone.default, (value,), name)
-    clone.meta["val"] = torch.clone(edit.fake(value))
-    return clone
+    return insert_call(program.graph.output_node(), aten.clone.default, (value,), name)
 
 
 def _return(program: ExportedProgram, position: int, value: fx.Node) -> None:

@@ -120,6 +120,11 @@ class DimSharding:
         """The block of the outermost axis."""
         return self.levels[0].block if self.levels else 0
 
+    @property
+    def is_plain(self) -> bool:
+        """True if the axes shard the dim in one piece, between any two elements."""
+        return not self.parts and all(level.block == 0 and level.unit == 1 for level in self.levels)
+
     def level(self, axis: str) -> Level:
         return next(level for level in self.levels if level.axis == axis)
 
@@ -255,17 +260,15 @@ class DimSharding:
             inside = (cut.find_misfit(length, mesh) for length, cut in self.parts)
             total = sum(length for length, _ in self.parts)
             return next(filter(None, inside), "") if total == size else f"the parts add up to {total}"
-        if all(level.block == 0 and level.unit == 1 for level in self.levels):
-            return ""
-        for place in itertools.product(*(range(mesh.degree(axis)) for axis in self.axes)):
+        for here in () if self.is_plain else self.coordinates(mesh):
             piece = size
-            for (axis, block, unit), at in zip(self.levels, place, strict=True):
+            for axis, block, unit in self.levels:
                 if block and isinstance(piece, int) and piece % block:
                     return f"{piece} elements have no blocks of {block}"
                 piece = block or piece
                 if isinstance(piece, int) and piece % unit:
                     return f"{piece} elements have no units of {unit}"
-                piece = chunk(piece, mesh.deals(axis), at, unit)[1]
+                piece = chunk(piece, mesh.deals(axis), here[axis], unit)[1]
         return ""
 
     def pieces(self, size: Size, mesh: Mesh, coordinate: Mapping[str, int]) -> Iterator[tuple[Level, Size, Size]]:

@@ -283,25 +283,15 @@ def calls_by_module(graph: fx.Graph) -> dict[str, list[fx.Node]]:
     return inside
 
 
-def ancestors(values: Iterable[Any]) -> set[fx.Node]:
-    """Return the nodes among these values, and all that they are computed from."""
-    found, ahead = set[fx.Node](), list(values)
-    while ahead:
-        value = ahead.pop()
-        if isinstance(value, fx.Node) and value not in found:
-            found.add(value)
-            ahead += value.all_input_nodes
-    return found
-
-
-def nodes_behind(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield a node and all nodes that it is computed from, nearest first."""
-    ahead, found = [node], {node}
-    for each in ahead:
-        yield each
+def nodes_behind(values: Iterable[Any]) -> dict[fx.Node, None]:
+    """Return the nodes among these values, and all that they are computed from, nearest first."""
+    found = dict.fromkeys(value for value in values if isinstance(value, fx.Node))
+    ahead = list(found)
+    for each in ahead:  # it grows
         fresh = [operand for operand in each.all_input_nodes if operand not in found]
-        found.update(fresh)
+        found.update(dict.fromkeys(fresh))
         ahead += fresh
+    return found
 
 
 def is_collective(node: fx.Node) -> bool:

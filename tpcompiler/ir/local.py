@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompiler._torch import FakeTensor, FakeTensorMode, shape_facts, sym_hint
+from tpcompiler._torch import FakeTensor, FakeTensorMode, enable_python_dispatcher, shape_facts, sym_hint
 from tpcompiler.errors import InternalError
+from tpcompiler.ir import edit
 from tpcompiler.ir.dim_sharding import Size
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.sharding import Sharding
@@ -29,6 +30,24 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
     mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None) or FakeTensorMode()
     mode.allow_fallback_kernels = True
     return mode
+
+
+def fake_result(node: fx.Node) -> Any:
+    """Return the result of a call for the fake values of its operands.
+
+    Ops run as in an export: some, such as padding, have kernels for plain sizes, which would bake in the example's.
+    """
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda operand: edit.fake(operand))
+    with fake_mode_of(node.graph), torch.no_grad(), enable_python_dispatcher():
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def insert_call(before: fx.Node, target: Any, args: Sequence[Any], name: str, **kwargs: Any) -> fx.Node:
+    """Insert a call of an op, with its fake value."""
+    node = edit.insert_before(before, target, args, name)
+    node.kwargs = kwargs
+    edit.record(node, fake_result(node))
+    return node
 
 
 @contextlib.contextmanager

@@ -102,10 +102,7 @@ class Mesh:
 
     @property
     def world_size(self) -> int:
-        size = 1
-        for _, degree in self.axes:
-            size *= degree
-        return size
+        return math.prod(degree for _, degree in self.axes)
 
     @property
     def model_axis(self) -> str:

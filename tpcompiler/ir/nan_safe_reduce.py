@@ -18,15 +18,10 @@ def is_lossy(op: str, dtype: torch.dtype) -> bool:
     return op in EXTREMA and dtype.is_floating_point
 
 
-def sent_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the integer dtype that floats are sent as; no backend reduces integers of two bytes."""
-    return INTEGERS[_wide(dtype)]
-
-
 def sent_itemsize(op: str, itemsize: int) -> int:
-    """Return the bytes that each element of `itemsize` bytes takes in a reduction over ranks."""
+    """Return the bytes that each element takes in a reduction over ranks: no backend reduces integers of two bytes."""
     is_half = itemsize == torch.half.itemsize
-    return sent_dtype(torch.half).itemsize if op in EXTREMA and is_half else itemsize
+    return INTEGERS[_wide(torch.half)].itemsize if op in EXTREMA and is_half else itemsize
 
 
 def encode(x: torch.Tensor, op: str) -> torch.Tensor:

@@ -141,6 +141,11 @@ def reshard_of(node: fx.Node) -> Reshard:
     return change
 
 
+def put_reshard(node: fx.Node, change: Reshard) -> None:
+    """Put a change of sharding on a `reshard` node, as its placement."""
+    node.meta[PLACEMENT] = NodePlacement((change.target,), (change.source,), change.reason, change.why, reshard=change)
+
+
 def origin_of(node: fx.Node) -> str:
     """Return the name of the node of the single-device program."""
     placement: NodePlacement | None = node.meta.get(PLACEMENT)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -26,24 +26,15 @@ from tpcompiler.ir.sharding import Sharding
 from tpcompiler.runtime.records import Note as Note
 
 PIN = "tpcompiler_pin"
-IN_TURNS = "tpcompiler_in_turns"  # on attention that gathers its keys in turns
-DISPATCH = "tpcompiler_dispatch"  # on a leaf of experts that tokens are sent to
+IN_TURNS = "tpcompiler_in_turns"  # an AxisRequest, on attention that is to gather its keys and values in turns
+DISPATCH = "tpcompiler_dispatch"  # an AxisRequest, on a leaf of experts that tokens are to be sent to, and back
 BOTH = "tpcompiler_both"  # on a value chosen from both computed branches of a cond: the reason
 UNCUT = "tpcompiler_uncut"  # on control flow that takes a planned weight: the reason why its bodies stay whole
 GLOBAL = "tpcompiler_global"  # the global fake value of a node whose "val" is already local
 
 
-@dataclass(frozen=True)
-class InTurns:
-    """A request that attention shards its steps over `axis`, and gathers keys and values in turns."""
-
-    axis: str
-    asked_by: str
-
-
-@dataclass(frozen=True)
-class Dispatch:
-    """A request that tokens go to the ranks of their experts over `axis`, and come back."""
+class AxisRequest(NamedTuple):
+    """A request that a part of the program runs in another form over an axis."""
 
     axis: str
     asked_by: str

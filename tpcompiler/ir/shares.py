@@ -262,7 +262,7 @@ def fitted(sharding: Sharding, shape: Sequence[Size], mesh: Mesh, what: str, ask
                 help=f"place it as S({dim})",
                 asked_by=asked_by,
             )
-        if by.parts or any(level.block or level.unit > 1 for level in by.levels):
+        if not by.is_plain:
             if why := "it is dynamic" if not isinstance(size, int) else by.find_misfit(size, mesh):
                 raise ShardingError(
                     f"cannot place {what} as {sharding.text(mesh)}: its dim {dim} is {size}, and {why}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]  # it ships no types
@@ -23,6 +24,11 @@ def statically_equal(a: Any, b: Any) -> bool:
     if one == other:
         return True
     return any(isinstance(e, sympy.Expr) and e.has(FloorDiv) for e in (one, other)) and _equal_divided(one, other)
+
+
+def are_equal(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Return True if two shapes have as many dims and equal sizes in every run; adds no guard."""
+    return len(one) == len(other) and all(map(statically_equal, one, other))
 
 
 def _expression(size: Any) -> sympy.Expr:

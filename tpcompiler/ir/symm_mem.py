@@ -15,12 +15,12 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from tpcompiler._torch import c10d_functional, enable_python_dispatcher, symm_mem
+from tpcompiler._torch import c10d_functional, symm_mem
 from tpcompiler.errors import ArtifactError, UnsupportedError, option
 from tpcompiler.ir import edit
 from tpcompiler.ir.control_flow import copy_with_bodies
 from tpcompiler.ir.exported import copy_signature, rebuilt
-from tpcompiler.ir.local import fake_mode_of
+from tpcompiler.ir.local import insert_call
 from tpcompiler.ir.node_placement import CLAIM, read_claim
 from tpcompiler.ir.text import op_name
 
@@ -119,14 +119,6 @@ def expand_collectives(program: ExportedProgram) -> ExportedProgram:
     return rebuilt(program, graph, signature, constants)
 
 
-def insert_call(before: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
-    """Insert a call of an op, with its fake value."""
-    node = edit.insert_before(before, target, args, "symm_mem")
-    with fake_mode_of(before.graph), torch.no_grad(), enable_python_dispatcher():
-        edit.record(node, target(*fx.node.map_arg(node.args, lambda used: edit.fake(used))))
-    return node
-
-
 def expand_graph(graph: fx.Graph) -> list[fx.Node]:
     """Replace the ops by the reductions that they stand for, in place. Return the placeholders of buffers, now unused.
 
@@ -152,7 +144,7 @@ def _expand(node: fx.Node) -> None:
     targets = (ALL_REDUCE, (op, group)), (WAIT, ())
     for (target, rest), record in zip(targets, read_claim(node).stands_for or (), strict=True):
         name, claim, stack, trace = record
-        call = insert_call(node, target, (call, *rest))
+        call = insert_call(node, target, (call, *rest), "symm_mem")
         modules = {key: (path, kind) for key, path, kind in stack}
         call.meta |= {"custom": {CLAIM: claim}, "nn_module_stack": modules, "stack_trace": trace}
         names[call] = name

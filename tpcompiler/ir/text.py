@@ -12,7 +12,6 @@ from tpcompiler._torch import OpOverload
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.node_placement import PLACEMENT, NodePlacement
 from tpcompiler.ir.program import PIN, PlannedProgram, Program
-from tpcompiler.ir.sharding import Sharding
 from tpcompiler.runtime import records
 
 DTYPES = {getattr(torch, name): short for name, short in records.DTYPES.items()}
@@ -66,12 +65,8 @@ def _sharding(node: fx.Node, mesh: Mesh | None) -> str:
         return f": {node.meta[PIN].sharding.text(mesh)}" if PIN in node.meta else ""
     if not mark.shardings:
         return ""
-    return f": {_tuple(mark.shardings, mesh)}"
-
-
-def _tuple(shardings: tuple[Sharding, ...], mesh: Mesh) -> str:
-    texts = [s.text(mesh) for s in shardings]
-    return texts[0] if len(texts) == 1 else f"({', '.join(texts)})"
+    texts = [sharding.text(mesh) for sharding in mark.shardings]
+    return f": {texts[0]}" if len(texts) == 1 else f": ({', '.join(texts)})"
 
 
 def _argument(argument: Any) -> str:

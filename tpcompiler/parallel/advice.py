@@ -24,15 +24,15 @@ from tpcompiler.errors import ShardingError, TpCompilerError
 from tpcompiler.ir import edit
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.names import modules_around
-from tpcompiler.ir.node_placement import placement_of, reshard_of
+from tpcompiler.ir.node_placement import Reshard, placement_of, reshard_of
 from tpcompiler.ir.program import PIN, PlacedProgram, PlannedProgram, relax, reshard, tied
 from tpcompiler.ir.sharding import Sharding
-from tpcompiler.parallel.conversion import Conversion, unseen
+from tpcompiler.parallel.conversion import UNSEEN, Conversion
 from tpcompiler.parallel.pipeline import find_placements
 from tpcompiler.passes.place import place
 from tpcompiler.plan.plan import Plan, PlanEntry
 from tpcompiler.plan.styles import STYLES, read_style
-from tpcompiler.runtime.records import Goal, Why
+from tpcompiler.runtime.records import Goal
 from tpcompiler.solver.estimate import measure_leaves, measure_step_time
 from tpcompiler.solver.search import PLACING, solve
 from tpcompiler.solver.solution import Solution
@@ -49,15 +49,6 @@ class Advice(NamedTuple):
 
     text: str
     made: PlacedProgram
-
-
-class _Change(NamedTuple):
-    """A change of a value's sharding, with its kind and its wire bytes per rank."""
-
-    value: fx.Node
-    to: Sharding
-    why: Why
-    wire_bytes: int
 
 
 @dataclass
@@ -234,8 +225,7 @@ def _concerning(plan: Plan, leaves: Iterable[str]) -> tuple[PlanEntry, ...]:
 
 def _wire_bytes(program: PlacedProgram, machine: Machine) -> int:
     """Return the wire bytes of one call; a change that several uses share counts once."""
-    once = {(change.value, change.to): change.wire_bytes for change in _changes(program, machine) if change.wire_bytes}
-    return sum(once.values())
+    return sum({(value, change.target): sent for value, change, sent in _changes(program, machine)}.values())
 
 
 def _held_bytes(program: PlacedProgram) -> int:
@@ -257,18 +247,21 @@ def _planned_behind(program: PlacedProgram, value: str, far: bool = False) -> li
 
 
 def _gathered(program: PlacedProgram, machine: Machine) -> set[str]:
-    sent = (change for change in _changes(program, machine) if change.wire_bytes)
-    return {change.value.name for change in sent if change.why == "fallback"}
+    return {value.name for value, change, _ in _changes(program, machine) if change.why == "fallback"}
 
 
-def _changes(program: PlacedProgram, machine: Machine) -> Iterator[_Change]:
-    """Iterate over the changes of sharding of one call, once for each use of a value."""
+def _changes(program: PlacedProgram, machine: Machine) -> Iterator[tuple[fx.Node, Reshard, int]]:
+    """Yield each changed value of one call, its change, and the wire bytes per rank, if there are any.
+
+    Once for each use of a value.
+    """
     for node in edit.calls(program.graph):
         if node.target is reshard:
             (operand,), change = edit.operands(node), reshard_of(node)
             value, ends = edit.fake(operand), (change.source, change.target)
             steps = steps_between(*ends, value.shape, value.element_size(), program.mesh, machine)
-            yield _Change(_value_behind(operand), change.target, change.why, sum(step.wire_bytes for step in steps))
+            if sent := sum(step.wire_bytes for step in steps):
+                yield _value_behind(operand), change, sent
 
 
 def _value_behind(node: fx.Node) -> fx.Node:
@@ -298,7 +291,7 @@ def find_searched_plan(conversions: Sequence[Conversion], found: Solution) -> Se
     if found.mesh.world_size == 1 or any(own.plan.searches for own in conversions) or left <= MOST_WHOLE * total:
         return None
     held = sum(measure_leaves(found).values())
-    free = [replace(own, plan=Plan().with_search(), after=unseen) for own in conversions]
+    free = [replace(own, plan=Plan().with_search(), after=UNSEEN) for own in conversions]
     asked = conversions[0].asked
     limit = conversions[0].machine.usable_memory if asked.memory is None else asked.memory
     goals: Sequence[Goal] = (asked.optimize, "memory") if _could_be_faster(found) else ("memory",)

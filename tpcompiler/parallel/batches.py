@@ -21,7 +21,7 @@ from tpcompiler._torch import OpOverload, aten, sym_expr, tree_flatten
 from tpcompiler.errors import RuleError
 from tpcompiler.ir import edit
 from tpcompiler.ir.program import CanonicalProgram, results_of
-from tpcompiler.ir.sizes import statically_equal
+from tpcompiler.ir.sizes import are_equal, statically_equal
 from tpcompiler.rules.notation import Dim, Joined, Rule
 from tpcompiler.rules.registry import rule_of
 
@@ -244,8 +244,7 @@ class _Trial:
 
 def _is_whole(node: fx.Node) -> bool:
     """Return True for a slice of a whole dim."""
-    sizes = zip(edit.shape(node), edit.shape(edit.operands(node)[0]), strict=True)
-    return all(statically_equal(size, other) for size, other in sizes)
+    return are_equal(edit.shape(node), edit.shape(edit.operands(node)[0]))
 
 
 def _dims_of_ones(node: fx.Node, dims: frozenset[int]) -> frozenset[int]:
@@ -269,9 +268,8 @@ def _mixes(node: fx.Node, own: Sequence[_Counts]) -> bool:
 
 def _is_reduced(rule: Rule, own: Sequence[frozenset[int]]) -> bool:
     """Return True if dims that count the batch have factors, and no result has one of them."""
-    kept = {factor for term in rule.pattern.outputs for dim in term for factor in dim}
     terms = [term[dim] for term, dims in zip(rule.pattern.inputs, own, strict=True) for dim in dims]
-    return any(terms) and not any(kept.intersection(term) for term in terms)
+    return any(terms) and not any(rule.made.intersection(term) for term in terms)
 
 
 def _factors(rule: Rule, own: Sequence[frozenset[int]]) -> set[str]:

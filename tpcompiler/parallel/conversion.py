@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from os.path import basename
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from msgspec import structs
 from torch.export import ExportedProgram
@@ -29,17 +29,6 @@ from tpcompiler.solver.solution import Solution
 P = TypeVar("P", bound=Program)
 
 
-class After(Protocol):
-    """A hook that receives each pass's result and returns it."""
-
-    def __call__(self, program: P, name: str) -> P: ...
-
-
-def unseen(program: P, name: str) -> P:
-    """Return the program of a pass without a dump."""
-    return program
-
-
 @dataclass(frozen=True)
 class Conversion:
     """An exported program in canonical form, and how it is to be converted.
@@ -56,7 +45,7 @@ class Conversion:
     asked: Asked
     machine: Machine
     device: str
-    after: After
+    after: Dump
     dropped: tuple[Note, ...] = ()
     family: str = ""
     stage: StageRecord | None = None
@@ -150,7 +139,7 @@ def read_boundary(given: Any, asked_by: str = "") -> Boundary:
 
 
 class Dump:
-    """Checks each stage, and writes its text where a directory was given."""
+    """A hook that receives each pass's result and returns it; checks it, and writes its text, if given a directory."""
 
     def __init__(self, directory: str | os.PathLike[str] | None) -> None:
         self.directory = None if directory is None else Path(directory)
@@ -163,3 +152,6 @@ class Dump:
             (self.directory / f"{self.count:02}_{name}.txt").write_text(program_text(program), encoding="utf-8")
             self.count += 1
         return program
+
+
+UNSEEN = Dump(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 from os.path import basename
 from typing import Any
@@ -21,7 +22,7 @@ from tpcompiler.ir.rank_numbers import name_rank_numbers, numbers_of_rank
 from tpcompiler.ir.symm_mem import fitted_text
 from tpcompiler.passes.bucket_sums import bucket_sums
 from tpcompiler.passes.build_rank_program import Built, build_rank_program
-from tpcompiler.passes.fit_collectives import Fit, fit_collectives
+from tpcompiler.passes.fit_collectives import fit_collectives
 from tpcompiler.passes.localize_shapes import localize_shapes
 from tpcompiler.passes.lower_reshards import lines_of, lower_reshards
 from tpcompiler.passes.move_device import move_device
@@ -31,26 +32,20 @@ from tpcompiler.runtime.records import Collective, Collectives
 from tpcompiler.terminal.printed import format_bytes
 
 
+@dataclass(eq=False)
 class Partition:
     """The programs of all ranks; parts that are equal for several ranks are made once."""
 
-    def __init__(
-        self, program: PlacedProgram, device_type: str, fitted: Collectives, machine: Machine, limit: int | None
-    ) -> None:
-        """`machine` decides where symmetric memory is faster, if `fitted` is "auto".
-
-        `limit` is on the bytes of a rank's inputs and activations.
-        """
-        self.program = program
-        self.machine = machine
-        self.device_type = device_type
-        self.fitted = fitted
-        self.limit = limit
-        self._traces: dict[Any, Any] = {}
-        self._results: dict[Any, Any] = {}
-        self._built: Built = {}
-        self._hollow: Hollow = {}
-        self._local: dict[tuple[int, ...], LocalProgram] = {}
+    program: PlacedProgram
+    device_type: str
+    fitted: Collectives
+    machine: Machine  # decides where symmetric memory is faster, if `fitted` is "auto"
+    limit: int | None  # on the bytes of a rank's inputs and activations
+    _traces: dict[Any, Any] = field(default_factory=dict)
+    _results: dict[Any, Any] = field(default_factory=dict)
+    _built: Built = field(default_factory=dict)
+    _hollow: Hollow = field(default_factory=dict)
+    _local: dict[tuple[int, ...], LocalProgram] = field(default_factory=dict)
 
     @cached_property
     def classes(self) -> list[tuple[int, ...]]:
@@ -89,7 +84,7 @@ class Partition:
     def _finished(self, built: ExportedProgram) -> ExportedProgram:
         if self.fitted != "nccl":
             sizes = {name: len(ranks[0]) for name, ranks in self.groups().items()}
-            built = fit_collectives(built, Fit(sizes, self._is_wanted))
+            built = fit_collectives(built, sizes, self._is_wanted)
         return move_device(built, self.device_type)
 
     def _is_wanted(self, collective: fx.Node) -> bool:

@@ -10,7 +10,7 @@ import tpcompiler.rules  # noqa: F401  (registers the rules)
 from tpcompiler.cost.objective import LEAST, Objective
 from tpcompiler.ir.local import no_new_guards
 from tpcompiler.ir.program import PlacedProgram, PlannedProgram
-from tpcompiler.parallel.conversion import After, Conversion, unseen
+from tpcompiler.parallel.conversion import UNSEEN, Conversion, Dump
 from tpcompiler.parallel.partition import Partition
 from tpcompiler.passes._rewrite_candidates import find_forms, note_forms
 from tpcompiler.passes.apply_plan import apply_plan, names_of
@@ -81,7 +81,7 @@ def solve_task(task: Task) -> Solution:
     return found
 
 
-def plan_program(own: Conversion, plan: Plan, after: After = unseen) -> PlannedProgram:
+def plan_program(own: Conversion, plan: Plan, after: Dump = UNSEEN) -> PlannedProgram:
     """Run the passes before the search."""
     plan = plan.as_found() if plan.searches else plan
     with no_new_guards(own.program.graph):

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tpcompiler.errors import PlanError, UnsupportedError
+from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.placements import PlacementSpec, format_spec, read_spec
 
 Layouts = tuple[PlacementSpec | None, ...]
@@ -68,6 +69,10 @@ class Style:
             "sequence_parallel",
             "shard_at_rest",
         )
+
+    def axis_on(self, mesh: Mesh) -> str:
+        """Return the style's axis if the mesh has it, else the one that shards layers."""
+        return self.axis if self.axis in mesh.names else mesh.model_axis
 
     @property
     def written(self) -> str:

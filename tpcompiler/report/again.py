@@ -32,8 +32,9 @@ from tpcompiler.parallel.conversion import Conversion
 from tpcompiler.parallel.converted_program import ConvertedProgram, convert_programs
 from tpcompiler.parallel.pipeline import find_placements, make_task, solve_task
 from tpcompiler.passes.place import refuse_misfits
-from tpcompiler.passes.regions.attend_in_turns import ATTENTION, axis_of_turns
+from tpcompiler.passes.regions.attend_in_turns import ATTENTION
 from tpcompiler.plan.plan import Plan
+from tpcompiler.plan.styles import STYLES
 from tpcompiler.runtime.artifact import families, is_single
 from tpcompiler.solver.estimate import measure_leaves, measure_priced, sends_of
 from tpcompiler.solver.solution import Solution
@@ -114,7 +115,7 @@ class Again:
             axes: those of the other choices of the call, next to which this one is listed.
         """
         module, style = edit.module_path(call), "attend_in_turns"
-        axis, qkv = axis_of_turns(self.found.mesh), edit.operands(call)[:3] if call.target is ATTENTION else []
+        axis, qkv = STYLES[style].axis_on(self.found.mesh), edit.operands(call)[:3] if call.target is ATTENTION else []
         if not module or not any(axis in self.found.seen(operand).dims[-2].axes for operand in qkv):
             return None
         try:

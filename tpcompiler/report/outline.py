@@ -309,7 +309,7 @@ def put_backward_last(items: Sequence[Item], exported: ExportedProgram) -> list[
     if not any(kind in GRADIENT_KINDS for kind in kinds):
         return list(items)
     own = (value for value, kind in zip(output, kinds, strict=True) if kind not in GRADIENT_KINDS)
-    forward = {node.name for node in edit.ancestors(own)}
+    forward = {node.name for node in edit.nodes_behind(own)}
     first, backward, last = list[Item](), list[Item](), list[Item]()
     layer: tuple[Module, ...] = ()
     for item in items:

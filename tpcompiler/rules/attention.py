@@ -7,8 +7,9 @@ from torch import fx
 from tpcompiler._torch import aten
 from tpcompiler.ir import edit
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
+from tpcompiler.rules.infer import is_one
 from tpcompiler.rules.notation import RuleText
-from tpcompiler.rules.pointwise import broadcast, is_one
+from tpcompiler.rules.pointwise import broadcast
 from tpcompiler.rules.registry import op_rule
 
 # The kernels that also return the log-sum-exp of each query's scores, each on its kind of device.

@@ -12,8 +12,9 @@ from torch import fx
 from tpcompiler._torch import aten
 from tpcompiler.ir import edit
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
+from tpcompiler.rules.infer import is_one
 from tpcompiler.rules.notation import RuleText, ShardRange
-from tpcompiler.rules.pointwise import broadcast, is_one
+from tpcompiler.rules.pointwise import broadcast
 from tpcompiler.rules.pooling import equal_windows, windows
 from tpcompiler.rules.registry import op_rule
 from tpcompiler.rules.structure import dims_text

@@ -128,8 +128,7 @@ def is_needed(check: PositionCheck, node: fx.Node, at_door: Ranges) -> bool:
     earlier op gets the same positions and accepts no more.
     """
     index, least, most = edit.operands(node)[check.operand], check.least, check.most
-    index_range = known_range(index, at_door)
-    if index_range is not None and least <= index_range[0] and index_range[1] <= most:
+    if is_within(index, (least, most), at_door):
         return False
     for user in index.users:
         if user < node and isinstance(user.target, OpOverload) and (rule := rule_of(user)) is not None:
@@ -139,7 +138,13 @@ def is_needed(check: PositionCheck, node: fx.Node, at_door: Ranges) -> bool:
     return True
 
 
-def known_range(index: fx.Node, at_door: Ranges) -> Range | None:
+def is_within(index: fx.Node, ends: Range, at_door: Ranges) -> bool:
+    """Return True if an index is known to stay in a range."""
+    index_range = _known_range(index, at_door)
+    return index_range is not None and ends[0] <= index_range[0] and index_range[1] <= ends[1]
+
+
+def _known_range(index: fx.Node, at_door: Ranges) -> Range | None:
     """Return the range of an index if its program determines it or `load` checks it."""
     target: Any = index.target
     if index.op == "placeholder":
@@ -147,7 +152,7 @@ def known_range(index: fx.Node, at_door: Ranges) -> Range | None:
     if index.op != "call_function" or not edit.is_tensor(index) or edit.fake(index).dtype not in INDICES:
         return None
     if target in SAME_VALUES:
-        return known_range(edit.operands(index)[0], at_door)
+        return _known_range(edit.operands(index)[0], at_door)
     source, output = index.args if target is operator.getitem else (index, 0)
     if CHOSEN.get(getattr(source, "target", None)) == output:
         return _along(source)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -34,13 +35,6 @@ class Refusal:
     text: str
 
 
-def _product(sizes: Iterable[Size]) -> Size:
-    product: Size = 1
-    for size in sizes:
-        product = product * size
-    return product
-
-
 def is_one(size: Size) -> bool:
     return isinstance(size, int) and size == 1
 
@@ -55,7 +49,7 @@ def _take_apart(rule: Rule, dim: Dim, cut: DimSharding, mesh: Mesh) -> dict[str,
         return _between(rule, dim, cut)
     if cut.parts:
         factor = _outer(rule, dim)
-        minor = _product(rule.extent[f] for f in dim[dim.index(factor) + 1 :]) if factor is not None else None
+        minor = math.prod(rule.extent[f] for f in dim[dim.index(factor) + 1 :]) if factor is not None else None
         if factor is not None and isinstance(minor, int) and minor:
             parts = cut.unscale(minor, rule.extent[factor] * minor, mesh)
             if parts is not None:
@@ -71,7 +65,7 @@ def _take_apart(rule: Rule, dim: Dim, cut: DimSharding, mesh: Mesh) -> dict[str,
             return choice
         factor, own = choice
         size, deals, pieces = own or left[factor], mesh.deals(axis), mesh.pieces(axis)
-        minor = _product(left[f] for f in dim[dim.index(factor) + 1 :])
+        minor = math.prod(left[f] for f in dim[dim.index(factor) + 1 :])
         if refusal := _unequal(size, [axis], mesh):
             return refusal
         if its == 1 and divides(size, pieces) and (own or factor not in uneven):
@@ -159,7 +153,7 @@ def _cut_factor(rule: Rule, dim: Dim, left: Mapping[str, Size], block: int, unit
     of one element it shards a factor that need not stay whole.
     """
     if not block:
-        inner = [_product(left[f] for f in dim[at + 1 :]) for at in range(len(dim))]
+        inner = [math.prod(left[f] for f in dim[at + 1 :]) for at in range(len(dim))]
         taken = (unit != 1 and statically_equal(size, unit) for size in inner)
         own = (f for f, is_unit in zip(dim, taken, strict=True) if is_unit or not is_one(left[f]))
         free = (f for f in dim if f not in rule.pattern.whole)
@@ -267,7 +261,7 @@ def _cut(rule: Rule, dim: Dim, option: Option, mesh: Mesh) -> DimSharding | None
     even = True
     for position, factor in enumerate(dim):
         cut, remainder = option.cuts.get(factor, WHOLE), rule.extent[factor]
-        minor = _product(rule.extent[f] for f in dim[position + 1 :])
+        minor = math.prod(rule.extent[f] for f in dim[position + 1 :])
         if cut.parts:
             alone = not levels and is_one(outer) and option.cuts.keys().isdisjoint(dim[position + 1 :])
             return cut.scale(minor, remainder, mesh) if alone and isinstance(minor, int) else None

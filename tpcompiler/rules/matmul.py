@@ -11,8 +11,9 @@ from tpcompiler._torch import aten
 from tpcompiler.ir import edit
 from tpcompiler.ir.dim_sharding import Size
 from tpcompiler.ir.sizes import sym_quotient
+from tpcompiler.rules.infer import is_one
 from tpcompiler.rules.notation import RuleText
-from tpcompiler.rules.pointwise import broadcast, is_one
+from tpcompiler.rules.pointwise import broadcast
 from tpcompiler.rules.registry import op_rule
 
 BILINEAR = ((0,), (1,))
@@ -29,10 +30,17 @@ def linear(node: fx.Node) -> RuleText:
     return RuleText(f"{batch} k, {n} k{bias} -> {batch} {n}", linear=BILINEAR)
 
 
-@op_rule(aten.mm.default, aten._int_mm.default, shards="any")
-def mm(node: fx.Node) -> RuleText:
-    """m k, k n -> m n"""
-    return RuleText("m k, k n -> m n", linear=BILINEAR)
+PRODUCTS = {
+    aten.mm.default: "m k, k n -> m n",
+    aten._int_mm.default: "m k, k n -> m n",
+    aten.bmm.default: "b m k, b k n -> b m n",
+}
+
+
+@op_rule(*PRODUCTS, shards="any")
+def product(node: fx.Node) -> RuleText:
+    """ "m k, k n -> m n", for each pair of matrices."""
+    return RuleText(PRODUCTS[node.target], linear=BILINEAR)
 
 
 @op_rule(aten._weight_int8pack_mm.default, shards="nonempty")
@@ -49,42 +57,29 @@ def int4pack_mm(node: fx.Node) -> RuleText:
     return RuleText(text, factors={"n_": PACKED_ROWS}, linear=((0,),))
 
 
-@op_rule(aten.bmm.default, shards="any")
-def bmm(node: fx.Node) -> RuleText:
-    """b m k, b k n -> b m n"""
-    return RuleText("b m k, b k n -> b m n", linear=BILINEAR)
+PRODUCTS_WITH_ADDEND = {
+    aten.addmm.default: "m k, k n -> m n",
+    aten.baddbmm.default: "b m k, b k n -> b m n",
+    aten.addbmm.default: "b m k, b k n -> m n",  # the batch is summed too
+}
 
 
-def _addend(node: fx.Node, names: str) -> str:
-    """Return the term of the first operand, which broadcasts into a product with these dims."""
-    return broadcast(edit.shape(edit.operands(node)[0]), names.split(), edit.shape(node))
-
-
-@op_rule(aten.addmm.default, shards="any")
-def addmm(node: fx.Node) -> RuleText:
-    """+n, m k, k n -> m n, with the first operand broadcast."""
-    bias = _addend(node, "m n")
-    return RuleText(f"+{bias}, m k, k n -> m n", linear=((1,), (2,)))
-
-
-@op_rule(aten.baddbmm.default, shards="any")
-def baddbmm(node: fx.Node) -> RuleText:
-    """+b m n, b m k, b k n -> b m n, with the first operand broadcast."""
-    bias = _addend(node, "b m n")
-    return RuleText(f"+{bias}, b m k, b k n -> b m n", linear=((1,), (2,)))
-
-
-@op_rule(aten.addbmm.default, shards="any")
-def addbmm(node: fx.Node) -> RuleText | None:
-    """+m n, b m k, b k n -> m n: the batch is summed too."""
-    return RuleText(f"+{_addend(node, 'm n')}, b m k, b k n -> m n", linear=((1,), (2,)))
+@op_rule(*PRODUCTS_WITH_ADDEND, shards="any")
+def product_with_addend(node: fx.Node) -> RuleText:
+    """ "+n, m k, k n -> m n", with the first operand broadcast."""
+    return _with_addend(node, PRODUCTS_WITH_ADDEND[node.target])
 
 
 @op_rule(aten.addmv.default, shards="nonempty")
 def addmv(node: fx.Node) -> RuleText:
-    """+m, m k, k -> m, with the first operand broadcast, which torch does not do for an empty shard."""
-    bias = _addend(node, "m")
-    return RuleText(f"+{bias}, m k, k -> m", linear=((1,), (2,)))
+    """ "+m, m k, k -> m", with the first operand broadcast, which torch does not do for an empty shard."""
+    return _with_addend(node, "m k, k -> m")
+
+
+def _with_addend(node: fx.Node, text: str) -> RuleText:
+    names = text.partition("-> ")[2].split()
+    addend = broadcast(edit.shape(edit.operands(node)[0]), names, edit.shape(node))
+    return RuleText(f"+{addend}, {text}", linear=((1,), (2,)))
 
 
 @op_rule(aten._trilinear.default, shards="any")

@@ -280,10 +280,7 @@ def extents(
     for dim, size in pairs:
         missing = [f for f in dim if f not in sizes]
         if len(missing) == 1 and not isinstance(dim, Joined):
-            rest: Size = 1
-            for factor in dim:
-                rest = rest * sizes.get(factor, 1)
-            sizes[missing[0]] = size // rest
+            sizes[missing[0]] = size // math.prod(sizes.get(factor, 1) for factor in dim)
     unknown = {f for dim, _ in pairs for f in dim if f not in sizes}
     if unknown:
         raise RuleError(f"the rule of {what} leaves the sizes of {sorted(unknown)} open", help="give them as factors=")

@@ -9,12 +9,9 @@ from torch import fx
 from tpcompiler._torch import aten
 from tpcompiler.ir import edit
 from tpcompiler.ir.dim_sharding import Size
+from tpcompiler.rules.infer import is_one
 from tpcompiler.rules.notation import RuleText
 from tpcompiler.rules.registry import op_rule, pointwise_rule
-
-
-def is_one(size: Size) -> bool:
-    return isinstance(size, int) and size == 1
 
 
 def broadcast(shape: Sequence[Size], names: Sequence[str], full: Sequence[Size]) -> str:

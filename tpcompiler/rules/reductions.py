@@ -127,10 +127,10 @@ def pair_distances(node: fx.Node) -> RuleText:
     shards="any",
 )
 def softmax(node: fx.Node) -> str:
-    """ "d0 d1! -> d0 d1!": the normalised dim stays whole."""
-    ndim = edit.ndim(node)
+    """ "d0 d1! -> d0 d1!", once for each result: the dim stays whole."""
+    ndim = edit.ndim(edit.operands(node)[0])
     text = dims_text(ndim, {edit.arguments(node).dim % ndim} if ndim else ())
-    return f"{text} -> {text}"
+    return f"{text} -> {', '.join([text] * len(edit.outputs(node)))}"
 
 
 @op_rule(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default, shards="any")

@@ -15,12 +15,10 @@ import torch
 from torch import Tensor, fx
 
 from tpcompiler._torch import aten
-from tpcompiler.ir import edit
 from tpcompiler.ir.sizes import sym_quotient
 from tpcompiler.rules.notation import RuleText
-from tpcompiler.rules.reductions import linear_cast
+from tpcompiler.rules.reductions import linear_cast, softmax
 from tpcompiler.rules.registry import op_rule, op_variant
-from tpcompiler.rules.structure import dims_text
 from tpcompiler.rules.variants import Pieces, count_along, widen
 
 SCANS = aten.cumsum, aten.cumprod, aten.logcumsumexp, aten.cummax, aten.cummin
@@ -29,36 +27,7 @@ SCANS = aten.cumsum, aten.cumprod, aten.logcumsumexp, aten.cummax, aten.cummin
 @op_rule(*(op.default for op in SCANS), shards="any")
 def scan(node: fx.Node) -> RuleText:
     """ "d0 d1! -> d0 d1!", and positions, which count within a line. Only a running sum is linear."""
-    (operand,) = edit.operands(node)
-    ndim = edit.ndim(operand)
-    text = dims_text(ndim, {edit.arguments(node).dim % ndim} if ndim else ())
-    results = ", ".join([text] * len(edit.outputs(node)))
-    return RuleText(f"{text} -> {results}", linear=linear_cast(node) if node.target is aten.cumsum.default else ())
-
-
-@op_variant(aten.cumsum.default)
-def cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None, pieces: Pieces) -> Any:
-    return _scanned(torch.cumsum, torch.add, 0, x, dim, dtype, pieces)
-
-
-@op_variant(aten.cumprod.default)
-def cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None, pieces: Pieces) -> Any:
-    return _scanned(torch.cumprod, torch.mul, 1, x, dim, dtype, pieces)
-
-
-@op_variant(aten.logcumsumexp.default)
-def logcumsumexp(x: Tensor, dim: int, *, pieces: Pieces) -> Any:
-    return NotImplemented if x.is_complex() else _scanned(_log_sums, torch.logaddexp, -math.inf, x, dim, None, pieces)
-
-
-@op_variant(aten.cummax.default)
-def cummax(x: Tensor, dim: int, *, pieces: Pieces) -> Any:
-    return _scanned_extrema(torch.cummax, torch.ge, x, dim, pieces)
-
-
-@op_variant(aten.cummin.default)
-def cummin(x: Tensor, dim: int, *, pieces: Pieces) -> Any:
-    return _scanned_extrema(torch.cummin, torch.le, x, dim, pieces)
+    return RuleText(softmax(node), linear=linear_cast(node) if node.target is aten.cumsum.default else ())
 
 
 def _scanned_extrema(
@@ -66,6 +35,7 @@ def _scanned_extrema(
     is_beyond: Callable[[Tensor, Tensor], Tensor],
     x: Tensor,
     dim: int,
+    *,
     pieces: Pieces,
 ) -> Any:
     """Scan every block by itself, and join it with the blocks before: the last of equal extrema counts, and any NaN."""
@@ -98,7 +68,8 @@ def _scanned(
     start: float,
     x: Tensor,
     dim: int,
-    dtype: torch.dtype | None,
+    *,
+    dtype: torch.dtype | None = None,
     pieces: Pieces,
 ) -> Any:
     """Scan every block by itself, then join each with the scan of the totals of the blocks before it."""
@@ -107,11 +78,12 @@ def _scanned(
     count = pieces.get(at, 1)
     if sym_quotient(size, count) is None or (isinstance(size, int) and size == 0):
         return NotImplemented  # blocks of several sizes
+    if join is torch.logaddexp and x.is_complex():
+        return NotImplemented
     result_dtype = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
     wide = widen(x.to(result_dtype))
-    run = partial(op, dtype=wide.dtype)
-    own = run(aten.unflatten.int(wide, at, [count, -1]), at + 1)
-    before = run(_shifted(own.select(at + 1, -1), at, start), at)
+    own = op(aten.unflatten.int(wide, at, [count, -1]), at + 1)
+    before = op(_shifted(own.select(at + 1, -1), at, start), at)
     return join(own, before.unsqueeze(at + 1)).flatten(at, at + 1).to(result_dtype)
 
 
@@ -121,5 +93,8 @@ def _shifted(totals: Tensor, dim: int, start: float) -> Tensor:
     return torch.cat([first, totals.narrow(dim, 0, totals.shape[dim] - 1)], dim)
 
 
-def _log_sums(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    return torch.logcumsumexp(x, dim)
+op_variant(aten.cumsum.default)(partial(_scanned, torch.cumsum, torch.add, 0))
+op_variant(aten.cumprod.default)(partial(_scanned, torch.cumprod, torch.mul, 1))
+op_variant(aten.logcumsumexp.default)(partial(_scanned, torch.logcumsumexp, torch.logaddexp, -math.inf))
+op_variant(aten.cummax.default)(partial(_scanned_extrema, torch.cummax, torch.ge))
+op_variant(aten.cummin.default)(partial(_scanned_extrema, torch.cummin, torch.le))

@@ -18,7 +18,7 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.control_flow import copy_with_bodies, is_cond
 from tpcompiler.ir.draws import draws
 from tpcompiler.ir.text import op_name
-from tpcompiler.rules.index_range import Ranges, known_range, positions_of
+from tpcompiler.rules.index_range import Ranges, is_within, positions_of
 from tpcompiler.rules.registry import rule_of
 
 # Ops, apart from pointwise ones, that no value of their operands makes raise.
@@ -68,7 +68,7 @@ def _why(node: fx.Node, at_door: Ranges) -> str:
     rule = rule_of(node)
     if rule is not None and rule.positions:
         positions = list(positions_of(node, rule))
-        if len(positions) == len(rule.positions) and all(_is_within(i, ends, at_door) for i, ends in positions):
+        if len(positions) == len(rule.positions) and all(is_within(i, ends, at_door) for i, ends in positions):
             return ""
         return f"looks up positions that may be outside of the dim ({op_name(node)})"
     if target.namespace != "aten" or not (name in _TOTAL or torch.Tag.pointwise in target.tags):
@@ -84,8 +84,3 @@ def _why(node: fx.Node, at_door: Ranges) -> str:
 def _in_body(named: Any) -> str:
     # Without ranges: the body's inputs may share names with the program's.
     return obstacle(copy_with_bodies(edit.fake(named)).nodes, {})
-
-
-def _is_within(index: fx.Node, ends: tuple[int, int], at_door: Ranges) -> bool:
-    index_range = known_range(index, at_door)
-    return index_range is not None and ends[0] <= index_range[0] and index_range[1] <= ends[1]

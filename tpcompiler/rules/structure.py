@@ -18,9 +18,9 @@ from tpcompiler.rules.registry import op_rule
 from tpcompiler.rules.windows import in_rule, sliding
 
 
-def dims_text(ndim: int, whole: Collection[int], prefix: str = "d") -> str:
+def dims_text(ndim: int, whole: Collection[int]) -> str:
     """Return "d0 d1! d2": the dims of a tensor, with those in `whole` marked."""
-    return " ".join(f"{prefix}{d}{'!' if d in whole else ''}" for d in range(ndim))
+    return " ".join(f"d{d}{'!' if d in whole else ''}" for d in range(ndim))
 
 
 def at_dim(ndim: int, dim: int, word: str) -> str:
@@ -117,16 +117,6 @@ def split(node: fx.Node) -> RuleText:
     )
 
 
-@op_rule(aten.unbind.int, aten.unbind_copy.int, shards="any")
-def unbind(node: fx.Node) -> RuleText:
-    """ "d0 d1! d2 -> d0 d2, d0 d2" """
-    (operand,) = edit.operands(node)
-    ndim = edit.ndim(operand)
-    dim = edit.arguments(node).dim % ndim
-    parts = [at_dim(ndim, dim, "")] * len(edit.outputs(node))
-    return RuleText(f"{dims_text(ndim, {dim})} -> {', '.join(parts)}", linear=((0,),))
-
-
 def find_slice(
     args: Mapping[str, Any], size: Size, made: Size, prefix: str
 ) -> tuple[str, dict[str, int], dict[str, tuple[Dim, ...]]] | None:
@@ -174,22 +164,22 @@ def slice_(node: fx.Node) -> RuleText:
     return RuleText(text, factors=factors, linear=((0,),), counts=counts)
 
 
-@op_rule(aten.narrow_copy.default, shards="any")
-def narrow(node: fx.Node) -> RuleText:
-    """ "d0 d1! -> d0 c" """
+@op_rule(
+    aten.narrow_copy.default,
+    aten.select.int,
+    aten.select_copy.int,
+    aten.unbind.int,
+    aten.unbind_copy.int,
+    shards="any",
+)
+def take_rows(node: fx.Node) -> RuleText:
+    """ "d0 d1! d2 -> d0 d2", once for each row; a result of several rows has them as "c"."""
     (operand,) = edit.operands(node)
     ndim = edit.ndim(operand)
     dim = edit.arguments(node).dim % ndim
-    return RuleText(f"{dims_text(ndim, {dim})} -> {at_dim(ndim, dim, 'c')}", linear=((0,),))
-
-
-@op_rule(aten.select.int, aten.select_copy.int, shards="any")
-def select(node: fx.Node) -> RuleText:
-    """The selected dim is whole, and absent from the result."""
-    (operand,) = edit.operands(node)
-    ndim = edit.ndim(operand)
-    dim = edit.arguments(node).dim % ndim
-    return RuleText(f"{dims_text(ndim, {dim})} -> {at_dim(ndim, dim, '')}", linear=((0,),))
+    taken = at_dim(ndim, dim, "c" if node.target is aten.narrow_copy.default else "")
+    results = ", ".join([taken] * len(edit.outputs(node)))
+    return RuleText(f"{dims_text(ndim, {dim})} -> {results}", linear=((0,),))
 
 
 @op_rule(aten.diagonal.default, shards="any")

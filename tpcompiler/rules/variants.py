@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -214,29 +215,7 @@ def all_of(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
     return smallest.to(torch.uint8 if x.dtype is torch.uint8 else torch.bool)
 
 
-@op_variant(aten.argmax.default)
-def argmax(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
-    best = _best(x, dim, keepdim, Tensor.amax)
-    return best if best is NotImplemented else best[1]
-
-
-@op_variant(aten.argmin.default)
-def argmin(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
-    best = _best(x, dim, keepdim, Tensor.amin)
-    return best if best is NotImplemented else best[1]
-
-
-@op_variant(aten.max.dim)
-def max_of_lines(x: Tensor, dim: int, keepdim: bool = False) -> Any:
-    return _best(x, dim, keepdim, Tensor.amax)
-
-
-@op_variant(aten.min.dim)
-def min_of_lines(x: Tensor, dim: int, keepdim: bool = False) -> Any:
-    return _best(x, dim, keepdim, Tensor.amin)
-
-
-def _best(x: Tensor, dim: int | None, keepdim: bool, extremum: Callable[..., Tensor]) -> Any:
+def _best(extremum: Callable[..., Tensor], x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
     """Return the extremum of each line and its first position; NaN counts as the extremum, as in torch."""
     if (dim is None and x.ndim != 1) or type(size := x.shape[dim or 0]) is not int:
         return NotImplemented
@@ -248,6 +227,17 @@ def _best(x: Tensor, dim: int | None, keepdim: bool, extremum: Callable[..., Ten
     places = count_along(size, at, x)
     where = torch.where(is_best, places, size).amin([at], keepdim)
     return (best if keepdim else best.squeeze(at)).to(x.dtype), where
+
+
+def _place_of_best(*args: Any, **kwargs: Any) -> Any:
+    best = _best(*args, **kwargs)
+    return best if best is NotImplemented else best[1]
+
+
+op_variant(aten.max.dim)(partial(_best, Tensor.amax))
+op_variant(aten.min.dim)(partial(_best, Tensor.amin))
+op_variant(aten.argmax.default)(partial(_place_of_best, Tensor.amax))
+op_variant(aten.argmin.default)(partial(_place_of_best, Tensor.amin))
 
 
 @op_variant(aten.topk.default)

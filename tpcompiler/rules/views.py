@@ -13,8 +13,8 @@ from tpcompiler._torch import aten
 from tpcompiler.ir import edit
 from tpcompiler.ir.dim_sharding import Size
 from tpcompiler.ir.sizes import statically_equal, sym_quotient
+from tpcompiler.rules.infer import is_one
 from tpcompiler.rules.notation import RuleText, ShardRange, Term, parse
-from tpcompiler.rules.pointwise import is_one
 from tpcompiler.rules.registry import op_rule
 
 
@@ -74,28 +74,26 @@ def _out_term(text: str) -> Term:
     return parse(text).outputs[0]
 
 
-@op_rule(
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.view_copy.default,
-    aten.reshape.default,
-    shards="any",
-    relayout=True,
-)
+SIZES = {  # the argument that counts dims of the result
+    aten.view.default: "size",
+    aten._unsafe_view.default: "size",
+    aten.view_copy.default: "size",
+    aten.reshape.default: "shape",
+    aten.unflatten.int: "sizes",
+}
+
+
+@op_rule(*SIZES, aten.unsqueeze.default, aten.flatten.using_ints, shards="any", relayout=True)
 def view(node: fx.Node) -> RuleText:
-    """Reshape freely; the `size` (`shape`) argument counts the output's dims."""
+    """Reshape freely; an argument may count the result's dims, or those that one dim becomes."""
     (operand,) = edit.operands(node)
     text, factors = dim_groups(edit.shape(operand), edit.shape(node))
-    argument = "shape" if node.target is aten.reshape.default else "size"
-    return RuleText(text, sizes={argument: _out_term(text)}, factors=factors, linear=((0,),))
-
-
-@op_rule(aten.unsqueeze.default, aten.flatten.using_ints, shards="any", relayout=True)
-def dims_of_one(node: fx.Node) -> RuleText:
-    """Reshape without naming sizes."""
-    (operand,) = edit.operands(node)
-    text, factors = dim_groups(edit.shape(operand), edit.shape(node))
-    return RuleText(text, factors=factors, linear=((0,),))
+    term = _out_term(text)
+    if node.target is aten.unflatten.int:
+        first = edit.arguments(node).dim % edit.ndim(operand)
+        term = term[first : first + len(edit.arguments(node).sizes)]
+    sizes = {SIZES[node.target]: term} if node.target in SIZES else {}
+    return RuleText(text, sizes=sizes, factors=factors, linear=((0,),))
 
 
 @op_rule(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, shards="any", relayout=True)
@@ -116,16 +114,6 @@ def squeeze(node: fx.Node) -> RuleText:
 def _squeezed(value: torch.Tensor, *args: Any, shard: ShardRange, gone: list[int]) -> torch.Tensor:
     result: torch.Tensor = aten.squeeze.dims(value, gone)
     return result
-
-
-@op_rule(aten.unflatten.int, shards="any", relayout=True)
-def unflatten(node: fx.Node) -> RuleText:
-    """Split one dim in several, which `sizes` counts."""
-    (operand,) = edit.operands(node)
-    text, factors = dim_groups(edit.shape(operand), edit.shape(node))
-    first = edit.arguments(node).dim % edit.ndim(operand)
-    parts = _out_term(text)[first : first + len(edit.arguments(node).sizes)]
-    return RuleText(text, sizes={"sizes": parts}, factors=factors, linear=((0,),))
 
 
 @op_rule(

@@ -86,6 +86,5 @@ def _positions(node: fx.Node, user: fx.Node, rule: Rule, side: str, static: Set[
     pairs = list(zip(edit.operands(user), rule.pattern.inputs, strict=True))
     others = [term for operand, term in pairs if operand not in static and operand is not node]
     active = {f for term in others for dim in term for f in dim}
-    results = {f for term in rule.pattern.outputs for dim in term for f in dim}
-    features = rule.reduced - rule.pattern.whole if side == "in" else results - active
+    features = rule.reduced - rule.pattern.whole if side == "in" else rule.made - active
     return {d for operand, term in pairs if operand is node for d, dim in enumerate(term) if features.intersection(dim)}

@@ -71,10 +71,10 @@ def padded(x: Tensor, frames: Sequence[Frame], space: int, value: float = 0.0) -
     return aten.constant_pad_nd.default(x, pads, value) if any(pads) else x
 
 
-def outside(frames: Sequence[Frame], given: Sequence[Any], inside: Any = 0) -> list[Any]:
-    """Return an argument of a call by dim of space, with `inside` for those in frames."""
+def outside(frames: Sequence[Frame], given: Sequence[Any]) -> list[Any]:
+    """Return an argument of a call by dim of space, 0 for those in frames."""
     in_frames = {frame.at for frame in frames}
-    return [inside if at in in_frames else each for at, each in enumerate(given)]
+    return [0 if at in in_frames else each for at, each in enumerate(given)]
 
 
 def trimmed(result: Tensor, frames: Sequence[Frame], space: int, starts: Sequence[int]) -> Tensor:
