@@ -286,16 +286,15 @@ class _Order:
         """Return True if a value is this one in each of the trials."""
         try:
             values = [_value(node, trial) for trial in self.trials]
-        except LookupError:
+        except _Unknown:
             return False
         return all(torch.equal(value.long(), each.long()) for value, each in zip(values, wanted, strict=True))
 
 
 def _value(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
-    """Return a value that depends on known ones alone; raise a LookupError for another one."""
     if node not in known:
         if node.op != "call_function":
-            raise LookupError(node.name)
+            raise _Unknown
         if isinstance(edit.fake(node), int | torch.SymInt):
             known[node] = sym_hint(edit.fake(node))
         else:
@@ -305,6 +304,10 @@ def _value(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
             args, kwargs = tree_map(lambda a: "cpu" if isinstance(a, torch.device) else a, (args, kwargs))
             known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
     return known[node]
+
+
+class _Unknown(Exception):
+    """The value does not depend on the experts alone."""
 
 
 def _row_index(node: fx.Node) -> fx.Node | None:
