@@ -138,6 +138,10 @@ def test_an_opened_artifact_is_read_and_searched_once(tmp_path: Path, monkeypatc
     done.clear()
     assert str(opened.explain("relu", machine="h100")) != first["relu"] == str(opened.explain("relu"))
     assert done == ["load_program", "solve_task"]
+    searched = again.search_again(opened.only, again.machine_of(opened.manifest().asked, None))
+    sizes = len(searched.task.kept), len(searched.task.known)
+    assert str(opened.explain("up.weight")) == first["up.weight"]
+    assert (len(searched.task.kept), len(searched.task.known)) == sizes  # what only one question needs is not kept
 
 
 def test_what_a_plan_pins_stays_so(tmp_path: Path) -> None:

@@ -310,6 +310,24 @@ def test_a_weight_that_is_returned_is_in_the_stage_of_its_layer() -> None:
     assert staged.check().ok
 
 
+def test_weights_of_stages_are_compared_with_the_model(tmp_path: Path) -> None:
+    """Not with one that has another weight, or one more tensor."""
+    model = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
+    models = (model, copy.deepcopy(model), nn.Sequential(*model, nn.LayerNorm(8)))
+    program, other, more = (export(each, (torch.randn(4, 8),)) for each in models)
+    other.state_dict["2.bias"].data.add_(1)
+    staged = tpcompiler.parallelize(program, MESH, {"0": "colwise", "2": "rowwise"})
+    staged.save(tmp_path / "out")
+    for made in (staged, tpcompiler.open(tmp_path / "out")):
+        report = made.check(program)
+        assert report.ok
+        assert report.weights_compared
+        assert made["stage_1"].check(program).ok
+        (found,) = made.check(other).findings
+        assert found == "stage_1: '2.bias': the ranks' shares do not make the original's tensor"
+        assert not made.check(more).ok
+
+
 def _scaled(module: nn.Module) -> nn.Module:
     other = copy.deepcopy(module)
     other.forward = MethodType(module.forward.__func__, other)  # type: ignore[operator]

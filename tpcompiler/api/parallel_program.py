@@ -27,7 +27,7 @@ from tpcompiler.judge.compare.compare import VerifyReport
 from tpcompiler.judge.sound.check import CheckReport, check_artifact
 from tpcompiler.parallel.converted_program import ConvertedProgram
 from tpcompiler.parallel.program_subject import on_cpu
-from tpcompiler.parallel.stages_subject import whole_of
+from tpcompiler.parallel.stages_subject import originals_of, whole_of
 from tpcompiler.passes.canonicalize import canonicalize
 from tpcompiler.report.again import advise, report_parts
 from tpcompiler.report.costs import CostTable, count_costs
@@ -414,7 +414,7 @@ class ParallelProgram(Shown, Mapping[str, "ParallelProgram"]):
             original = self.only.fill(original or self.only.original(), checkpoint)
         if self._directory is not None:
             refuse_other_package(self._directory)
-        return self._check(dict.fromkeys(self, original) if original is not None else {})
+        return self._check({} if original is None else originals_of(self._programs, original))
 
     def _check(self, originals: Mapping[str, ExportedProgram]) -> CheckReport:
         """Check the programs, and their weights where the single-device program is given by name."""

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 
-from tpcompiler._torch import user_inputs, with_state
-from tpcompiler.artifact.program import ArtifactProgram
+from tpcompiler._torch import LEAF_KINDS, all_tensors, user_inputs, with_state
+from tpcompiler.artifact.program import ArtifactProgram, stages_by_whole
 from tpcompiler.artifact.stored import StoredProgram
 from tpcompiler.checkpoint.fill import computed_values, fill_weights
 from tpcompiler.checkpoint.leaves import placed_shardings
 from tpcompiler.checkpoint.ranks import RankShares, open_source
 from tpcompiler.errors import ArtifactError
+from tpcompiler.frontend.plain_weights import with_plain_weights
 from tpcompiler.ir import edit
 from tpcompiler.ir.sharding import Sharding
 from tpcompiler.judge.compare.judge import Layout
@@ -86,6 +87,29 @@ def subject_of_stages(
         indices=indices,
         family=stages[0].manifest.family,
     )
+
+
+def originals_of(programs: Mapping[str, ArtifactProgram], original: ExportedProgram) -> dict[str, ExportedProgram]:
+    """Return the single-device program of each program; for a stage, its part with the original's tensors.
+
+    An original with other tensors than the program that was cut has no such parts.
+    """
+    found = dict.fromkeys(programs, original)
+    for stages in stages_by_whole(programs).values():
+        plain, whole = with_plain_weights(original), stages[0].whole_program()
+        if whole is None or _leaves_of(plain) == _leaves_of(whole):
+            found |= {each.name: _with_tensors(each.original(), all_tensors(plain)) for each in stages}
+    return found
+
+
+def _leaves_of(program: ExportedProgram) -> set[str | None]:
+    return {spec.target for spec in program.graph_signature.input_specs if spec.kind in LEAF_KINDS}
+
+
+def _with_tensors(program: ExportedProgram, tensors: Mapping[str, Any]) -> ExportedProgram:
+    held = (program.state_dict, program.constants)
+    state, constants = ({name: tensors[name] for name in own if name in tensors} for own in held)
+    return with_state(program, state, constants, program.module_call_graph, program.example_inputs)
 
 
 def whole_of(stages: Sequence[ArtifactProgram]) -> ExportedProgram:

@@ -103,9 +103,12 @@ class Again:
             relax(program, lambda own: layer_of(own.leaf) in layers, partial(_relaxed, program, self.found.model))
             for program in self.found.programs
         ]
+        task = self.task
+        if programs != [*self.found.programs]:  # no other question has these: what is found for them goes with them
+            task = replace(task, known=Memo(task.known), kept=Memo())
         with no_new_guards(*(program.graph for program in programs)):
             around = [value] if value.op == "call_function" else []
-            choices = price_otherwise(replace(self.found, programs=programs), value, self.task)
+            choices = price_otherwise(replace(self.found, programs=programs), value, task)
             return [self._price(each, around) for each in choices]
 
     def price_turns(self, call: fx.Node, axes: tuple[str, ...]) -> Price | None:

@@ -140,8 +140,8 @@ def _state(problem: Problem, domain: Domain) -> None:
     static = computed_from_leaves(program.graph, leaves.keys())
     unmoved = _find_unmoved(domain, static)
     uses: dict[fx.Node, list[Values]] = {}
-    problem.capped += sum(strategies.is_capped for strategies in domain.strategies.values())
-    problem.capped += domain.growing + len(domain.stale)
+    capped = {call for call, strategies in domain.strategies.items() if strategies.is_capped}
+    problem.capped += len(capped | domain.stale) + domain.growing
     for node in leaves:
         if (request := program.resting.get(node.name)) is not None:
             times = len({is_backward(user) for user in node.users})
