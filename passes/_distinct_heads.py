@@ -149,7 +149,7 @@ class DistinctHeads:
 
     def _constant(self, index: fx.Node) -> Any:
         """Return the numbers of a value that depends on constants alone."""
-        behind, values = edit.nodes_behind([index]), dict[fx.Node, Any](self.constants)
+        behind, values = {*edit.nodes_behind([index])}, dict[fx.Node, Any](self.constants)
         if any(node.op != "call_function" and node not in values for node in behind):
             return None
         for node in (node for node in index.graph.nodes if node in behind and node not in values):

@@ -18,7 +18,7 @@ def mark_backward(program: Program) -> None:
     """
     gradients = {position for position, _ in program.gradients()}
     values: Any = program.output.args[0]
-    forward = edit.nodes_behind(value for at, value in enumerate(values) if at not in gradients)
+    forward = set(edit.nodes_behind(value for at, value in enumerate(values) if at not in gradients))
     for node in edit.calls(program.graph) if gradients else ():
         if node not in forward:
             node.meta[edit.BACKWARD] = True

@@ -283,15 +283,15 @@ def calls_by_module(graph: fx.Graph) -> dict[str, list[fx.Node]]:
     return inside
 
 
-def nodes_behind(values: Iterable[Any]) -> dict[fx.Node, None]:
-    """Return the nodes among these values, and all that they are computed from, nearest first."""
-    found = dict.fromkeys(value for value in values if isinstance(value, fx.Node))
-    ahead = list(found)
+def nodes_behind(values: Iterable[Any]) -> Iterator[fx.Node]:
+    """Yield the nodes among these values, and all that they are computed from, nearest first."""
+    ahead = list(dict.fromkeys(value for value in values if isinstance(value, fx.Node)))
+    found = set(ahead)
     for each in ahead:  # it grows
+        yield each
         fresh = [operand for operand in each.all_input_nodes if operand not in found]
-        found.update(dict.fromkeys(fresh))
+        found.update(fresh)
         ahead += fresh
-    return found
 
 
 def is_collective(node: fx.Node) -> bool:
