@@ -209,9 +209,8 @@ def _may_multiply(node: fx.Node) -> bool:
     if (rule := rule_of(node)) is None:
         return True
     terms = zip(rule.pattern.inputs, edit.operands(node), strict=True)
-    values = (
-        term for term, operand in terms if edit.fake(operand).dtype not in (torch.int64, torch.bool)
-    )  # no indices
+    indices = (torch.int64, torch.bool)
+    values = (term for term, operand in terms if edit.fake(operand).dtype not in indices)
     factors = [{factor for dim in term for factor in dim} for term in values]
     return any(sum(factor in each for each in factors) > 1 for factor in rule.reduced)
 
