@@ -23,7 +23,6 @@ from tpcompiler.ir import edit
 from tpcompiler.ir.backward import is_backward
 from tpcompiler.ir.constraints import AnyStyle
 from tpcompiler.ir.dim_sharding import DimSharding, Size, divides
-from tpcompiler.ir.leaf_values import computed_from_leaves
 from tpcompiler.ir.local import key
 from tpcompiler.ir.memo import Memo
 from tpcompiler.ir.mesh import Mesh
@@ -137,8 +136,7 @@ def _state(problem: Problem, domain: Domain) -> None:
     """Add what a program chooses and pays."""
     program, turn = domain.program, problem.turn
     leaves = dict(program.leaves())
-    static = computed_from_leaves(program.graph, leaves.keys())
-    unmoved = _find_unmoved(domain, static)
+    unmoved = _find_unmoved(domain)
     uses: dict[fx.Node, list[Values]] = {}
     capped = {call for call, strategies in domain.strategies.items() if strategies.is_capped}
     problem.capped += len(capped | domain.stale) + domain.growing
@@ -217,12 +215,13 @@ def _priced(
     return list(found.values())
 
 
-def _find_unmoved(domain: Domain, static: Set[fx.Node]) -> Set[fx.Node]:
+def _find_unmoved(domain: Domain) -> Set[fx.Node]:
     """Return the values that may not be gathered: all that is computed from leaves, or with a plan the leaves that it
     names, and values of their size that are computed from them, such as floats of a quantised weight.
     """
     if domain.turn.is_searched:
-        return set() if domain.turn.gathers else static
+        return set() if domain.turn.gathers else domain.static
+    static = domain.static
     found = {node for node, _ in domain.program.leaves() if domain.leaves[node.name].is_fixed}
     for node, rule in domain.rules.items():
         weights = [operand for operand in domain.operands[node] if operand in found]

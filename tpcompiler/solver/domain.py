@@ -72,6 +72,12 @@ class Domain:
     stale: set[fx.Node] = field(default_factory=set)
     growing: int = 0
 
+    @cached_property
+    def static(self) -> Set[fx.Node]:
+        """The leaves, and the values computed from them alone."""
+        graph, leaves = self.program.graph, {leaf for leaf, _ in self.program.leaves()}
+        return self.turn.read.once(("static", graph), partial(computed_from_leaves, graph, leaves))
+
     def put(self, node: fx.Node, strategies: Strategies) -> None:
         """Replace the strategies of a call."""
         if strategies is not self.strategies[node]:
@@ -153,7 +159,7 @@ def _find_planned_strategies(domain: Domain) -> None:
     Where an op cannot take a shard, its strategies to cut that dim count too, or another dim of that operand.
     """
     turn, touched = domain.turn, _find_touched(domain)
-    loose = set(computed_from_leaves(domain.program.graph, {leaf for leaf, _ in domain.program.leaves()})) - touched
+    loose = domain.static - touched
     for node, rule in domain.rules.items():
         if rule is not None:
             base, limits = turn.base(node), _limits_with_plan(rule, node, domain.operands[node], touched, loose)

@@ -17,7 +17,6 @@ from tpcompiler.cost.objective import local_bytes
 from tpcompiler.ir import edit
 from tpcompiler.ir.constraints import Allowed, AnyStyle, Dims, Exactly
 from tpcompiler.ir.dim_sharding import DimSharding
-from tpcompiler.ir.leaf_values import computed_from_leaves
 from tpcompiler.ir.local import key
 from tpcompiler.ir.names import layer_of, weight_of
 from tpcompiler.ir.program import PlannedProgram, tied
@@ -132,8 +131,7 @@ def add_layers(problem: Problem) -> None:
     Where a module has several weights, or its weight several dims of features, the dims of each weight.
     """
     for domain in problem.domains:
-        program, leaves = domain.program, dict(domain.program.leaves())
-        static = computed_from_leaves(program.graph, leaves.keys())
+        leaves = dict(domain.program.leaves())
         largest: dict[str, tuple[int, fx.Node]] = {}  # part of each weight: the scales of a quantised one follow it
         for node, fqn in leaves.items():
             value, weight = edit.fake(node), weight_of(fqn)
@@ -150,8 +148,8 @@ def add_layers(problem: Problem) -> None:
             owner = layer_of(fqn)
             nodes = [other for other in leaves if problem.groups[other] == fqn]
             sides = {
-                "colwise": feature_dims(nodes, "out", static, owner),
-                "rowwise": feature_dims(nodes, "in", static, owner),
+                "colwise": feature_dims(nodes, "out", domain.static, owner),
+                "rowwise": feature_dims(nodes, "in", domain.static, owner),
             }
             if any(sides.values()):
                 styles = _styles_of(edit.fake(node), sides, problem.turn, owned[owner] == 1)
