@@ -10,10 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.export import export
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import tpcompiler
 from tests.zoo.case import randomise
+from tpcompiler._torch import aten
 from tpcompiler.rules import scans
+from tpcompiler.rules.registry import call_variant
 
 SCANS: dict[str, Callable[[torch.Tensor], Any]] = {
     "cumsum": lambda x: x.cumsum(1),
@@ -180,3 +183,14 @@ def test_a_chunked_scan_exchanges_states_and_decays_of_chunks(world: int) -> Non
     check_sent(program, [2 * 8 * HEADS * 4, states], world)
     assert x.numel() * 4 == 4 * states
     assert program.verify((x,)).ok
+
+
+@pytest.mark.parametrize("op", [aten.cumsum.default, aten.cumprod.default])
+def test_narrow_integers_stay_narrow(op: Any) -> None:
+    """Ranks would exchange twice the bytes: torch widens the sums of integers unless it is given their dtype."""
+
+    def scan(x: torch.Tensor) -> Any:
+        return call_variant(op, {0: 2}, (x, 0), {"dtype": torch.int32})
+
+    nodes = make_fx(scan, tracing_mode="fake")(torch.ones(8, 3, dtype=torch.int32)).graph.nodes
+    assert {node.meta["val"].dtype for node in nodes if node.op != "output"} == {torch.int32}

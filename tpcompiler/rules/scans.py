@@ -82,8 +82,9 @@ def _scanned(
         return NotImplemented
     result_dtype = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
     wide = widen(x.to(result_dtype))
-    own = op(aten.unflatten.int(wide, at, [count, -1]), at + 1)
-    before = op(_shifted(own.select(at + 1, -1), at, start), at)
+    run = op if join is torch.logaddexp else partial(op, dtype=wide.dtype)  # narrow integers would become wide
+    own = run(aten.unflatten.int(wide, at, [count, -1]), at + 1)
+    before = run(_shifted(own.select(at + 1, -1), at, start), at)
     return join(own, before.unsqueeze(at + 1)).flatten(at, at + 1).to(result_dtype)
 
 
