@@ -482,7 +482,8 @@ def take_forms(task: Task, best: Solution, again: Again) -> Solution:
                 continue
             with no_new_guards(*(program.graph for program in programs)):
                 found = again(replace(task, programs=programs))
-                is_least = found.above == 0.0 and not found.capped
+                is_placed = found.seconds < math.inf and not found.lacks_memory
+                is_least = is_placed and found.above == 0.0 and not found.capped
                 if not (is_least or found.rank < best.rank):  # fewer choices of a smaller problem may be left out
                     kept = [_keeping(program, best) for program in programs]
                     found = min(found, again(replace(task, programs=kept)), key=lambda each: each.rank)
