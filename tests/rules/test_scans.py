@@ -14,7 +14,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import tpcompiler
 from tests.zoo.case import randomise
-from tpcompiler._torch import aten
 from tpcompiler.rules import scans
 from tpcompiler.rules.registry import call_variant
 
@@ -185,7 +184,7 @@ def test_a_chunked_scan_exchanges_states_and_decays_of_chunks(world: int) -> Non
     assert program.verify((x,)).ok
 
 
-@pytest.mark.parametrize("op", [aten.cumsum.default, aten.cumprod.default])
+@pytest.mark.parametrize("op", [torch.ops.aten.cumsum.default, torch.ops.aten.cumprod.default])
 def test_narrow_integers_stay_narrow(op: Any) -> None:
     """Ranks would exchange twice the bytes: torch widens the sums of integers unless it is given their dtype."""
 
