@@ -10,8 +10,9 @@ from msgspec.structs import replace
 from tpcompiler._torch import find_failed_guard
 from tpcompiler.errors import one_line
 from tpcompiler.judge.compare.judge import Difference, incomparable
+from tpcompiler.judge.compare.promote import WIDE, is_narrow
 from tpcompiler.judge.compare.subject import Subject, deal
-from tpcompiler.judge.compare.trial import WIDE, SingleDeviceRaises, Trial, is_narrow
+from tpcompiler.judge.compare.trial import SingleDeviceRaises, Trial
 from tpcompiler.runtime.artifact import families, is_single
 from tpcompiler.runtime.inputs import flatten_inputs, refuse_excluded
 from tpcompiler.runtime.records import Record
@@ -73,7 +74,7 @@ def compare_calls(subjects: Mapping[str, Subject], calls: Sequence[Call]) -> Ver
 
     Outputs of the model and values written back to buffers and inputs are compared. Each output's tolerance is
     `SPREAD` times the reference's own error against float64, at least `FLOOR` machine epsilons and at most `CEILING`;
-    values of very different magnitude (`_bands`) have separate tolerances. Integer and boolean outputs must be equal. A
+    values of very different magnitude (`bands`) have separate tolerances. Integer and boolean outputs must be equal. A
     program with values below float32 is compared unchanged, dtypes included, and once more in float32.
 
     Args:
@@ -88,7 +89,7 @@ def compare_calls(subjects: Mapping[str, Subject], calls: Sequence[Call]) -> Ver
     """
     trials = {name: [Trial(subject)] for name, subject in subjects.items()}
     simulated = all(subject.run is None for subject in subjects.values())
-    if narrow := simulated and any(is_narrow(each[0].reference) for each in trials.values()):
+    if narrow := simulated and any(is_narrow(each[0].reference.graph.nodes) for each in trials.values()):
         for name, subject in subjects.items():
             trials[name].append(Trial(subject, WIDE))
     for family in families(trials, lambda own: own[0].family):

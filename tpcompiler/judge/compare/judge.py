@@ -38,7 +38,7 @@ class Difference(Record, frozen=True, omit_defaults=False):
     name: str  # of the output, or of the value that is written back
     abs: float  # the largest difference over all ranks
     rel: float  # the same over the largest magnitude of the reference, where it is largest relative to its tolerance
-    tolerance: float  # the largest `rel` that is allowed (`_bands`)
+    tolerance: float  # the largest `rel` that is allowed (`bands`)
     ok: bool  # true if it is within that
     counted: bool = False  # true for integers and booleans, of which `abs` and `rel` count the wrong ones
     finite: bool = True  # true if the reference has a finite number; without one, being equal proves nothing
@@ -102,7 +102,7 @@ def difference(
         return Difference(name, wrong, wrong, 0.0, wrong == 0, counted=True)
     epsilon = torch.finfo(want.dtype).eps
     largest, verdicts = 0.0, []
-    for band in _bands(exact):
+    for band in bands(exact):
         scale, noise = scale_and_noise(want[band], exact[band])
         noise = max([noise, *(largest_difference(o.cpu()[band], want[band]) / scale for o in others)])
         tolerance = max(SPREAD * noise, FLOOR * epsilon)
@@ -119,7 +119,7 @@ def difference(
     return Difference(name, largest, rel, tolerance, ok, finite=finite, strays=strays, magnitude=magnitude)
 
 
-def _bands(exact: torch.Tensor) -> list[torch.Tensor]:
+def bands(exact: torch.Tensor) -> list[torch.Tensor]:
     """Return masks of the elements that are judged together: one, or several if magnitudes have a `GAP`."""
     size = exact.abs().nan_to_num(nan=0.0, posinf=0.0)
     if size.amax() < LARGE:
@@ -147,9 +147,9 @@ def largest_magnitude(values: Iterable[Any]) -> float:
 
 
 def ordinary_magnitude(values: Iterable[Any]) -> float:
-    """Return the largest magnitude in tensors of floats, without the numbers of a mask, which `_bands` sets apart."""
+    """Return the largest magnitude in tensors of floats, without the numbers of a mask, which `bands` sets apart."""
     rounded = (value.detach() for value in values if isinstance(value, torch.Tensor) and is_rounded(value))
-    return largest_magnitude(value[_bands(widened(value))[0]] for value in rounded if value.numel())
+    return largest_magnitude(value[bands(widened(value))[0]] for value in rounded if value.numel())
 
 
 def largest_difference(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -17,7 +17,6 @@ from torch.export.graph_signature import InputKind
 from tpcompiler.errors import InputsError, MeshError, reason
 from tpcompiler.frontend.refused import refuse_hollow
 from tpcompiler.frontend.written_back import find_overwritten, keep_old_values
-from tpcompiler.ir import edit
 from tpcompiler.ir.exported import copy_signature
 from tpcompiler.ir.mesh import Mesh
 from tpcompiler.ir.node_placement import Claim, claims_of
@@ -44,14 +43,6 @@ from tpcompiler.runtime.inputs import check_values
 
 Watched = Callable[..., Any]  # runs programs in lock step, and calls `seen(rank, node, value)` for every value
 FAILURES = (RuntimeError, LookupError, ValueError, ArithmeticError)  # of ops, for inputs that they reject
-# In bfloat16 the bounds are 0.06 to 0.13, and one missing all_reduce of 8 layers changes the logits by 0.14. So a
-# program below float32 is compared once more with all of it in float32, where the bounds are about 1e-5.
-WIDE = torch.float32
-
-
-def is_narrow(program: ExportedProgram) -> bool:
-    floats = (v.dtype for node in program.graph.nodes for v in edit.outputs(node) if v.is_floating_point())
-    return any(torch.finfo(dtype).bits < torch.finfo(WIDE).bits for dtype in floats)
 
 
 def reference_of(program: ExportedProgram) -> ExportedProgram:

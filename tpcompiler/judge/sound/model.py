@@ -17,7 +17,7 @@ from tpcompiler.ir.draws import draws
 from tpcompiler.ir.program import BOTH, CanonicalProgram
 from tpcompiler.judge.sound.agreement import call_text, describe_input, describe_output, describe_value
 from tpcompiler.judge.sound.folded import Folded
-from tpcompiler.judge.sound.numbering import Known, Numbering, call_of
+from tpcompiler.judge.sound.numbering import Known, Numbering, call_of, key_of
 from tpcompiler.judge.sound.pieces import Pieces
 from tpcompiler.judge.sound.unsound import Unsound
 from tpcompiler.rules.index_range import Ranges, door_ranges
@@ -105,69 +105,84 @@ class _Comparison:
         self.numbering = Numbering(drawn)
         self.ours: Known = {}
         self.theirs: Known = {}
+        self.whole: dict[int, fx.Node] = {}
+        self.believed = 0
         for node in model.graph.nodes:
             self.numbering.of(node, self.theirs)
         self.wanted = set(self.theirs.values())
         self.named = {node.name: node for node in model.graph.nodes}
-        self.pieces = Pieces(made, model, self.ours, self.theirs)
+        self.pieces = Pieces(made, model, self.ours, self.theirs, self.whole, drawn)
         self.owner = {whole: node for node, whole in reversed(made.whole.items())}
 
     def run(self) -> int:
         """Number all of our values, and compare values whose numbers differ.
 
         A file may give other names to a program that torch traces as a whole. So a difference between values of one
-        name is a finding only if the outputs differ too.
+        name is a finding only if the outputs are not shown to be equal.
         """
         first = None
         for node in self.made.graph.nodes:
             self._number(node)
-            same = self._namesake(node) if first is None or node.op == "output" else None
-            if self.ours[node] not in self.wanted and same is not None:
-                try:
-                    self._equate(node, same)
-                    self._number(node)
-                    if self.ours[node] not in self.wanted:
-                        self._run(node, same)
-                except Unsound as error:
-                    if node.op == "output":
-                        raise first or error from None
-                    first = error
+            if node.op == "output":
+                self._compare_outputs(node, first)
+            elif first is None and (same := self._namesake(node)) is not None and self.ours[node] not in self.wanted:
+                cause = self._equate_operands(node, same, near=True)
+                self._number(node)
+                if self.ours[node] not in self.wanted and (finding := self._equate(node, same)) is not None:
+                    first = cause or finding
         self._check_effects()
-        return self.pieces.believed
+        return self.believed
+
+    def _compare_outputs(self, ours: fx.Node, first: Unsound | None) -> None:
+        """Raise the `first` finding, or one of the outputs, unless all outputs are the model's."""
+        theirs = self.model.graph.output_node()
+        believed = self.believed
+        finding = self._equate_operands(ours, theirs)
+        self._number(ours)
+        if finding is None and self.ours[ours] != self.theirs[theirs]:
+            finding = Unsound(None, f"the ranks return {ours.args[0]}, and {MODEL} {theirs.args[0]}")
+        if finding is not None or (first is not None and self.believed > believed):
+            raise cast(Unsound, first or finding)
 
     def _number(self, node: fx.Node) -> None:
         self.ours.pop(node, None)
-        self.numbering.of(node, self.ours)
+        self.whole.setdefault(self.numbering.of(node, self.ours), node)
 
     def _namesake(self, whole: fx.Node) -> fx.Node | None:
         """Return the model's node that a value claims as its origin; torch keeps no claims of getitems."""
-        if whole.op == "output":
-            return self.model.graph.output_node()
         node = self.owner.get(whole)
         if node is None or node.op != "call_function" or node.target is operator.getitem or not edit.outputs(node):
             return None
         return self.named.get(self.made.claim(node).origin or "")
 
-    def _equate(self, ours: fx.Node, theirs: fx.Node) -> None:
-        """Run the operands of two calls of one op that differ."""
+    def _equate_operands(self, ours: fx.Node, theirs: fx.Node, *, near: bool = False) -> Unsound | None:
+        """Equate the operands of two calls of one op, with `near` those that are shown to be equal.
+
+        Return the first that differs if it is why the calls do: a piece that ends at a call may be written in another
+        way, then with other arguments.
+        """
         if (head := call_of(ours))[0] != (other := call_of(theirs))[0]:
-            return
+            return None
         uses: tuple[list[fx.Node], list[fx.Node]] = ([], [])
         for arguments, nodes in zip((head[1], other[1]), uses, strict=True):
             fx.node.map_arg(arguments, nodes.append)
-        for one, two in zip(*uses, strict=True) if len(uses[0]) == len(uses[1]) else ():
-            if self.ours[one] != self.theirs[two]:
-                self._run(one, two)
+        pairs = zip(*uses, strict=True) if len(uses[0]) == len(uses[1]) else ()
+        apart = (pair for pair in pairs if self.ours[pair[0]] != self.theirs[pair[1]])
+        findings = [self._equate(*pair, near=near) for pair in apart]
+        alike = len({key_of(arguments, lambda _: "") for _, arguments in (head, other)}) == 1
+        return next(filter(None, findings), None) if alike else None
 
-    def _run(self, ours: fx.Node, theirs: fx.Node) -> None:
-        if ours.op == "output":
-            raise Unsound(None, f"the ranks return {ours.args[0]}, and {MODEL} {theirs.args[0]}")
-        if difference := self.pieces.compare(ours, theirs):
-            raise Unsound(
-                self.owner.get(ours),
-                f"is {call_text(ours)}, and {MODEL} has '{theirs.name}' = {call_text(theirs)} there: {difference}",
-            )
-        self.ours[ours] = self.theirs[theirs]
+    def _equate(self, ours: fx.Node, theirs: fx.Node, *, near: bool = False) -> Unsound | None:
+        """Give two values one number if they are equal, or cannot be run here and `near` is not set."""
+        difference = self.pieces.compare(ours, theirs, near=near)
+        if difference:
+            text = f"is {call_text(ours)}, and {MODEL} has '{theirs.name}' = {call_text(theirs)} there: {difference}"
+            return Unsound(self.owner.get(ours), text)
+        if difference == "" or not near:
+            self.believed += difference is None
+            self.ours[ours] = self.theirs[theirs]
+            self.whole.setdefault(self.ours[ours], ours)
+        return None
 
     def _check_effects(self) -> None:
         """Check that the ranks make all assertions, random draws and choices of the model."""
@@ -181,10 +196,7 @@ class _Comparison:
 
     def _is_same(self, ours: fx.Node, theirs: fx.Node) -> bool:
         """Return True if two calls without results take equal values, however these are computed."""
-        try:
-            self._equate(ours, theirs)
-        except Unsound:
-            return False
+        self._equate_operands(ours, theirs)
         self._number(ours)
         return self.ours[ours] == self.theirs[theirs]
 

@@ -4,83 +4,126 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 
-from tpcompiler._torch import FakeTensor, OpOverload, aten, tree_map
+from tpcompiler._torch import FakeTensor, OpOverload, aten, symbols_of, tree_map
 from tpcompiler.errors import reason
 from tpcompiler.ir import edit
+from tpcompiler.ir.local import key
 from tpcompiler.ir.program import BOTH, CanonicalProgram
-from tpcompiler.judge.compare.judge import is_rounded, largest_magnitude, widened
-from tpcompiler.judge.sound.changes import DRAWS
-from tpcompiler.judge.sound.drawn import DrawnSizes
+from tpcompiler.judge.compare.judge import bands, is_rounded, largest_magnitude, widened
+from tpcompiler.judge.compare.promote import WIDE, is_narrow, promoted, promoted_dtype
+from tpcompiler.judge.sound.agreement import describe_value
+from tpcompiler.judge.sound.changes import DRAWS, MANY
+from tpcompiler.judge.sound.drawn import LEAST, LONGER, SHORT, SPREAD, DrawnSizes
 from tpcompiler.judge.sound.folded import Folded
+from tpcompiler.judge.sound.numbering import Known, Numbering
 from tpcompiler.rules.experts import BY_BLOCK
 from tpcompiler.rules.index_range import SAME_VALUES, door_ranges
 
 MOST = 2**26  # elements of all values of both pieces
-DYNAMIC = 64  # a typical number for a dynamic size
-# Between sums in another order, in float32 or (so many epsilons) in half precision; a wrong value differs by about the
-# size of the values.
+TYPICAL, FEW = 64, 8  # numbers for a dynamic size, the second in pieces of many elements
+# Between sums in another order, in float32 or (so many epsilons) in half precision, where another activation differs by
+# as much. So pieces in half precision are compared in float32 too.
 TOLERANCE, EPSILONS = 1e-3, 8
 Values = dict[fx.Node, Any]
+Piece = list[fx.Node]
 
 
 class Pieces:
     """A comparison of values of two graphs; equal numbers in `ours` and `theirs` mark values already known to be equal.
 
-    `believed`: the pieces that were too large to run, or that failed at all sizes and values that were tried.
+    Args:
+        whole: number -> one of our values that has it.
+        drawn: the place of each op that draws random numbers among those of its graph.
     """
 
     def __init__(
-        self, made: Folded, model: CanonicalProgram, ours: Mapping[fx.Node, int], theirs: Mapping[fx.Node, int]
+        self,
+        made: Folded,
+        model: CanonicalProgram,
+        ours: Mapping[fx.Node, int],
+        theirs: Mapping[fx.Node, int],
+        whole: Mapping[int, fx.Node],
+        drawn: Mapping[fx.Node, int],
     ) -> None:
-        self.made, self.model, self.ours, self.theirs = made, model, ours, theirs
-        self.believed = 0
+        self.made, self.model, self.ours, self.theirs, self.whole = made, model, ours, theirs, whole
+        self.numbering = Numbering(drawn)
+        self.differences: dict[tuple[int, ...], str | None] = {}
         chosen = (node for node in model.graph.nodes if BOTH in node.meta)
         self.predicates = {theirs[node.args[0]] for node in chosen}
         self.indices = door_ranges(model, {})
         self.rising = rising_inputs(model.graph)
         self.counting = counting(model.graph)
+        self.real = {number for node, number in theirs.items() if self._is_real(node)}
+        self.of_inputs = symbols_of(node.meta.get("val") for node in made.graph.find_nodes(op="placeholder"))
         self.literals = {
             node.name: model.state(fqn) for node, fqn in model.leaves() if not isinstance(model.state(fqn), FakeTensor)
         }
 
-    def compare(self, ours: fx.Node, theirs: fx.Node) -> str:
-        """Describe how two values differ; empty if they are equal, or cannot be run here."""
-        shared = set(self.ours.values()) & set(self.theirs.values())
-        shared -= {self.ours.get(ours), self.theirs[theirs]}
-        difference = ""
-        predicates = self.predicates & shared  # each is tried with both values
-        for stops in (self._meeting(ours, theirs, shared) | predicates, predicates):
-            one, two = _slice(ours, self.ours, stops), _slice(theirs, self.theirs, stops)
-            if sum(map(_elements, (*one, *two))) > MOST:
-                self.believed += not difference
-                return difference
-            own_difference = self._run(one, two, stops)
-            if own_difference is None:
-                self.believed += not difference
-                return difference
-            if not own_difference:
-                return ""
-            difference = difference or own_difference
+    def compare(self, ours: fx.Node, theirs: fx.Node, *, near: bool = False) -> str | None:
+        """Describe how two values differ; empty if they are equal, None if they cannot be run here.
+
+        They are run on random values of the nearest values that both are computed from. If they differ there, they are
+        run on random inputs too (unless `near`), because no inputs may lead to such values.
+        """
+        difference: str | None = _static_difference(ours.meta.get("val"), theirs.meta.get("val"))
+        if difference:
+            return difference
+        own = {self.ours.get(ours), self.theirs[theirs]}
+        predicates = (self.predicates & self.whole.keys()) - own  # each is tried with both values
+        for stops in (self._meeting(ours, theirs, own),) if near else (self._meeting(ours, theirs, own), set()):
+            found = None if stops is None else self._run(ours, theirs, stops | predicates)
+            if not found:
+                return found if found == "" else difference or None
+            difference = difference or found
         return difference
 
-    def _meeting(self, ours: fx.Node, theirs: fx.Node, shared: set[int]) -> set[int]:
-        """Return the numbers of the nearest common values that both pieces are computed from."""
-        stops = {number for node, number in self.theirs.items() if number in shared and self._is_real(node)}
+    def _meeting(self, ours: fx.Node, theirs: fx.Node, own: set[int | None]) -> set[int] | None:
+        """Return the numbers of the nearest common values that both pieces are computed from; None if they are far."""
+        passed = set(own)
+
+        def is_stop(number: int) -> bool:
+            return number in self.real and number in self.whole and number not in passed
+
         while True:
+            one, two = self._slice(ours, self.ours, is_stop), self._slice(theirs, self.theirs, is_stop)
+            if _elements((*one, *two), FEW) > MOST:
+                return None
             ends = [
-                {known[node] for node in _slice(end, known, stops) if known[node] in stops}
-                for end, known in ((ours, self.ours), (theirs, self.theirs))
+                {known[node] for node in nodes if is_stop(known[node])}
+                for nodes, known in ((one, self.ours), (two, self.theirs))
             ]
             if ends[0] == ends[1]:
                 return ends[0]
-            stops -= ends[0] ^ ends[1]
+            passed |= ends[0] ^ ends[1]
+
+    def _slice(self, end: fx.Node, known: Mapping[fx.Node, int], is_stop: Callable[[int], bool]) -> Piece:
+        """Return the nodes that a value is computed from, in order, back to sizes and to values that are given."""
+        needed, waiting = {end}, [end]
+        while waiting:
+            node = waiting.pop()
+            if node is end or not (is_stop(known[node]) or self._size(node, known) is not None):
+                new = [used for used in node.all_input_nodes if used not in needed]
+                needed.update(new)
+                waiting += new
+        return sorted(needed)
+
+    def _size(self, node: fx.Node, known: Mapping[fx.Node, int]) -> Any:
+        """Return the size that a node reads off a value of the ranks, if sizes of inputs decide it; else None.
+
+        One program may read it off the inputs, the other off any later value, which so is no part of the piece.
+        """
+        if node.target is not aten.sym_size.int:
+            return None
+        of, dim = cast(Any, node.args)
+        size = edit.shape(self.whole[known[of]])[dim] if known[of] in self.whole else None
+        return size if symbols_of([size]) <= self.of_inputs else None
 
     def _is_real(self, node: fx.Node) -> bool:
         """Return True if any value may replace it: integers may be sorted places, and floats may count them."""
@@ -88,25 +131,54 @@ class Pieces:
         real = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
         return real and node not in self.counting
 
-    def _run(self, ours: list[fx.Node], theirs: list[fx.Node], stops: set[int]) -> str | None:
-        """Describe the difference, empty for equal pieces; None if they fail.
+    def _run(self, ours: fx.Node, theirs: fx.Node, stops: set[int]) -> str | None:
+        """Describe the difference, empty for equal pieces; None if they are too large, or fail.
 
-        Integers are small, or any valid index.
+        Pieces of the same ops, as in every layer, are run once. Integers are small, or any valid index.
         """
-        known = {self.theirs[node] for node in theirs} | {self.ours.get(node) for node in ours}
-        predicates = [number for number in sorted(self.predicates & stops) if number in known]
-        differences = [
-            self._difference(ours, theirs, stops, far, dict(zip(predicates, setting, strict=True)))
-            for setting in _settings(len(predicates))
-            for far in (False, True, True)
-        ]
-        return None if all(each is None for each in differences) else next(filter(None, differences), "")
+        one, two = (
+            self._slice(end, known, stops.__contains__) for end, known in ((ours, self.ours), (theirs, self.theirs))
+        )
+        same = self._key(one, two, stops)
+        if same not in self.differences:
+            known = {self.theirs[node] for node in two} | {self.ours.get(node) for node in one}
+            predicates = [number for number in sorted(self.predicates & stops) if number in known]
+            found = [
+                self._difference(one, two, stops, far, dict(zip(predicates, setting, strict=True)))
+                for setting in _settings(len(predicates))
+                for far in (False, True, True)
+                if _elements((*one, *two), FEW) <= MOST
+            ]
+            self.differences[same] = None if all(each is None for each in found) else next(filter(None, found), "")
+        return self.differences[same]
+
+    def _key(self, ours: Piece, theirs: Piece, stops: set[int]) -> tuple[int, ...]:
+        """Return a key that is equal for pieces of the same ops on values of the same layouts."""
+        places: dict[int, int] = {}
+        ends = []
+        for nodes, known in ((ours, self.ours), (theirs, self.theirs)):
+            own: Known = {}
+            for node in nodes:
+                number, size = known[node], self._size(node, known)
+                if number in stops:
+                    place, whole = places.setdefault(number, len(places)), self.whole[number]
+                    drawn = whole.name if whole.name in self.literals else whole.op
+                    own[node] = self.numbering.number("given", place, drawn, number in self.predicates, key(whole))
+                elif size is not None:
+                    own[node] = self.numbering.number("size", str(size))
+                else:
+                    self.numbering.of(node, own)
+            ends.append(own[nodes[-1]])
+        return tuple(ends)
 
     def _difference(
-        self, ours: list[fx.Node], theirs: list[fx.Node], stops: set[int], far: bool, predicates: Mapping[int, bool]
+        self, ours: Piece, theirs: Piece, stops: set[int], far: bool, predicates: Mapping[int, bool]
     ) -> str | None:
+        is_large = _elements((*ours, *theirs), TYPICAL) > MANY
         for left in reversed(range(DRAWS)):
-            self.made.sizes = DrawnSizes(fits=left == 0, scaled=0 < left <= DRAWS // 2)
+            fits = left == 0
+            least, spread = (LONGER if fits else SHORT) if is_large else (LEAST, SPREAD)
+            self.made.sizes = DrawnSizes(fits=fits, scaled=0 < left <= DRAWS // 2, least=least, spread=spread)
             try:
                 given = self._given(ours, theirs, stops, far)
                 given |= {number: torch.full_like(given[number], value) for number, value in predicates.items()}
@@ -117,16 +189,26 @@ class Pieces:
                 two = self._value(theirs, self.theirs, given)
             except Exception as error:  # the model fails on values that the ranks accept
                 return f"it does not run on the same values ({reason(error)})"
-            return _difference(one, two)
+            return _difference(one, two) or self._difference_in_float32(ours, theirs, given)
         return None
 
-    def _given(self, ours: list[fx.Node], theirs: list[fx.Node], stops: set[int], far: bool) -> dict[int, Any]:
+    def _difference_in_float32(self, ours: Piece, theirs: Piece, given: Mapping[int, Any]) -> str:
+        """Describe the difference if all of both pieces is in float32; empty if they have no half precision."""
+        if not is_narrow((*ours, *theirs)):
+            return ""
+        wide = {number: promoted(value, WIDE) for number, value in given.items()}
+        try:
+            one, two = self._value(ours, self.ours, wide, WIDE), self._value(theirs, self.theirs, wide, WIDE)
+        except Exception:  # an op has kernels for half precision only
+            return ""
+        return _difference(one, two)
+
+    def _given(self, ours: Piece, theirs: Piece, stops: set[int], far: bool) -> dict[int, Any]:
         """Return a random value for every stop and every placeholder."""
         values: dict[int, Any] = {}
-        whole = {number: node for node, number in reversed(list(self.ours.items()))}
         for node, number in (*((n, self.ours[n]) for n in ours), *((n, self.theirs[n]) for n in theirs)):
             if number not in values and (number in stops or node.op == "placeholder"):
-                values[number] = self._random(whole[number], far)
+                values[number] = self._random(self.whole[number], far)
         return values
 
     def _random(self, node: fx.Node, far: bool) -> Any:
@@ -137,7 +219,9 @@ class Pieces:
             return self.literals[node.name]
         shape, strides = ([self.made.plain(size) for size in each] for each in (value.shape, value.stride()))
         if value.is_floating_point() or value.is_complex():
-            result = torch.randn(shape, dtype=torch.float32).add_(0.5)
+            result = torch.randn(shape, dtype=torch.float32)
+            is_weight = far and node.op == "placeholder" and value.ndim > 1  # large results saturate activations
+            result = result.div_(math.sqrt(max(1, shape[-1]))) if is_weight else result.add_(0.5)
         elif value.dtype == torch.bool:
             result = torch.rand(shape) < 0.5
         elif node.name in self.rising:
@@ -155,18 +239,23 @@ class Pieces:
             return result
         return torch.empty_strided(shape, strides, dtype=value.dtype).copy_(result)
 
-    def _value(self, nodes: list[fx.Node], known: Mapping[fx.Node, int], given: Mapping[int, Any]) -> Any:
+    def _value(
+        self, nodes: Piece, known: Mapping[fx.Node, int], given: Mapping[int, Any], dtype: torch.dtype | None = None
+    ) -> Any:
+        """Run a piece, with a dtype all in that dtype."""
         env: Values = {}
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
             for node in nodes:
                 if known.get(node) in given:
                     env[node] = given[known[node]]
+                elif (size := self._size(node, known)) is not None:
+                    env[node] = self.made.plain(size)
                 elif node.op == "get_attr":
                     env[node] = edit.fake(node)
                 else:
                     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda used: env[used])
-                    args, kwargs = tree_map(_here, (args, kwargs))
+                    args, kwargs = tree_map(lambda each: _here(each, dtype), (args, kwargs))
                     env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         return env[nodes[-1]]
 
@@ -178,24 +267,30 @@ def _settings(count: int) -> Iterable[tuple[bool, ...]]:
     return [tuple((at == one) == value for at in range(count)) for one in range(count) for value in (False, True)]
 
 
-def _here(value: Any) -> Any:
-    return torch.device("cpu") if isinstance(value, torch.device) else value
+def _here(value: Any, dtype: torch.dtype | None) -> Any:
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    return value if dtype is None else promoted_dtype(value, dtype)
 
 
-def _slice(end: fx.Node, known: Mapping[fx.Node, int], stops: set[int]) -> list[fx.Node]:
-    """Return the nodes that a value is computed from, in order, back to values with these numbers."""
-    needed, waiting = {end}, [end]
-    while waiting:
-        node = waiting.pop()
-        if node is end or known[node] not in stops:
-            new = [used for used in node.all_input_nodes if used not in needed]
-            needed.update(new)
-            waiting += new
-    return [node for node in end.graph.nodes if node in needed]
+def _elements(nodes: Iterable[fx.Node], dynamic: int) -> int:
+    """Return the number of elements of the values of nodes, with this number for each dynamic size."""
+    return sum(
+        math.prod(size if isinstance(size, int) else dynamic for size in value.shape)
+        for node in nodes
+        for value in edit.outputs(node)
+    )
 
 
-def _elements(node: fx.Node) -> int:
-    return sum(math.prod(size if isinstance(size, int) else DYNAMIC for size in v.shape) for v in edit.outputs(node))
+def _static_difference(ours: Any, theirs: Any) -> str:
+    """Describe a difference of two tensors of unlike dtypes or shapes, whatever their dynamic sizes are."""
+    if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
+        return ""
+    sizes = zip(ours.shape, theirs.shape, strict=False)
+    apart = any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in sizes)
+    if apart or (ours.dtype, ours.ndim) != (theirs.dtype, theirs.ndim):
+        return f"they are {describe_value(ours)} and {describe_value(theirs)}"
+    return ""
 
 
 def _difference(ours: Any, theirs: Any) -> str:
@@ -219,8 +314,13 @@ def _is_close(value: torch.Tensor, whole: torch.Tensor) -> bool:
     """Return True if a value is the whole one, up to the rounding of sums in another order."""
     if not is_rounded(whole):
         return torch.equal(value, whole)
-    limit = largest_magnitude([whole]) * max(TOLERANCE, EPSILONS * torch.finfo(whole.dtype).eps)
-    return torch.allclose(widened(value), widened(whole), rtol=0, atol=limit, equal_nan=True)
+    one, two = widened(value), widened(whole)
+    tolerance = max(TOLERANCE, EPSILONS * torch.finfo(whole.dtype).eps)
+    for band in bands(two) if two.numel() else ():
+        limit = largest_magnitude([two[band]]) * tolerance
+        if not torch.allclose(one[band], two[band], rtol=0, atol=limit, equal_nan=True):
+            return False
+    return True
 
 
 BAGS = (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
