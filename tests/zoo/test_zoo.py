@@ -8,7 +8,9 @@ from itertools import cycle
 import pytest
 import torch
 
+import tpcompiler
 from tests.long import some
+from tests.sound import findings
 from tests.zoo.faults import collectives_of, without_collective
 from tests.zoo.index import CASES, TESTED
 from tests.zoo.measure import Measured, alone, compared, exported, is_cut, measured
@@ -80,6 +82,14 @@ def test_parameters_are_cut(on_world: Measured) -> None:
             continue
         assert sum(shares) == whole
         assert max(shares) <= whole / world + max(row.shape)  # one row more where the rows do not divide
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixtral_cut", *some(TESTED, 11)])
+def test_what_the_search_chooses_over_two_axes_is_sound(name: str) -> None:
+    """Also where only the search has a name for a placement: a block of one axis that is all that another leaves."""
+    made = tpcompiler.parallelize(exported(CASES[name], False), {"dp": 2, "tp": 2}, "auto", machine="ideal")
+    assert findings(made) == []
 
 
 @each

@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from tpcompiler.ir.mesh import Mesh
-from tpcompiler.ir.sizes import sym_quotient
+from tpcompiler.ir.sizes import statically_equal, sym_quotient
 
 Size = Any  # int or torch.SymInt, which torch's stubs do not relate
 
@@ -247,6 +247,14 @@ class DimSharding:
             return DimSharding.of_parts([(size, cut.nest(by)) for (size, cut), (_, by) in pairs])
         same = bool(self.block) and inner.block == self.block  # each block's remainder is a piece
         return DimSharding((*self.levels, *(inner.of_block(0) if same else inner).levels))
+
+    def simplify(self, size: Size, mesh: Mesh) -> DimSharding:
+        """Return the same cut of a dim of `size` without blocks that are all of a piece."""
+        levels, piece = list[Level](), size
+        for level in self.levels:
+            levels.append(level._replace(block=0) if statically_equal(level.block, piece) else level)
+            piece = chunk(level.block or piece, mesh.deals(level.axis), 0, level.unit)[1]  # rank 0 has the largest
+        return replace(self, levels=tuple(levels))
 
     def find_misfit(self, size: Size, mesh: Mesh) -> str:
         """Return why a dim of `size` elements cannot have this cut, or "" if it can.

@@ -275,11 +275,11 @@ def fitted(sharding: Sharding, shape: Sequence[Size], mesh: Mesh, what: str, ask
 
 
 def _simplest(by: DimSharding, size: int, mesh: Mesh) -> DimSharding:
-    """Return equal pieces as blocks, and an even cut without units."""
+    """Return equal pieces as blocks, pieces without blocks of their size, and an even cut without units."""
     if by.parts:
         return DimSharding.of_parts([(length, _simplest(how, length, mesh)) for length, how in by.parts])
     levels = tuple(level._replace(unit=1) for level in by.levels)
-    return DimSharding.of_parts([(size, DimSharding(levels) if by.is_exact(size, mesh) else by)])
+    return (DimSharding(levels) if by.is_exact(size, mesh) else by).simplify(size, mesh)
 
 
 def read_sharding(text: str, mesh: Mesh, ndim: int) -> Sharding:

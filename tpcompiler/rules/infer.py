@@ -280,7 +280,8 @@ def _cut(rule: Rule, dim: Dim, option: Option, mesh: Mesh) -> DimSharding | None
     blocked = any(level.block for level in levels)
     if blocked and not even and not all(isinstance(rule.extent[factor], int) for factor in dim):
         return None  # an empty shard would not show how many blocks there are
-    return DimSharding(tuple(levels))
+    found = DimSharding(tuple(levels))
+    return found.simplify(math.prod(rule.extent[factor] for factor in dim), mesh) if blocked else found
 
 
 def _sharding(rule: Rule, term: Term, option: Option, partial: Mapping[str, str], mesh: Mesh) -> Sharding | Refusal:
