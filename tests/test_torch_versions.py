@@ -14,12 +14,13 @@ import tpcompiler.rules
 from tpcompiler import _torch
 
 ROOT = Path(__file__).parents[1]
+PROBED = {f"aten::{name}" for name in ("__bases__", "__test__", "_mock_name")}  # by pytest, of names in test modules
 
 
 def test_every_op_is_there() -> None:
     major, minor = map(int, torch.__version__.split(".")[:2])
     gone = {name for name, since in _torch.GONE.items() if since <= (major, minor)}
-    assert set(_torch.MISSING) == gone  # and no others: a name that is misspelt would be among them
+    assert set(_torch.MISSING) - PROBED == gone  # and no others: a name that is misspelt would be among them
 
 
 def test_an_op_that_torch_lacks_is_none_that_a_program_calls() -> None:
